@@ -1,14 +1,14 @@
-"""Build of the optional C++ extension; everything else about the package is in pyproject.toml.
+"""Builds the optional C++ extension; all other settings of the package are in pyproject.toml.
 
-Two environment variables steer it, each 0 (leave out), 1 (must be there) or auto (the default: if
-this machine can build it):
+Two environment variables control the build. Each is 0 (skip), 1 (required) or auto (the default:
+build if this machine can):
 
-* ``MEGATRON_ADAPTIVE_EXTENSION``: the extension as a whole. Without it the package works, only
-  slower where ranks of one node talk to each other.
-* ``MEGATRON_ADAPTIVE_RDMA``: its part for RDMA, which needs ``infiniband/verbs.h``.
+* ``MEGATRON_ADAPTIVE_EXTENSION``: the extension as a whole. The package works without it, but
+  messages between ranks of one node are slower.
+* ``MEGATRON_ADAPTIVE_RDMA``: its RDMA part, which needs ``infiniband/verbs.h``.
 
-Objects are kept in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (``~/.cache`` without that
-variable) under a digest of all that they are made of, for all checkouts of a user.
+Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (``~/.cache`` without that
+variable) under a digest of all their inputs, and shared by all checkouts of a user.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VERBS_HEADER = Path("/usr/include/infiniband/verbs.h")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^\s*#\s*include\s+<(?:Python\.h|pybind11/)", re.MULTILINE)
 PATH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "SOURCE_DATE_EPOCH")
-KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
+KEPT_S = 14 * 24 * 3600.0  # objects that were not used for this time are deleted
 
 
 def switch(name: str) -> str:
@@ -65,7 +65,7 @@ def switch(name: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints one line about the build, where pip shows it with -v and on failure."""
+    """Prints one line about the build, which pip shows with -v or if the build fails."""
     print(f"megatron-adaptive: {line}", file=sys.stderr, flush=True)
 
 
@@ -80,14 +80,14 @@ def reason_of(error: BaseException) -> str:
 
 
 class ObjectCache:
-    """Compiles a file, unless the same file was compiled in the same way before.
+    """Compiles a file unless the same file was already compiled in the same way.
 
-    Warnings are not kept: what has any is compiled each time. So one object is right with and
-    without ``-Werror``. Safe for threads and for processes that build at once.
+    A file that causes warnings is not cached but compiled each time. Therefore a cached object is
+    valid with and without ``-Werror``. Safe for threads and for processes that build concurrently.
     """
 
     def __init__(self, folder: Path, pybind11: tuple[str, str]) -> None:
-        """Takes the folder of the objects, and pybind11's version and headers."""
+        """Stores the folder of the objects, and pybind11's version and headers."""
         self._folder = folder
         self._pybind11 = pybind11
         self._texts: dict[Path, str] = {}
@@ -98,14 +98,14 @@ class ObjectCache:
                     path.unlink()
 
     def compile(self, command: Sequence[str], source: str, target: str) -> None:
-        """Makes the object ``target`` of ``source``.
+        """Compiles ``source`` into the object file ``target``.
 
         Raises:
-            CalledProcessError: the compiler failed; what it said is on stderr.
+            CalledProcessError: The compiler failed; its output is on stderr.
         """
         kept = self._kept(command, source)
         if kept is not None and kept.exists():
-            with suppress(OSError):  # as when another process removes it now
+            with suppress(OSError):  # another process may remove it now
                 shutil.copyfile(kept, target)
                 kept.touch()
                 return
@@ -136,7 +136,7 @@ class ObjectCache:
                 continue
             if word in python_folders and not uses_python:
                 continue
-            # Folders of this environment: the versions above say what is in them.
+            # Folders of this environment do not count: the versions above identify their content.
             own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))
             digest.update(b"own" if own else word.encode() + b"\0")
         if rdma and VERBS_HEADER.exists():
@@ -168,7 +168,7 @@ class ObjectCache:
 
 @cache
 def compiler_version(compiler: str) -> str | None:
-    """Returns what a compiler says about itself, ``None`` where it does not."""
+    """Returns the compiler's version text, ``None`` if it does not print one."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -177,16 +177,16 @@ def compiler_version(compiler: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Returns where objects are kept."""
+    """Returns the folder of the cached objects."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return root / "megatron-adaptive" / "extension"
 
 
 class BuildExtension(build_ext):
-    """Builds with RDMA where the headers are; a failure ends the build only where asked to."""
+    """Builds with RDMA if the headers exist; a failure is an error only if the user requires it."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds the extension, or says in one line why there is none."""
+        """Builds the extension, or prints in one line why it was not built."""
         try:
             from pybind11.setup_helpers import ParallelCompile
 
@@ -194,14 +194,14 @@ class BuildExtension(build_ext):
             self._keep_objects()
             with ParallelCompile(default=len(os.sched_getaffinity(0))):
                 super().build_extension(ext)
-        except Exception as error:  # compilers fail in many ways, and none may stop an install
+        except Exception as error:  # compilers fail in many ways; an install must continue
             reason = reason_of(error)
             if not ext.optional:
                 raise SystemExit(f"error: the C++ extension was not built: {reason}") from error
             say(f"warning: the C++ extension was not built and is left out: {reason}")
 
     def _configure(self, ext: Extension) -> None:
-        """Adds what depends on this machine."""
+        """Adds settings that depend on this machine."""
         import pybind11
 
         ext.include_dirs.append(pybind11.get_include())
@@ -212,7 +212,7 @@ class BuildExtension(build_ext):
         say(f"building the C++ extension {'with' if rdma else 'without'} RDMA")
 
     def _keep_objects(self) -> None:
-        """Lets the compiler take objects from the cache."""
+        """Makes the compiler use objects from the cache."""
         import pybind11
 
         compiler = self.compiler
@@ -245,7 +245,7 @@ class BuildExtension(build_ext):
         return False
 
     def _probe_rdma(self) -> str | None:
-        """Compiles a line with the verbs header; returns why that failed, None if it did."""
+        """Compiles a line with the verbs header; returns why that failed, or None on success."""
         compiler = getattr(self.compiler, "compiler_cxx", None) or ["c++"]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cc")
@@ -260,7 +260,7 @@ class BuildExtension(build_ext):
         return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
 
     def _record(self, text: str) -> str:
-        """Writes a file that changes only with the configuration, to be depended on."""
+        """Writes a file that changes only with the configuration; objects depend on it."""
         path = Path(self.build_temp, "configuration.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
@@ -269,7 +269,7 @@ class BuildExtension(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns the extension, or nothing where it is switched off."""
+    """Returns the extension, or an empty list if it is disabled."""
     if switch("MEGATRON_ADAPTIVE_EXTENSION") == "0":
         return []
     return [
@@ -278,10 +278,10 @@ def extensions() -> list[Extension]:
             sources=list(SOURCES),
             include_dirs=["csrc"],
             depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
-            libraries=["dl"],  # opens the CUDA driver and libibverbs at run time, if they are there
+            libraries=["dl"],  # opens the CUDA driver and libibverbs at run time if they exist
             extra_compile_args=list(COMPILE_ARGS),
             language="c++",
-            # Lets an editable install go on when the file was not built.
+            # An editable install continues if the file was not built.
             optional=switch("MEGATRON_ADAPTIVE_EXTENSION") != "1",
         )
     ]

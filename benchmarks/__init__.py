@@ -1,1 +1,1 @@
-"""Measurements; each file of this folder says how to run it."""
+"""Benchmarks. The docstring of each program says how to run it."""

@@ -1,10 +1,10 @@
-"""Step times of a real small GPT: this project beside megatron-core's and torch's schedules.
+"""Compares step times of a small GPT with schedules of this project, megatron-core and torch.
 
-Two processes train the model, and the competitors take turns on the same chunks; a row is the
-median over rounds of the ratio to the rival's step in the same round. Losses and gradients of all
-competitors must agree. Part of ``benchmarks/schedules.py``, and of ``benchmarks/transport.py``,
-whose competitors are transports between more ranks than processors: a rank that waits must not
-take the time of one that computes. As a program this file is one rank.
+Two processes train the model, and the competitors alternate on the same chunks. A row is the median
+over rounds of the ratio to the rival's step in the same round. Losses and gradients of all
+competitors must agree. This is a part of ``benchmarks/schedules.py``, and of
+``benchmarks/transport.py``, whose competitors are transports between more ranks than processors: a
+waiting rank must not take time from a computing rank. Run as a script, this file is one rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ ALL_JOBS = {**JOBS, OVER_TRANSPORTS: Job("--pipeline-schedule megatron", TRANSPO
 
 @dataclass(frozen=True)
 class Duel:
-    """Two competitors that a row of the table compares.
+    """Two competitors that one row of the table compares.
 
     Attributes:
         job: Name of the job in which both run.
         name: Competitor of this project.
-        rival: Competitor that it is compared with.
-        goal: Most that its step may take over the rival's; ``None`` if that is no goal.
+        rival: Competitor to which it is compared.
+        goal: Upper limit of the ratio of its step to the rival's step; ``None`` without a goal.
     """
 
     job: str
@@ -82,7 +82,7 @@ DUELS = (
 
 
 def takes_part(job: str, name: str, index: int) -> bool:
-    """Returns whether a competitor runs in a round: in every second one if no goal looks at it."""
+    """Returns whether a competitor runs in a round; without a goal it skips every second round."""
     if index % 2 == 0 or job == OVER_TRANSPORTS:
         return True
     return any(
@@ -92,15 +92,15 @@ def takes_part(job: str, name: str, index: int) -> bool:
 
 
 class Rank(CompetingRank):
-    """One rank of a job. Besides schedules of this project and ``megatron`` it knows:
+    """One rank of a job. It supports schedules of this project, ``megatron``, and these names:
 
-    * ``torch NAME``, a schedule of ``torch.distributed.pipelining``; with ``, our W`` backwards are
-      split by this project's layers;
+    * ``torch NAME``, a schedule of ``torch.distributed.pipelining``; with ``, our W`` this
+      project's layers split the backwards;
     * ``plug-in NAME``, a schedule of this project through ``install()``;
-    * in the job of transports a transport, which carries 1F1B.
+    * in the job that compares transports, a transport, which is used with 1F1B.
 
     Args:
-        _: Folder for files, of which it writes none.
+        _: Folder for files; not used.
         job: Name of the job in ``ALL_JOBS``.
         width: Hidden size of the model.
     """
@@ -142,12 +142,12 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
 
     Args:
         job: Name of the job in ``ALL_JOBS``.
-        rounds: Number of steps of each competitor that a goal looks at.
-        limit_s: Seconds after which everything is killed.
+        rounds: Number of steps of each competitor that has a goal.
+        limit_s: Seconds after which all processes are killed.
         width: Hidden size of the model.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     ranks = ALL_JOBS[job].ranks
     return gpt_ranks.measure(__file__, ranks, rounds, job, str(width), limit_s=limit_s)
@@ -182,14 +182,14 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Returns the competitors whose losses or gradients differ from the first of their job."""
+    """Returns the competitors whose losses or gradients differ from the first competitor's."""
     return [
         f"{job}: the {quantity} of {name} differs from that of {JOBS[job].competitors[0]} by "
         f"{difference[quantity]:.1e}, allowed is {limit}"
         for job, result in results.items()
         for name, difference in result["differences"].items()
         for quantity, limit in MOST_DIFFERENCE.items()
-        # Not-a-number is above every limit.
+        # NaN exceeds every limit.
         if not difference[quantity] <= limit
     ]
 

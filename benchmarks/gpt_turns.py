@@ -1,20 +1,20 @@
-"""Steps of a small GPT with and without a feature: traces, checkpoints, copies, the hang watch.
+"""Measures steps of a small GPT with and without a feature such as traces or checkpoints.
 
-Within one job steps with and without the feature take turns, so that whatever else the machine does
-slows both alike. Both elapsed time and processor time of all ranks are measured. Elapsed time
-varies by some percent from step to step, because ranks wait for each other. Processor time hardly
-does, so it shows a fraction of a percent; and if training uses every processor, more of it means
-longer steps. As a program this file is one rank.
+Steps with and without the feature alternate within one job, so that other load on the machine slows
+both equally. Elapsed time and processor time of all ranks are measured. Elapsed time varies by some
+percent from step to step, because ranks wait for each other. Processor time hardly varies, so it
+shows a fraction of a percent. If training uses every processor, more processor time means longer
+steps. Run as a script, this file is one rank.
 
 * ``traced``: a traced step ends when its spans are in the file.
 * ``layers``, ``collectives``, ``evidence``: all steps are traced, and some of them with the times
   of layers, with the times of collectives, or with the counters of the machine.
-* ``saving``: a turn of ten steps begins with a checkpoint that is written behind training, and
-  ends when the checkpoint is complete, so that none of its work is left to the next turn.
-* ``copying each``, ``copying tenth``: two ranks, each on a node of its own as far as copies are
-  concerned, send each other copies of their state, at every step or at the first of ten. Each has a
-  keeper in a process of its own, as the agent of a node does; its processor time is counted too.
-* ``watched``: turns of ten steps with the watch for hangs, whose process is counted too.
+* ``saving``: a run of ten steps begins with a checkpoint that is written in the background, and
+  ends when the checkpoint is complete, so that no work is left to the next run.
+* ``copying each``, ``copying tenth``: two ranks, treated as ranks of different nodes, send each
+  other copies of their state, in every step or in the first of ten. Each has a keeper in a separate
+  process, like the agent of a node; the keeper's processor time is included.
+* ``watched``: runs of ten steps with the hang detector, whose processor time is included.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ DETAILS = ("layers", "collectives", "evidence")
 RANKS = {"traced": 4, "collectives": 4}
 """Number of ranks of each kind, if it is not 2."""
 WINDOW = 10
-"""Number of steps of a turn."""
+"""Number of steps of a run."""
 SHORT_WINDOW = 3
-"""Number of steps of a turn with details of traces."""
+"""Number of steps of a run with details of traces."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
 
 def measure(kind: str, rounds: int) -> dict[str, Any]:
-    """Takes steps in turns with and without the feature.
+    """Alternates runs of steps with and without the feature.
 
     Args:
         kind: Kind of steps.
-        rounds: Number of rounds of two turns with the feature and two without.
+        rounds: Number of rounds; each round has two runs with the feature and two without.
 
     Returns:
         ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
         processor seconds per step over all ranks; ``step_s``: median seconds of a step without the
-        feature. Further, for traces ``spans`` per step; for details of traces ``marker_bytes``,
-        bytes per rank and step with the detail; for checkpoints ``size_bytes`` and ``waited_s``,
-        the seconds that training waited for each; for copies ``notice``, a text that says what is
-        copied.
+        feature. In addition, for traces ``spans`` per step; for details of traces
+        ``marker_bytes``, the bytes per rank and step with the detail; for checkpoints
+        ``size_bytes`` and ``waited_s``, the seconds that training waited for each; for copies
+        ``notice``, a text that describes the copies.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     ranks = RANKS.get(kind, 2)
     result = gpt_ranks.measure(__file__, ranks, rounds, kind, limit_s=_LIMIT_S)
@@ -72,7 +72,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def costs(result: dict[str, Any], unit: str) -> list[float]:
-    """Returns how much longer steps with the feature are, as a share of the others, by round.
+    """Returns how much longer steps with the feature are, relative to steps without it, by round.
 
     Args:
         result: Result of :func:`measure`.
@@ -82,7 +82,7 @@ def costs(result: dict[str, Any], unit: str) -> list[float]:
 
 
 class FeatureRank(TrainingRank):
-    """One rank, which takes steps with and without a feature.
+    """One rank that runs steps with and without a feature.
 
     Args:
         kind: Kind of steps.
@@ -90,7 +90,7 @@ class FeatureRank(TrainingRank):
         width: Hidden size of the model.
 
     Attributes:
-        steps: Number of steps of a turn.
+        steps: Number of steps of a run.
     """
 
     steps = WINDOW
@@ -110,11 +110,11 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Takes some steps; returns elapsed and processor seconds per step."""
+        """Runs some steps; returns elapsed and processor seconds per step."""
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
-        """Takes the steps of a turn."""
+        """Runs the steps once."""
         raise NotImplementedError
 
     def processor_s(self) -> float:
@@ -122,7 +122,7 @@ class FeatureRank(TrainingRank):
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Takes the steps of a turn, and traces them."""
+        """Runs the steps once, traced or not."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing
@@ -131,7 +131,7 @@ class FeatureRank(TrainingRank):
 
 
 class TracedRank(FeatureRank):
-    """One rank that traces some of its steps.
+    """A rank that traces some of its steps.
 
     Args:
         folder: Folder for the traces.
@@ -160,7 +160,7 @@ class TracedRank(FeatureRank):
 
 
 class DetailedRank(FeatureRank):
-    """One rank that traces all steps, and some of them with more detail.
+    """A rank that traces all steps, and some steps with more detail.
 
     Args:
         folder: Folder for the traces.
@@ -174,7 +174,7 @@ class DetailedRank(FeatureRank):
         super().__init__(kind, *flags, str(folder))
         self._traces = folder
         tracing = self._run.tracing
-        # Without the counters of the machine a trace is as it was before there were any.
+        # The baseline is a trace without the counters of the machine.
         self._attribute = "_counters" if kind == "evidence" else kind
         self._detail = getattr(tracing, self._attribute)
         tracing.layers = tracing.collectives = tracing._counters = None
@@ -204,7 +204,7 @@ class DetailedRank(FeatureRank):
 
 
 class SavingRank(FeatureRank):
-    """One rank that saves a checkpoint at the beginning of some turns.
+    """A rank that saves a checkpoint at the beginning of some runs.
 
     Args:
         folder: Folder for the checkpoints.
@@ -240,7 +240,7 @@ class SavingRank(FeatureRank):
 
 
 class CopyingRank(FeatureRank):
-    """One rank that sends copies of its state, and its keeper in a process of its own."""
+    """A rank that sends copies of its state, and its keeper in a separate process."""
 
     def __init__(self, _: Path, kind: str) -> None:
         super().__init__(kind, width=128)
@@ -300,7 +300,7 @@ class CopyingRank(FeatureRank):
 
 
 class WatchedRank(FeatureRank):
-    """One rank that runs the watch for hangs during some turns."""
+    """A rank that enables the hang detector for some of the runs."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         super().__init__(kind)
@@ -308,7 +308,7 @@ class WatchedRank(FeatureRank):
         self._guard: Any = None
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Takes some steps; starts and ends the watch before and after them."""
+        """Runs some steps, with the hang detector if the feature is on."""
         from megatron.adaptive.engine.hang_guard import HangGuard
 
         run = self._run
@@ -338,9 +338,9 @@ class WatchedRank(FeatureRank):
 
 
 def keep(link: Connection) -> None:
-    """Runs a keeper of copies until the link closes.
+    """Runs a keeper of copies until the link is closed.
 
-    Each message names the keeper's buddy, or is ``None``; the answer is its processor time.
+    A message is either the keeper's buddy or ``None``. The answer is the keeper's processor time.
     """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 

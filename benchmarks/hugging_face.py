@@ -2,9 +2,10 @@
 
     python benchmarks/hugging_face.py [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``size``, speed and memory of import and export of a generated model, over reading and
-writing its bytes, and the memory that ``--load-hf`` adds to each of four ranks; ``preprocess``,
-the speed of ``data preprocess`` over ``tokenizers`` alone. Exits with status 1 if a goal is missed.
+Parts: ``size`` compares speed and memory of import and export of a generated model with reading and
+writing the same bytes, and measures the memory that ``--load-hf`` adds to each of four ranks.
+``preprocess`` compares the speed of ``data preprocess`` with ``tokenizers`` alone. Exits with
+status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
 LARGEST_BYTES = VOCABULARY * HIDDEN * 2
 """Size of the largest tensor of the generated model."""
 MOST_TENSORS = 4.0
-"""Largest memory of import and export, in largest tensors of the model."""
+"""Upper limit of the memory of import and export, in multiples of the model's largest tensor."""
 LEAST_SPEED = 0.8
-"""Lowest speed over reading and writing the same bytes, and over ``tokenizers`` alone."""
+"""Lowest speed relative to reading and writing the same bytes, and to ``tokenizers`` alone."""
 _BLOCK = 1 << 23
-# Runs a command of the package in a process of its own, and prints its seconds and peak of memory.
+# Runs a command of the package in a new process, and prints its seconds and peak memory.
 _CHILD = """
 import sys, time
 from megatron.adaptive import accelerator
@@ -51,7 +52,7 @@ print("MEASURED", time.perf_counter() - begin, memory_bytes("VmHWM") - before)
 _MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 _RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
 _RUN += " --train-iters 1 --eval-iters 0 --mock-data"
-# Reads JSON lines and encodes them; prints the seconds of the encoding.
+# Reads JSON lines and encodes them; prints the seconds of encoding.
 _TOKENIZERS = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -65,7 +66,7 @@ print(time.perf_counter() - begin)
 
 
 def size(gigabytes: float) -> Result:
-    """Part ``size``: measures import, export and load.
+    """Measures import, export and load (part ``size``).
 
     Args:
         gigabytes: Approximate size of the model.
@@ -103,7 +104,7 @@ def size(gigabytes: float) -> Result:
 
 
 def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]:
-    """Runs a function of ``cli.checkpoint`` in a process; returns seconds and added memory."""
+    """Runs a function of ``cli.checkpoint`` in a new process; returns seconds and added memory."""
     command = [sys.executable, "-c", _CHILD, function, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
@@ -114,7 +115,7 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model as a rank of a job does, and writes the memory that this adds at its peak.
+    """Loads a model like a rank of a job, and writes the peak memory that loading adds.
 
     Args:
         model: Folder of the model.
@@ -133,7 +134,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
 
 def memory_bytes(name: str) -> int:
-    """Returns a value of ``/proc/self/status`` in bytes, such as that of ``VmHWM``, the peak."""
+    """Returns a value of ``/proc/self/status`` in bytes, for example ``VmHWM``, the peak."""
     match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) << 10
@@ -154,7 +155,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a Llama with random weights of about this size; returns its size in bytes."""
+    """Writes a Llama with random weights of approximately this size; returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -186,7 +187,7 @@ def _generate_model(folder: Path, gigabytes: float) -> int:
 
 
 def preprocessing(megabytes: float) -> Result:
-    """Part ``preprocess``: measures the speed of ``data preprocess`` over ``tokenizers`` alone.
+    """Measures the speed of ``data preprocess`` relative to ``tokenizers`` (part ``preprocess``).
 
     Args:
         megabytes: Size of the text, which is written three times.
@@ -211,12 +212,12 @@ def preprocessing(megabytes: float) -> Result:
 
 
 def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[Row]:
-    """Returns the speeds of ``data preprocess`` over ``tokenizers`` alone.
+    """Returns the speeds of ``data preprocess`` relative to ``tokenizers`` alone.
 
     Args:
         folder: Folder for inputs and outputs, with the Hugging Face tokenizer in ``hf``.
         texts: Documents.
-        nbytes: Size of all that is written.
+        nbytes: Total size of the documents.
     """
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
 
@@ -237,7 +238,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    preprocess_s(folder / "line.jsonl", 1)  # imports the writer of tokens
+    preprocess_s(folder / "line.jsonl", 1)  # imports the token writer
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -265,7 +266,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["rank"]:  # a process of part size
+    if options.part == ["rank"]:  # this is a process of part size
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

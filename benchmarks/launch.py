@@ -1,10 +1,10 @@
-"""Measures the start of a job beside torchrun.
+"""Compares the start of a job with torchrun.
 
     python benchmarks/launch.py [--quick] [--json FILE]
 
-``job launch`` and torchrun start the same job of two ranks in turns. A start ends with the first
-iteration. ``python -m tests.soak.slurm_jobs`` measures starts by Slurm. Exits with status 1 if the
-goal is missed.
+``job launch`` and torchrun alternately start the same job of two ranks. A start ends with the first
+iteration. ``python -m tests.soak.slurm_jobs`` measures starts through Slurm. Exits with status 1 if
+the goal is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.report import Result, measure, measured, parser_of, ratios  # noqa:
 
 LIMIT_S = 240.0
 MOST_START = 1.1
-"""Largest time of a start over torchrun's."""
+"""Upper limit of the ratio of a start's time to torchrun's."""
 COMMANDS = {
     "launch": "-m megatron.adaptive job launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",
@@ -43,7 +43,7 @@ def start_s(name: str, log: Path) -> float:
         log: Path of a new file for the output of the job.
 
     Raises:
-        TimeoutError: There was no iteration within the time limit.
+        TimeoutError: There was no iteration within the timeout.
     """
     command = [sys.executable, *COMMANDS[name].split(), str(ROOT / "pretrain_gpt.py"), *GPT]
     command += "--hidden-size 64 --pipeline-model-parallel-size 2 --log-interval 1".split()
@@ -63,7 +63,7 @@ def start_s(name: str, log: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Starts the same job by both commands, in turns."""
+    """Starts the same job with both commands alternately."""
     elapsed_s: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(3 if options.quick else 7):

@@ -1,10 +1,10 @@
-"""Compares slices of long sequences with whole ones, in one run.
+"""Compares sliced long sequences with whole long sequences.
 
     python benchmarks/long_documents.py [--quick] [--part PART ...] [--json FILE]
 
 ``training`` trains a small GPT on one document of 8,192 tokens per step, whole and in 8 slices, on
-two pipeline ranks and on one. ``emulated`` runs 8 processes that sleep as long as their work would
-take, with few long sequences of which attention is 60%. ``simulated`` computes steps of 16 ranks.
+two pipeline ranks and on one. ``emulated`` runs 8 processes that sleep instead of computing, with
+few long sequences and 60% of the work in attention. ``simulated`` simulates steps of 16 ranks.
 Exits with status 1 if a goal is missed.
 """
 
@@ -44,7 +44,7 @@ MODEL = (
 )
 MEMORY_GOAL = 0.6
 STEP_GOALS = {2: 0.8, 1: 1.05}
-"""Step in slices over the whole step, by number of pipeline ranks."""
+"""Limit of the ratio of a sliced step to a whole step, by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
 """Time of a forward pass of a whole sequence on an emulated rank."""
@@ -57,7 +57,7 @@ WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
 
 def training(options: Any) -> Result:
-    """Trains whole and in slices, on two ranks and on one."""
+    """Trains with whole and with sliced sequences, on two ranks and on one."""
     tokens = 1024 if options.quick else 8192
     steps = 2 if options.quick else 3
     rows, facts = [], {}
@@ -76,7 +76,7 @@ def training(options: Any) -> Result:
 
 
 class TrainedJob(NamedTuple):
-    """Holds what was measured of a job.
+    """Measurements of a job.
 
     Attributes:
         steps_s: Seconds of the steps after the first.
@@ -90,7 +90,7 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains for one step that is not measured, and some that are."""
+    """Trains for one step that is not measured, and then for some steps that are."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
@@ -120,7 +120,7 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the compared orders for some sequences per step, by name."""
+    """Returns the compared orders for a number of sequences per step, by name."""
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -164,7 +164,7 @@ def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]
 
 
 def emulated(options: Any) -> Result:
-    """Compares slices with the best order of whole sequences, and with the interleaved one."""
+    """Compares slices with the best order of whole sequences, and with the interleaved order."""
     counts = [4] if options.quick else list(OVER_WHOLE)
     repeats = 1 if options.quick else 3
     records = fork_ranks("benchmarks.long_documents", RANKS, LIMIT_S, counts, repeats)
@@ -195,7 +195,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Computes the efficiency of 16 ranks with 16 slices, and memory for 4 sequences."""
+    """Simulates the efficiency of 16 ranks with 16 slices, and the memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)

@@ -1,12 +1,12 @@
-"""Compares ways to train on documents whose lengths have a long tail, in one run.
+"""Compares ways to train on documents whose lengths have a long tail.
 
     python benchmarks/long_tail.py [--quick] [--json FILE]
 
-Four processes exchange real messages and sleep as long as their work would take. All ways train on
-the same documents: lengths are log-normal with sigma 1.5, and the longest is cut at 32 times the
-median. A microbatch is one document, padded to the longest (1F1B), or a row of documents as long as
-the longest (packing: 1F1B, or the default schedule in a V), or such a row in slices of a given
-number of tokens (``--slice-tokens``). Exits with status 1 if a goal is missed.
+Four processes exchange real messages and sleep instead of computing. All ways train on the same
+documents: lengths are log-normal with sigma 1.5, and the longest is cut at 32 times the median. A
+microbatch is one document that is padded to the longest (1F1B), or a row of documents as long as
+the longest (packing: 1F1B, or the default schedule in a V), or a row that is sliced by tokens
+(``--slice-tokens``). Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
 PAIR_COST = 0.4 / LONGEST
-"""Cost of attention per token and token of its document, relative to the rest of a token's work."""
+"""Cost of attention per pair of tokens of a document, relative to the rest of a token's work."""
 TOKEN_S = 2e-5
 """Time of a token's forward in one half of a rank, without attention."""
 GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
@@ -48,12 +48,12 @@ LIMIT_S = 900.0
 
 
 class Way(NamedTuple):
-    """One way to run the documents of a step: its schedule, and the microbatches with their cuts.
+    """A way to run the documents of a step: its schedule, and its microbatches with their cuts.
 
     Attributes:
         schedule: Name of the schedule.
         in_v: Whether each rank has two chunks, in a V, and separate weight gradients.
-        cuts: Documents of each microbatch, and the positions where it is cut.
+        cuts: Documents of each microbatch, and the positions at which it is cut.
     """
 
     schedule: str
@@ -83,7 +83,7 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Returns the times of all actions; attention takes twice as long in B, and has no W."""
+        """Returns the durations of all actions. Attention doubles in B and does not occur in W."""
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks
         return {
@@ -95,7 +95,7 @@ class Way(NamedTuple):
 
 
 def ways(seed: int) -> tuple[int, dict[str, Way]]:
-    """Returns the number of tokens of a step, and each way to run it by name."""
+    """Returns the number of tokens of a step, and each way to run the step by name."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.5, DOCUMENTS) * MEDIAN
     lengths = np.clip(drawn, 1, LONGEST).astype(int).tolist()
     lengths[0] = LONGEST
@@ -118,7 +118,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs every way once for each seed; returns seconds and largest memory, in tokens."""
+    """Runs every way once for each seed; returns seconds and largest memory in tokens."""
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:

@@ -1,12 +1,12 @@
-"""Measures what traces, the watch for hangs, checkpoints and copies add to steps of a small GPT.
+"""Measures how much traces, the hang detector, checkpoints and copies slow down a small GPT.
 
     python benchmarks/overheads.py [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``trace``, a traced step; ``layers``, ``collectives`` and ``evidence``, the times of layers,
-those of collectives and the counters of the machine in traced steps; ``watch``, the watch for
-hangs; ``checkpoint``, a checkpoint every ten steps that is written while training continues;
-``copies``, copies of the state in memory, at every step and at one in ten. Steps with and without
-the feature take turns in one job. Exits with status 1 if a goal is missed.
+the times of collectives and the counters of the machine in traced steps; ``watch``, the hang
+detector; ``checkpoint``, a checkpoint every ten steps that is written while training continues;
+``copies``, copies of the state in memory, in every step and in one of ten. Steps with and without
+the feature alternate in one job. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Feature:
     Attributes:
         kind: Kind of steps of :mod:`gpt_turns`.
         title: Name in the rows.
-        most: Largest addition to a step, as a share of the step without the feature; ``None`` if it
-            is only reported.
+        most: Upper limit of the added time, as a share of the step without the feature; ``None`` if
+            it is only reported.
         rounds: Number of rounds, in the short form and otherwise.
-        unit: ``s`` if the limit is one of elapsed time, ``cpu_s`` for processor time.
+        unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` for processor time.
     """
 
     kind: str
@@ -71,7 +71,7 @@ FEATURES = {
     ],
 }
 MOST_BYTES = 3000
-"""Largest addition to the trace of a rank in a step with more detail, in bytes."""
+"""Upper limit of what more detail adds to the trace of a rank in a step, in bytes."""
 UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
@@ -97,7 +97,7 @@ def costs(features: Sequence[Feature], quick: bool) -> Result:
 
 
 def note_of(feature: Feature, result: dict[str, Any]) -> str:
-    """Returns what was measured, for the note of a row."""
+    """Returns a summary of a measurement, for the note of a row."""
     ranks = gpt_turns.RANKS.get(feature.kind, 2)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:

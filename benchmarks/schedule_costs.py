@@ -1,6 +1,7 @@
 """Measures the cost of a simulated action, of a decision, and of an action of the executor.
 
-Part ``costs`` of ``benchmarks/schedules.py``, in one process; nothing is computed or sent.
+Implements part ``costs`` of ``benchmarks/schedules.py``, in one process, without computation or
+messages.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS, CALLS = 15, 100_000
 MOST_SIMULATED, MOST_PICK, MOST_EXECUTOR = 40.0, 400.0, 1000.0
-"""Largest cost of a simulated action, a pick and an action of the executor, in Python calls."""
+"""Upper limits of a simulated action, a pick and an action of the executor, in Python calls."""
 _PROFILE = StageProfile(
     times=StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
 )
@@ -119,7 +120,7 @@ def _picks_s(name: str) -> float:
 
 
 def _executor_s() -> float:
-    """Returns the seconds per action of a whole step of one rank, including its picks."""
+    """Returns the seconds per action of one rank's whole step, including its picks."""
     placement = Placement(num_ranks=1, num_chunks=2)
     executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(

@@ -1,11 +1,11 @@
-"""Compares pipeline schedules with those of megatron-core and torch, in one run.
+"""Compares pipeline schedules with schedules of megatron-core and torch.
 
     python benchmarks/schedules.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
-Parts: ``emulated``, eight processes that exchange real messages and sleep for a random time in each
-action, the same times for all schedules; ``gpt``, two processes that train a real small GPT;
-``costs``, the cost of decisions. Exits with status 1 if a goal is missed, or if two schedules of
-part ``gpt`` compute different losses or gradients.
+Parts: ``emulated`` runs eight processes that exchange real messages and sleep for a random time in
+each action; the times are the same for all schedules. ``gpt`` runs two processes that train a small
+GPT. ``costs`` measures the cost of decisions. Exits with status 1 if a goal is missed, or if two
+schedules of part ``gpt`` compute different losses or gradients.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from harness.report import Result, measure, parser_of  # noqa: E402
 
 REPETITIONS = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 QUICK_REPETITIONS = {"jitter 0.3": 2, "lengths": 1, "quiet": 1}
-"""Steps of each competitor, by scenario; each step has draws of its own."""
+"""Number of steps of each competitor, by scenario; each step has separate draws."""
 LIMIT_S = 3600.0
 
 
 def emulated(options: argparse.Namespace) -> Result:
-    """Part ``emulated``: measures steps of processes that sleep."""
+    """Measures steps of processes that sleep (part ``emulated``)."""
     mean_s = options.chunk_ms / 1e3
     times = Times(forward_s=mean_s, backward_s=mean_s, weight_s=mean_s)
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
@@ -56,14 +56,14 @@ def emulated(options: argparse.Namespace) -> Result:
 
 
 def gpt(options: argparse.Namespace) -> Result:
-    """Part ``gpt``: measures steps of a small GPT."""
+    """Measures steps of a small GPT (part ``gpt``)."""
     rounds = options.rounds or (6 if options.quick else 60)
     results = {job: gpt_steps.measure(job, rounds) for job in gpt_steps.JOBS}
     return Result(rows=gpt_steps.make_rows(results), facts={"gpt": results})
 
 
 def costs(_: argparse.Namespace) -> Result:
-    """Part ``costs``: measures the cost of decisions."""
+    """Measures the cost of decisions (part ``costs``)."""
     return Result(rows=schedule_costs.measure())
 
 

@@ -1,21 +1,21 @@
-"""The schedules of ``torch.distributed.pipelining``, unchanged, on GPT chunks or emulated stages.
+"""Runs schedules of ``torch.distributed.pipelining``, unchanged, on GPT chunks or emulated stages.
 
-On GPT chunks the wrapper for data parallelism, the loss and the work after the last backward are
-those of this project's executor. Facts about torch's runtime (2.13) that explain its rows:
+On GPT chunks the data-parallel wrapper, the loss and the work after the last backward are the same
+as in this project's executor. Facts about torch's runtime (2.13) that explain its rows:
 
-* It splits a backward by autograd's graph: B asks for the gradients of the inputs, W starts again
-  at the functions that take both inputs and weights. A linear layer of megatron-core is one such
-  function and computes both of its gradients at each call. So a split backward computes both
-  products twice: five products with that of the forward instead of three.
-* On the first stage a split backward does nothing at B and everything at W. These schedules run the
-  two one after the other, so no time is lost.
+* It splits a backward along autograd's graph: B computes the gradients of the inputs, W restarts at
+  the functions that have both inputs and weights. A linear layer of megatron-core is one such
+  function and computes both of its gradients in each call. So a split backward computes both
+  matmuls twice: five matmuls including the forward instead of three.
+* On the first stage a split backward does nothing in B and everything in W. These schedules run B
+  and W one after the other there, so no time is lost.
 * Each split backward searches the stage's autograd graph for paths to weights. On a CPU this takes
-  some tenths of a millisecond; on a GPU the host would usually be ahead.
-* 1F1B waits for a send together with its receive. gloo ends a send when the peer asks for the
-  message, so a rank may wait for an action of a peer whose result it does not need.
-* A stage may split its backward itself, which the rows with "our W" do: in B the layers leave their
-  weight gradients in this project's store, and W runs it. Order and messages are torch's.
-* Gradients of a W by the graph go to ``grad``, without the hook that adds them to ``main_grad``.
+  some tenths of a millisecond; on a GPU the search would usually overlap with GPU work.
+* 1F1B waits for a send together with its receive. gloo completes a send when the peer asks for the
+  message, so a rank may wait for an action of a peer although it does not need the result.
+* A stage may split its backward itself, as in the rows with "our W": in B the layers leave their
+  weight gradients in this project's store, and W runs the store. Order and messages are torch's.
+* Gradients of a W along the graph go to ``grad``, without the hook that adds them to ``main_grad``.
   They are added to ``main_grad`` after the step.
 """
 
@@ -116,14 +116,14 @@ class StageModule(torch.nn.Module):
 
     Args:
         chunk: Chunk in its data-parallel wrapper.
-        first: Whether the chunk takes tokens.
+        first: Whether the chunk takes tokens as input.
     """
 
     def __init__(self, chunk: torch.nn.Module, *, first: bool) -> None:
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # A bound method, because an attribute with the module would list its parameters twice.
+        # A bound method: with the module as an attribute, its parameters would be listed twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
@@ -175,7 +175,7 @@ class StoreStage(PipelineStage):
 
 
 class GptTorchRunner:
-    """Runs one of torch's schedules on the GPT chunks of a run. All ranks make theirs at once.
+    """Runs one of torch's schedules on a run's GPT chunks. All ranks create theirs together.
 
     Args:
         run: Built model and its settings.
@@ -205,13 +205,13 @@ class GptTorchRunner:
         self._schedule = make_schedule(schedule, stages, num_microbatches, self._loss)
 
     def __call__(self, microbatches: Sequence[Microbatch] | None) -> list[dict[str, torch.Tensor]]:
-        """Runs the forwards and backwards of a step, up to complete gradients.
+        """Runs the forward and backward passes of a step until the gradients are complete.
 
         Args:
-            microbatches: Microbatches of the step, ``None`` on a rank that needs no data.
+            microbatches: Microbatches of the step, ``None`` on a rank that does not need data.
 
         Returns:
-            Losses of the microbatches on the last stage, an empty list on others.
+            Losses of the microbatches on the last stage, an empty list on other stages.
         """
         for store in self._stores:
             store.clear()

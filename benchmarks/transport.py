@@ -1,13 +1,14 @@
-"""Compares transports between two processes with a memcpy, gloo, MPI and UCX, in one run.
+"""Compares transports between two processes with memcpy, gloo, MPI and UCX.
 
     python benchmarks/transport.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
-Parts: ``messages``, bandwidth of tensors that are in no cache, and half a round trip of a small
-tensor; ``1f1b``, the time that messages add to a pipeline that computes; ``ranks``, a small GPT on
-more ranks than processors. Every number is the median of at least five repetitions. Goals are
-ratios to limits of the same machine in the same run: a memcpy, and a wake of a sleeping thread. MPI
-and UCX take part if they are installed (``bash prerequisite.sh --benchmarks``). RDMA has a program
-of its own, ``python -m tests.labs.rdma_speed``. Exits with status 1 if a goal is missed.
+Parts: ``messages`` measures the bandwidth of tensors that are not in any cache, and half the round
+trip of a small tensor. ``1f1b`` measures the time that messages add to a pipeline that computes.
+``ranks`` trains a small GPT on more ranks than processors. Every number is the median of at least
+five repetitions. Goals are ratios to limits of the same machine in the same run: a memcpy, and the
+time to wake a sleeping thread. MPI and UCX are included if they are installed (``bash
+prerequisite.sh --benchmarks``). ``python -m tests.labs.rdma_speed`` measures RDMA. Exits with
+status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Largest time of a small message, in wakes of a sleeping thread."""
+"""Upper limit of a small message's time, in multiples of the time to wake a sleeping thread."""
 MOST_COPIES = 4.0
-"""Largest time that messages add to a microbatch, in copies of a message."""
+"""Upper limit of the time that messages add to a microbatch, in copies of a message."""
 MOST_OVER_GLOO = 1.02
-"""Largest time of a step of more ranks than processors, over gloo's."""
+"""Upper limit of the ratio of a step with more ranks than processors to gloo's step."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
-# Without `any` Open MPI takes UCX only if there is an RDMA device.
+# Without `any` Open MPI uses UCX only if there is an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
-"""Options that make Open MPI use shared memory, its own or UCX's."""
+"""Options that make Open MPI use its own shared memory transport or UCX's."""
 
 Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, and the reason if there are none."""
+    """Returns the samples of MPI and UCX, and the reason if there are no samples."""
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         return {}, "no Open MPI with mpi4py: bash prerequisite.sh --benchmarks"
@@ -85,7 +86,7 @@ def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
 
 
 def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Part ``messages``: compares streams and round trips.
+    """Compares streams and round trips (part ``messages``).
 
     Args:
         options: Command line.
@@ -116,7 +117,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times of the faster copy."""
+    """Returns the times of the faster kind of copy."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -135,7 +136,7 @@ def _of_memcpy(samples: Samples) -> list[Row]:
 
 
 def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str) -> list[Row]:
-    """Returns the rows of other libraries, as ratios of their time to that of this project's."""
+    """Returns rows that compare other libraries with this project's transports."""
     rows = []
     for nbytes in COMPARED:
         shm, size = own_samples[f"shm {nbytes}"], size_text(nbytes)
@@ -145,7 +146,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in processes of its own, so it is compared with their copies.
+        # Each library ran in separate processes, so it is compared with copies in these processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -168,7 +169,7 @@ def _pings(own_samples: Samples, peers: Mapping[str, Samples]) -> list[Row]:
 
 
 def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int]) -> Result:
-    """Part ``1f1b``: measures the time that messages add to a microbatch.
+    """Measures the time that messages add to a microbatch (part ``1f1b``).
 
     Args:
         options: Command line.
@@ -198,7 +199,7 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
 
 
 def more_ranks(options: argparse.Namespace) -> Result:
-    """Part ``ranks``: measures steps of more ranks than processors."""
+    """Measures steps of more ranks than processors (part ``ranks``)."""
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
@@ -216,7 +217,7 @@ def size_text(nbytes: int) -> str:
 
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
-    """Returns bandwidths in GB/s as Markdown: a line per link, a column per size."""
+    """Returns bandwidths in GB/s as Markdown: one row per link, one column per size."""
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
         f"|---|{'---|' * len(SIZES)}",
@@ -229,7 +230,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Draws bandwidth over size."""
+    """Plots bandwidth over size."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Check of a machine with a GPU; ``scripts/gpu_check.sh`` runs it, docs/gpu_check.md describes it.
+"""Checks a machine with a GPU; ``scripts/gpu_check.sh`` runs it, docs/gpu_check.md describes it.
 
-Only the module ``steps`` needs installed packages; the others need only Python.
+Only the module ``steps`` needs installed packages; the other modules need only Python.
 """

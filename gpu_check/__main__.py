@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the GPU of this machine; returns the exit status."""
     names = [part.name for part in parts(rehearse=False)]
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_check.sh", description="Run everything that needs a GPU, within a time."
+        prog="scripts/gpu_check.sh", description="Run all checks that need a GPU, in limited time."
     )
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="time for all parts together (%(default)g)"
@@ -26,30 +26,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=names,
         metavar="NAME",
-        help=f"run only these, after the set-up and {' and '.join(ALWAYS)}: {', '.join(names)}",
+        help=f"run these parts only, after set-up and {' and '.join(ALWAYS)}: {', '.join(names)}",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder of gpu_check.md and gpu_check.json; by default one in results/ with date, "
-        "card and driver",
+        help="folder of gpu_check.md and gpu_check.json; by default a folder in results/ with "
+        "date, card and driver",
     )
     parser.add_argument(
         "--pack",
         type=Path,
         metavar="FOLDER",
-        help="use no network but this folder, which scripts/gpu_pack.sh made",
+        help="use this folder, which scripts/gpu_pack.sh created, instead of a network",
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="run without a GPU, with small models"
     )
     options = parser.parse_args(arguments)
     if not 0.5 <= options.minutes <= 24 * 60:
-        parser.error(f"--minutes {options.minutes:g}: give at least 0.5")
+        parser.error(f"--minutes must be from 0.5 to 1440, got {options.minutes:g}")
     if options.pack is not None and not (options.pack / "wheels").is_dir():
         parser.error(
-            f"--pack {options.pack}: it has no folder wheels; make it by scripts/gpu_pack.sh"
+            f"--pack {options.pack} has no folder wheels; create it with scripts/gpu_pack.sh"
         )
     facts = card_and_driver(nvidia_smi())
     output = options.output or default_output(facts, rehearse=options.rehearse)

@@ -1,15 +1,14 @@
-"""Runs the parts of the check within a time, and keeps a page and a JSON file up to date.
+"""Runs all parts of the check within a time budget, and updates a page and a JSON file.
 
-Each part is a process with a limit. A part that hangs is stopped at its limit, one that fails is
-recorded, and the others run. Page and JSON are written after each part, so that they remain if the
-whole check is stopped::
+Each part is a process with a time limit. A part that hangs is stopped at its limit, a part that
+fails is recorded, and the other parts run. The page and the JSON file are written after each part,
+so that they exist even if the whole check is stopped::
 
     time   |<------------------------- minutes ------------------------->|
-    parts  | set-up | device | ipc | equivalence |  ... planned for the rest  |
-                               limit = twice the planned seconds, if the rest keeps its own
+    parts  | set-up | device | ipc | equivalence |  ... planned for later parts |
+                               limit = twice the planned time, unless later parts need that time
 
-Exit status: 0, 1 if a part failed or missed a goal, 2 without a GPU or without a torch that finds
-it.
+Exit status: 0; 1 if a part failed or missed a goal; 2 if there is no GPU or PyTorch cannot use it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from gpu_check.parts import Part
 from harness.report import ROOT, Row, markdown, one_line
 
 _PAGE_S = 5.0
-"""Seconds that are left for writing the page."""
+"""Seconds reserved for writing the page."""
 _LAST_LINES = 25
 _SHARED_GPU = (
     "One GPU: ranks of `pp2`, `v`, `equivalence` and `training` took turns on it. Their times are "
     "sums of time slices: they show what a pipeline costs, not what it gains."
 )
 _MOST = 2.0
-"""Limit of a part, in planned seconds."""
+"""Upper limit of a part's time limit, in multiples of its planned time."""
 _TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|RERUN)\b", re.MULTILINE)
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+.*?)(?: - (.*))?$", re.MULTILINE)
 _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
@@ -46,13 +45,13 @@ _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
 
 @dataclass
 class Outcome:
-    """Holds the result of a part.
+    """Result of a part.
 
     Attributes:
         name: Name of the part.
         state: ``ok``, ``failed``, ``missed`` (a goal), ``cut`` or ``left out``.
         reason: Reason in one line, unless the state is ``ok``.
-        took_s: Seconds that the part took.
+        took_s: Duration of the part in seconds.
         limit_s: Limit in seconds.
         rows: Rows of the table.
         facts: Further results by name.
@@ -70,16 +69,16 @@ class Outcome:
 
 
 class Check:
-    """Runs parts within a time and keeps the page up to date.
+    """Runs parts within a time budget and keeps the page up to date.
 
     Args:
-        output: Folder of page and JSON; made if it is missing.
+        output: Folder of the page and the JSON file; created if it is missing.
         minutes: Time for all parts together.
         rehearse: Whether to run without a GPU.
-        pack: Folder that ``scripts/gpu_pack.sh`` made, if any.
+        pack: Folder that ``scripts/gpu_pack.sh`` created, if any.
 
     Attributes:
-        facts: Facts about machine and sources, by name.
+        facts: Facts about the machine and the sources, by name.
         outcomes: Results of the parts so far.
     """
 
@@ -88,7 +87,7 @@ class Check:
     ) -> None:
         self._output = output
         self._end_s = time.monotonic() + 60 * minutes - _PAGE_S
-        # More time than planned means a slower machine.
+        # If there is more time than planned, the machine is slow, and limits grow accordingly.
         self._most = _MOST * max(1.0, minutes / 10)
         self._rehearse = rehearse
         self._begin = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -102,10 +101,10 @@ class Check:
         """Runs all parts; returns the exit status.
 
         Args:
-            set_up: Part that installs what the others need.
-            later: Parts after it, the most valuable first.
+            set_up: Part that installs what the other parts need.
+            later: Parts to run afterwards, the most valuable first.
         """
-        # The processes that a part leaves behind are killed as children of this one.
+        # This process adopts the processes that a part leaves behind, and kills them.
         adopt_orphans()
         self.facts["nvidia-smi"] = nvidia_smi()
         self.facts |= card_and_driver(self.facts["nvidia-smi"])
@@ -120,14 +119,14 @@ class Check:
         return self._status(available)
 
     def _available(self) -> set[str]:
-        """Returns the packages that the Python that was set up can import."""
+        """Returns the packages that are importable in the new Python environment."""
         names = "torch", "pytest", "transformer_engine"
         code = f"import importlib.util as u; print(*[n for n in {names} if u.find_spec(n)])"
         done = subprocess.run([self._python, "-c", code], capture_output=True, text=True, cwd=ROOT)
         return set(done.stdout.split())
 
     def _note_device(self, outcome: Outcome, available: set[str]) -> None:
-        """Takes the facts that the part ``device`` measured."""
+        """Stores the facts that the part ``device`` measured."""
         gpus = outcome.facts.get("gpus", 0)
         available |= {"gpus"} if gpus else set()
         available |= {"two GPUs"} if gpus > 1 else set()
@@ -174,7 +173,7 @@ class Check:
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
-        """Returns the most seconds for a part that leave later parts their planned times."""
+        """Returns the longest time for a part that leaves later parts their planned times."""
         spare_s = self._end_s - time.monotonic()
         for other in later:
             if spare_s - other.planned_s >= part.planned_s:
@@ -182,7 +181,7 @@ class Check:
         return max(1.0, min(self._most * part.planned_s, spare_s))
 
     def _take_python(self, text: str, outcome: Outcome) -> None:
-        """Takes the Python that the set-up prints in its last line, and the missing packages."""
+        """Stores the Python path from the set-up's last line, and the missing packages."""
         lines = text.splitlines()
         last = lines[-1].strip() if lines else ""
         if outcome.state == "ok" and Path(last).exists():
@@ -219,7 +218,7 @@ class Check:
         return int(bool(bad))
 
     def write(self) -> None:
-        """Writes page and JSON."""
+        """Writes the page and the JSON file."""
         result = {
             "begin": self._begin,
             **self.facts,
@@ -256,7 +255,7 @@ class Check:
 
 
 def _judge(outcome: Outcome, status: int | None, text: str) -> None:
-    """Sets the state of a part that has run.
+    """Sets the state of a part after it has run.
 
     Args:
         outcome: Result of the part so far.
@@ -281,7 +280,7 @@ def _judge(outcome: Outcome, status: int | None, text: str) -> None:
 
 
 def read_tests(text: str, outcome: Outcome) -> None:
-    """Adds the results of tests to an outcome, even if pytest was stopped.
+    """Adds test results to an outcome, even if pytest was stopped.
 
     Args:
         text: Text that pytest printed.

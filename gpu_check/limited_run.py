@@ -1,4 +1,4 @@
-"""Runs a program within a time limit, and leaves no process of it behind."""
+"""Runs a program with a time limit, and leaves none of its processes behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRACE_S = 3.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all processes below it whose parents end."""
+    """Makes this process the parent of all descendants whose own parents exit."""
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1)
 
 
@@ -28,13 +28,13 @@ def run_limited(
 ) -> int | None:
     """Runs a program; no process that it started outlives it.
 
-    The program is asked to stop a little before its limit, so that all has ended at the limit.
+    The program is asked to stop shortly before its limit, so that everything has exited by then.
 
     Args:
         command: Command line of the program.
-        output: Open file that takes what the program prints.
+        output: Open file for the program's output.
         limit_s: Seconds that the program may take.
-        variables: Further variables of its environment.
+        variables: Further environment variables of the program.
 
     Returns:
         Exit status of the program, ``None`` if it was stopped.
@@ -70,7 +70,7 @@ def run_limited(
 
 
 def _kill_children() -> None:
-    """Kills all processes below this one, including those whose parents have ended."""
+    """Kills all descendants of this process, including those whose parents have exited."""
     end_s = time.monotonic() + _GRACE_S
     while time.monotonic() < end_s:
         below = _descendants()
@@ -86,13 +86,13 @@ def _kill_children() -> None:
 
 
 def _descendants() -> set[int]:
-    """Returns the numbers of all processes below this one."""
+    """Returns the process ids of all descendants of this process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         except OSError:
-            continue  # the process has ended
+            continue  # the process has exited
         parents[int(stat.parent.name)] = int(fields.split()[1])
     below: set[int] = set()
     level = {os.getpid()}

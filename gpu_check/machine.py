@@ -1,4 +1,4 @@
-"""Facts about the machine and the sources: GPU, driver, commit, and the folder of the results."""
+"""Facts about the machine and the sources: GPU, driver, commit, and the results folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.report import ROOT, one_line
 
 
 def nvidia_smi() -> str:
-    """Returns what the driver reports about the GPUs, or the reason why it reports nothing."""
+    """Returns the driver's report about the GPUs, or the reason why there is no report."""
     if shutil.which("nvidia-smi") is None:
         return "there is no nvidia-smi"
     query = "name,driver_version,memory.total,memory.used,compute_mode,clocks.max.sm"
@@ -29,10 +29,10 @@ def nvidia_smi() -> str:
 
 
 def card_and_driver(csv: str) -> dict[str, str]:
-    """Returns the name of the first GPU and the driver's version, nothing if there is no GPU.
+    """Returns the first GPU's name and the driver's version, or an empty dict without a GPU.
 
     Args:
-        csv: Result of :func:`nvidia_smi`: a line of titles and one line for each GPU.
+        csv: Result of :func:`nvidia_smi`: a header line and one line per GPU.
     """
     lines = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines()]
     if len(lines) < 2 or lines[0][:2] != ["name", "driver_version"] or len(lines[1]) < 2:
@@ -41,11 +41,11 @@ def card_and_driver(csv: str) -> dict[str, str]:
 
 
 def commit(pack: Path | None) -> str:
-    """Returns the commit of these sources and whether they differ, or why it is not known.
+    """Returns the commit of these sources and whether they differ, or why it is unknown.
 
     Args:
-        pack: Folder that ``scripts/gpu_pack.sh`` made; it has the commit for copies of the sources
-            without their history.
+        pack: Folder that ``scripts/gpu_pack.sh`` created; it contains the commit, for copies of the
+            sources without their history.
     """
     if pack is not None and not (ROOT / ".git").exists() and (pack / "commit").exists():
         return (pack / "commit").read_text(encoding="utf-8").strip()
@@ -58,9 +58,10 @@ def commit(pack: Path | None) -> str:
 
 
 def default_output(facts: dict[str, str], *, rehearse: bool) -> Path:
-    """Returns the folder of the results if the user names none.
+    """Returns the results folder that is used if the user does not choose one.
 
-    Runs on a GPU go to ``results/``, which is kept under version control, with date and card.
+    Runs on a GPU go to ``results/``, which is under version control, in a folder with date and
+    card.
 
     Args:
         facts: Result of :func:`card_and_driver`.

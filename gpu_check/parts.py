@@ -1,4 +1,4 @@
-"""The parts of the check: their commands, seconds and requirements."""
+"""Parts of the check: their commands, planned times and requirements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.report import ROOT
 NO_GPU = "there is no GPU"
 STEPS = ROOT / "gpu_check" / "steps.py"
 ALWAYS = ("device",)
-"""Parts that always run: this one finds the GPUs that others need."""
+"""Parts that always run. ``device`` finds the GPUs that other parts need."""
 _IN_PARTS_OF_THEIR_OWN = tuple(
     f"test_{name}.py" for name in ("cuda_ipc", "equivalence", "resume", "training", "transport")
 )
@@ -20,15 +20,15 @@ _MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the check, a program.
+    """One part of the check, which runs as a program.
 
     Attributes:
         name: Name of the part and of its files.
-        command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python that
-            was set up, the path of the part's result, and its seconds.
-        planned_s: Seconds that are kept for the part while others run.
-        needs: Requirements, each with the reason to leave the part out if it is not met.
-        tests: Whether the command is pytest's.
+        command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python of the
+            new environment, the path of the part's result, and its time limit in seconds.
+        planned_s: Seconds that are reserved for the part while other parts run.
+        needs: Requirements, each with the reason to skip the part if it is not met.
+        tests: Whether the command runs pytest.
     """
 
     name: str
@@ -89,8 +89,8 @@ def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tin
 def _tests(
     name: str, planned_s: float, files: Sequence[str], needs: Sequence[tuple[str, str]]
 ) -> Part:
-    """Returns a part that runs files of ``tests``; options of pytest may be among them."""
-    # Options in pyproject.toml name plugins that the machine may lack.
+    """Returns a part that runs files of ``tests``; ``files`` may contain pytest options."""
+    # The options in pyproject.toml use plugins that the machine may lack.
     command = "{python} -m pytest -v -rfEs -o addopts=--import-mode=importlib".split()
     paths = (file if file.startswith("-") else f"tests/{file}" for file in files)
     return Part(
@@ -103,10 +103,10 @@ def _tests(
 
 
 def set_up_part(pack: Path | None = None) -> Part:
-    """Returns the part that installs what the others need.
+    """Returns the part that installs what the other parts need.
 
     Args:
-        pack: Folder that ``scripts/gpu_pack.sh`` made, for a machine without a network.
+        pack: Folder that ``scripts/gpu_pack.sh`` created, for a machine without a network.
     """
     command = ["bash", "scripts/gpu_check.sh", "--set-up"]
     if pack is not None:
@@ -115,7 +115,7 @@ def set_up_part(pack: Path | None = None) -> Part:
 
 
 def chosen_parts(names: Sequence[str] | None, *, rehearse: bool) -> list[Part]:
-    """Returns the parts of these names, and those that always run, in their own order."""
+    """Returns the parts with these names and the parts that always run, in their usual order."""
     every = parts(rehearse=rehearse)
     if names is None:
         return every

@@ -2,10 +2,11 @@
 
     python gpu_check/steps.py --part PART --json FILE --limit SECONDS [--tiny]
 
-The GPT has 345 million parameters and is trained in bf16; the competitors take turns on the same
-chunks within one job. NCCL refuses two ranks on one GPU, and gloo sends no tensor of a GPU. There
-megatron-core's own loop copies its messages to the host and sends them by gloo, as ``1f1b, gloo``
-does too. Ranks that share a GPU take turns on it: they show what a pipeline costs, not its gain.
+The GPT has 345 million parameters and is trained in bf16. The competitors alternate on the same
+chunks within one job. NCCL does not support two ranks on one GPU, and gloo does not send GPU
+tensors. Therefore megatron-core's own loop copies its messages to the host and sends them by gloo
+there, like ``1f1b, gloo``. Ranks that share a GPU run alternately: their times show the cost of a
+pipeline, not its gain.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TINY_SHAPE = (
 )
 SIZES = {"": f"{SHAPE} --micro-batch-size 4 --global-batch-size 32"}
 SIZES["tiny "] = f"{TINY_SHAPE} --micro-batch-size 1 --global-batch-size 4"
-# The check for finite gradients makes the host wait; megatron-core's does so too.
+# The check for finite gradients makes the host wait, also in megatron-core.
 BASE = "--bf16 --no-check-for-nan-in-loss-and-grad --transformer-impl"
 OWN = f"{BASE} local --pipeline-schedule"
 ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
@@ -60,7 +61,7 @@ TITLES = {
     "nccl": "PP 2, NCCL",
     "te": "Transformer Engine, split",
 }
-"""Names of the parts in rows."""
+"""Names of the parts in the rows."""
 JOBS = {
     size + name: Job(f"{flags} {job.flags}", job.competitors, job.ranks)
     for size, flags in SIZES.items()
@@ -68,26 +69,26 @@ JOBS = {
 }
 ROUNDS, TINY_ROUNDS = 6, 1
 LIMITS = {"loss": 1e-3, "gradient": 1e-2}
-"""Largest relative differences: sums on a GPU have no fixed order, and bf16 has few digits."""
+"""Largest relative differences: the order of sums on a GPU varies, and bf16 has few digits."""
 MOST = 1.02
-"""Most that a step may take over megatron-core's."""
+"""Upper limit of the ratio of a step to megatron-core's step."""
 UNDERESTIMATE = 1.1
-"""Most memory that a rank may hold over the planned; a plan leaves a tenth of the memory free."""
+"""Upper limit of the ratio of a rank's memory to the plan; a plan leaves a tenth of it free."""
 SYNCHRONIZED = "called a synchronizing CUDA operation"
-"""Text by which torch's sync debug mode reports an operation."""
+"""Text with which torch's sync debug mode reports an operation."""
 UNREPORTED = (
     "torch did not even report a synchronization that was made on purpose: its text is no longer "
     f"{SYNCHRONIZED!r}"
 )
 _END_S = 5.0
-"""Seconds of a part's limit that are kept for writing its result."""
+"""Seconds of a part's limit that are reserved for writing its result."""
 
 
 class GpuRank(CompetingRank):
-    """One rank. Names of competitors may end in the way that tensors take to the other rank.
+    """One rank. A competitor's name may end in the transport that carries tensors between ranks.
 
     Args:
-        _: Folder for files, of which it writes none.
+        _: Folder for files; not used.
         job: Name of the job in ``JOBS``.
     """
 
@@ -95,13 +96,13 @@ class GpuRank(CompetingRank):
         super().__init__(JOBS[job], GPT)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors in turns.
+        """Runs the competitors alternately.
 
         Returns:
-            Besides ``times`` and ``differences``: ``peak_bytes`` of each competitor by rank;
-            ``links`` of each schedule of this project, which say how tensors travelled; and its
+            ``times``, ``differences`` and: ``peak_bytes`` of each competitor by rank; ``links`` of
+            each schedule of this project, which describe how tensors are transferred; and its
             ``synchronizations``, the lines of code at which forwards and backwards made the host
-            wait for the GPU, or the reason why these are not known.
+            wait for the GPU, or the reason why these are unknown.
         """
         result = super().measure(rounds)
         schedules = [name for name in self._functions if name != "megatron"]
@@ -156,11 +157,11 @@ class GpuRank(CompetingRank):
 
 
 def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
-    """Returns the lines of code at which torch says that the host waited for the GPU.
+    """Returns the lines of code for which torch reports that the host waited for the GPU.
 
     Args:
-        caught: Warnings while ``torch.cuda.set_sync_debug_mode`` was ``warn``; torch's remark about
-            that mode is among them.
+        caught: Warnings while ``torch.cuda.set_sync_debug_mode`` was ``warn``, including torch's
+            note about that mode.
     """
     return {
         "/".join([*Path(warning.filename).parts[-3:], str(warning.lineno)])
@@ -170,7 +171,7 @@ def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
 
 
 def _send_through_host() -> None:
-    """Lets megatron-core's loop exchange tensors of GPUs over gloo."""
+    """Makes megatron-core's loop exchange GPU tensors over gloo."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
@@ -197,15 +198,15 @@ def _send_through_host() -> None:
 
 
 def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Runs the ranks of a part; returns rows of the table, and all that was measured.
+    """Runs the ranks of a part; returns rows of the table, and all measurements.
 
     Args:
         part: Name of the part in ``PARTS``.
         tiny: Whether the model is small and the rounds are few.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Seconds after which all processes are killed.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     job = ("tiny " if tiny else "") + part
     rounds = TINY_ROUNDS if tiny else ROUNDS
@@ -214,7 +215,7 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 
 
 def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
-    """Returns the rows of a result of :meth:`GpuRank.measure`; a small model has few goals."""
+    """Returns the rows for a result of :meth:`GpuRank.measure`; a small model has few goals."""
     title = TITLES[part]
     times: dict[str, list[float]] = result["times"]
     rows = [
@@ -248,7 +249,7 @@ def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> li
 
 
 def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns how tensors travelled over the first of a rank's links."""
+    """Returns how tensors are transferred over the first of a rank's links."""
     for link in links.values():
         way = link.get("gpu_path", link["kind"])
         reason = link.get("gpu_reason")
@@ -310,7 +311,7 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
 
 
 def device() -> tuple[list[Row], dict[str, Any]]:
-    """Returns two speeds of the GPU that step times depend on, and facts about it and packages."""
+    """Returns two speeds of the GPU that affect step times, and facts about GPU and packages."""
     import torch
 
     from megatron.adaptive import extension

@@ -1,5 +1,5 @@
-"""Shared parts of the programs that measure: benchmarks, studies, soaks, and the check of a GPU.
+"""Shared code of the programs that measure: benchmarks, studies, soak tests and the GPU check.
 
-Tables with goals, ranks of this machine, ranks that train a small GPT, ranks that sleep instead of
-computing. Imports nothing of the programs that use it.
+Contains tables with goals, and ranks that train a small GPT or sleep instead of computing. It
+imports nothing from the programs that use it.
 """

@@ -1,14 +1,13 @@
-"""Work of one rank's stages in one step: they sleep as long as drawn, and check their inputs.
+"""Emulates the work of one rank's stages: actions sleep for a drawn time and check their inputs.
 
 All runtimes call :class:`RankWork`, so that their work is the same. :class:`EmulatedRank` runs it
 under schedules of this project, over real channels. Messages are ``[16] float64``:
-
 ::
 
-    [0] microbatch   [1] sum over the stages passed of (stage + 1)   [2] when it was sent
+    [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
-Both forwards and backwards pass on such a sum. So it is an error, not a fast step, if a stage was
-skipped, ran twice or received the tensor of another microbatch.
+Forward and backward messages both carry such a sum. Therefore a stage that is skipped, runs twice
+or receives the tensor of a different microbatch raises an error instead of making a step faster.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def number_of(tensor: torch.Tensor) -> int:
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the seconds of all actions of a drawn step."""
+    """Returns the durations of all actions of a drawn step, in seconds."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
 class Span(NamedTuple):
-    """An action that ran, or a part of it, with its times on ``time.monotonic``."""
+    """An action that ran, or a part of an action, with its times on ``time.monotonic``."""
 
     kind: ActionKind
     stage: int
@@ -68,12 +67,12 @@ class RankWork:
         sleeper: Sleeper of this rank.
         delay_s: Function that returns the seconds of a message between two ranks; a stage waits
             before it starts until its input would have arrived. A runtime that has already chosen
-            this action waits for nothing else, so this is the same as a slow link. ``None`` if the
+            this action waits only for its input, so this equals a slow link. ``None`` if the
             transport itself delays messages.
 
     Attributes:
         spans: Actions that ran, in order.
-        peak: Most activations that were held at once, in microbatches of a whole rank.
+        peak: Largest number of activations held at once, in microbatches of a whole rank.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class RankWork:
         self._stages = [placement.stage_of(rank, chunk) for chunk in range(placement.num_chunks)]
         self._unit = 1 / placement.num_chunks
         self._held = 0.0
-        self._due_s = 0.0  # time at which the last action should have ended
+        self._due_s = 0.0  # planned end of the last action
         self._seconds = seconds
         self._delays: dict[tuple[ActionKind, int], float] = {}
         if delay_s is None:
@@ -102,7 +101,7 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward; returns a tensor for the next stage, of the shape of ``received``.
+        """Runs a forward; returns a tensor for the next stage, with the shape of ``received``.
 
         Args:
             stage: Number of a stage of this rank.
@@ -110,7 +109,7 @@ class RankWork:
             microbatch: Number of the microbatch.
 
         Raises:
-            WorkError: The input is that of another forward.
+            WorkError: The input belongs to a different forward.
         """
         start = time.monotonic()
         if received is None:
@@ -132,10 +131,10 @@ class RankWork:
             stage: Number of a stage of this rank.
             gradient: Gradient of the stage's output, ``None`` on the last stage.
             microbatch: Number of the microbatch.
-            whole: Whether to run the backward by weights too, before that by inputs.
+            whole: Whether to run the backward by weights as well, before the backward by inputs.
 
         Raises:
-            WorkError: The gradient is that of another backward.
+            WorkError: The gradient belongs to a different backward.
         """
         if gradient is None:
             gradient = self.fresh(microbatch, torch.empty(WIDTH, dtype=DTYPE))
@@ -148,12 +147,12 @@ class RankWork:
         """Checks the gradient of an output, and waits until it would have arrived.
 
         Raises:
-            WorkError: The gradient is that of another stage or microbatch.
+            WorkError: The gradient belongs to a different stage or microbatch.
         """
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs a backward by inputs whose gradient was taken; returns the input's gradient."""
+        """Runs a backward by inputs for a gradient taken before; returns the input's gradient."""
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
@@ -162,9 +161,9 @@ class RankWork:
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
         """Runs a fraction of a backward by weights.
 
-        If the previous action was another part of the same backward, this one starts at the time at
-        which that should have ended. The delay of a sleep is no work, and a cut must not add it
-        once more. A GPU that gets the next part before the previous one ends has no gap either.
+        If the previous action was a part of the same backward, this part starts at the planned end
+        of that part. The delay of a sleep is not work, and splitting a backward must not add it
+        again. On a GPU the next part is queued before the previous part ends, so there is no gap.
         """
         start_s = time.monotonic()
         last = self.spans[-1] if self.spans else None
@@ -184,7 +183,7 @@ class RankWork:
         """Checks that each action ran once, and that its pieces add up to one.
 
         Raises:
-            WorkError: An action did not run, or ran twice or in part.
+            WorkError: An action did not run, ran twice or ran only in part.
         """
         spent: dict[tuple[ActionKind, int, int], float] = {}
         for kind, stage, microbatch, fraction, _, _ in self.spans:
@@ -197,7 +196,7 @@ class RankWork:
             for microbatch in range(len(self._seconds[kind][stage]))
         }
         if set(spent) != expected:
-            raise WorkError(f"actions missing or too many: {sorted(set(spent) ^ expected)[:8]}")
+            raise WorkError(f"missing or unexpected actions: {sorted(set(spent) ^ expected)[:8]}")
         for (kind, stage, microbatch), share in spent.items():
             if abs(share - 1) > 1e-9:
                 raise WorkError(f"{kind} of stage {stage}, microbatch {microbatch} ran {share:g}x")
@@ -207,14 +206,14 @@ class RankWork:
     ) -> float:
         """Checks an input, waits until it would arrive; returns the start time of the action."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
-        # Earlier stages have added to the sum of a forward, later ones to that of a backward.
+        # Earlier stages have added to the sum of a forward, later stages to the sum of a backward.
         due = stage * (stage + 1) / 2
         if kind is ActionKind.B:
             due = self._num_stages * (self._num_stages + 1) / 2 - due - (stage + 1)
         if (number, total) != (microbatch, due):
             raise WorkError(
                 f"{kind} of stage {stage}, microbatch {microbatch} got microbatch {number:g} with"
-                f" a sum of {total:g}, due was {due:g}"
+                f" a sum of {total:g}, but the sum must be {due:g}"
             )
         delay_s = self._delays.get((kind, stage), 0.0)
         if not delay_s:
@@ -244,13 +243,13 @@ class RankWork:
 
 
 class EmulatedStages(IdleStages):
-    """Chunks whose actions are those of the emulated work.
+    """Chunks that run the actions of the emulated work.
 
     Args:
         work: Work of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
-        split: Whether backwards by weights are actions of their own.
+        split: Whether backwards by weights are separate actions.
     """
 
     def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
@@ -259,28 +258,28 @@ class EmulatedStages(IdleStages):
         self._split = split
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleeps for the time of F."""
+        """Sleeps for the duration of F."""
         return self._work.forward(self._stages[chunk], received, microbatch)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for the time of B, and of W if it is not split off."""
+        """Sleeps for the duration of B, and of W if W is not a separate action."""
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for one of the equal parts of W."""
+        """Sleeps for the duration of one of the equal parts of W."""
         self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
 
 
 class EmulatedStep(NamedTuple):
-    """Holds what was measured of a step.
+    """Measurements of a step.
 
     Attributes:
         seconds: Time of the step, the same on all ranks.
-        peak: Most activations that a rank held at once.
+        peak: Largest number of activations that a rank held at once.
         times: Times of this rank's actions.
     """
 
@@ -290,7 +289,7 @@ class EmulatedStep(NamedTuple):
 
 
 class EmulatedRank:
-    """One rank that runs steps of several schedules, over channels of each placement.
+    """Runs one rank through steps of several schedules, using the channels of each placement.
 
     Args:
         position: Position of this rank in the pipeline; replicas of a position are neighbours.
@@ -322,7 +321,7 @@ class EmulatedRank:
             candidate: Schedule and its settings.
             seconds: Seconds of all actions.
             num_microbatches: Number of microbatches.
-            num_slices: Number of slices of each microbatch; ``None`` for that of the candidate.
+            num_slices: Number of slices of each microbatch; ``None`` for the candidate's number.
             sizes: Activations of each item, relative to the mean; ``None`` if all are equal.
             unit: Activations of a mean microbatch, in the unit of the result.
         """

@@ -1,8 +1,8 @@
-"""Ranks of a small GPT on whose chunks several pipeline runtimes take turns.
+"""Compares several pipeline runtimes on the same chunks of a small GPT.
 
-Competitors run the same chunks within one job, step by step, so that whatever else the machine does
-slows all of them alike. At the end every competitor runs the same microbatches on the same
-weights, and their losses and gradients are compared.
+The competitors alternate step by step within one job, so that other load on the machine slows all
+of them equally. At the end every competitor runs the same microbatches with the same weights, and
+their losses and gradients are compared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from harness.report import Row
 WARMUPS = 2
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 Function = Callable[[Any], list[Any]]
-"""Runs the microbatches of a step up to its gradients, and returns the losses."""
+"""Runs the microbatches of a step until their gradients are complete, and returns the losses."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose ranks run several competitors in turns.
+    """A job whose ranks run several competitors alternately.
 
     Attributes:
-        flags: Flags of the trainer that say which chunks to build, without the size of the model.
+        flags: Trainer flags that determine the chunks, without the size of the model.
         competitors: Names of the competitors; losses and gradients are compared with the first.
         ranks: Number of ranks.
     """
@@ -37,10 +37,10 @@ class Job:
 
 
 class CompetingRank(TrainingRank):
-    """One rank of such a job.
+    """One rank of a job that compares competitors.
 
     ``megatron`` is megatron-core's own schedule. Any other name is a schedule of this project, as
-    the trainer runs it; a subclass may know more.
+    the trainer runs it; a subclass may support more names.
 
     Args:
         job: Description of the job.
@@ -61,11 +61,11 @@ class CompetingRank(TrainingRank):
         self._functions = {name: self.function_of(name) for name in job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors in turns.
+        """Runs the competitors alternately.
 
         Returns:
-            Under ``times`` the seconds of each competitor's steps, round by round, ``None`` if it
-            took no part in a round; under ``differences`` the result of :meth:`compare`.
+            ``times``: the seconds of each competitor's steps, round by round, ``None`` for a round
+            in which it did not run. ``differences``: the result of :meth:`compare`.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):
@@ -86,9 +86,9 @@ class CompetingRank(TrainingRank):
         """Runs all competitors on the same microbatches and weights. Collective.
 
         Returns:
-            For each competitor the largest relative difference of a microbatch's ``loss``, and the
-            norm of the difference of all gradients over the norm of these (``gradient``), both to
-            the first competitor.
+            For each competitor ``loss``, the largest relative difference of a microbatch's loss,
+            and ``gradient``, the norm of the difference of all gradients over their norm. Both are
+            differences from the first competitor.
         """
         import torch
         import torch.distributed as dist
@@ -139,10 +139,10 @@ class CompetingRank(TrainingRank):
         return self.fed(self.engine_of(name))
 
     def fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
-        """Returns a function that takes only microbatches.
+        """Returns a function whose only argument is the microbatches.
 
         Args:
-            forward_backward: Function with the signature of megatron-core's.
+            forward_backward: Function with the signature of megatron-core's schedules.
         """
         from megatron.adaptive.gpt.forward import feed
 
@@ -163,7 +163,7 @@ class CompetingRank(TrainingRank):
         return run
 
     def engine_of(self, schedule: str, **transport: Any) -> Callable[..., list[Any]]:
-        """Returns this project's engine with a schedule, over channels of its own.
+        """Returns this project's engine with a schedule and its own channels.
 
         Args:
             schedule: Name of the schedule.
@@ -209,7 +209,7 @@ class CompetingRank(TrainingRank):
         self._run.optimizer.zero_grad()
 
     def step_s(self, name: str) -> float:
-        """Returns the seconds of a step of a competitor on all ranks, with its update."""
+        """Returns the seconds of a competitor's step on all ranks, including the update."""
         microbatches = self.read()
         self.prepare(name)
 
@@ -222,9 +222,9 @@ class CompetingRank(TrainingRank):
 
 
 def rotated(names: list[str], index: int) -> list[str]:
-    """Returns names in turn, another one first in each round.
+    """Returns the names, rotated so that each round begins with a different name.
 
-    The competitor after a slow one must not be the same in every round.
+    The competitor that follows a slow competitor must not be the same in every round.
     """
     first = index % len(names) if names else 0
     return names[first:] + names[:first]
@@ -233,7 +233,7 @@ def rotated(names: list[str], index: int) -> list[str]:
 def difference_row(
     where: str, quantity: str, values: Iterable[float], limit: float, note: str
 ) -> Row:
-    """Returns the row of the largest of relative differences.
+    """Returns a row with the largest of several relative differences.
 
     Args:
         where: Name of the job or jobs.
@@ -242,7 +242,7 @@ def difference_row(
         limit: Largest difference that is allowed.
         note: Note of the row.
     """
-    # max would pass over not-a-number, which no limit allows.
+    # max would ignore NaN, which exceeds every limit.
     worst = max(values, key=lambda value: (math.isnan(value), value))
     text = f"{where}: largest relative difference of the {quantity} on equal weights"
     return Row(what=text, value=worst, goal=limit, note=note)

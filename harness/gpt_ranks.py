@@ -1,4 +1,4 @@
-"""Ranks that train a small GPT as the trainer does, measure it, and report to the first rank."""
+"""Runs ranks that train a small GPT as the trainer does, and gathers their measurements."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GPT = (
     " --lr 1e-4 --train-iters 100000 --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer"
     " --eval-iters 0"
 ).split()
-"""Flags of the small GPT, without its width and its pipeline."""
+"""Flags of the small GPT, without its width and pipeline settings."""
 MICROBATCHES = 8
 """Number of microbatches of a step with these flags."""
 
 _ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Turns of a round, with the feature or without: a steady drift changes both alike."""
+"""Order of runs with and without the feature in a round; a steady drift affects both equally."""
 
 
 class MeasuringRank(Protocol):
@@ -33,26 +33,26 @@ class MeasuringRank(Protocol):
     is_first: bool
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Measures a number of rounds; returns the same on all ranks."""
+        """Measures for a number of rounds; returns the same result on all ranks."""
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the first rank adds to the result after all ranks have closed."""
+        """Returns entries that the first rank adds to the result after all ranks have closed."""
 
     def close(self) -> None:
-        """Ends the job; collective."""
+        """Closes the job. Collective."""
 
 
 def measure(
     script: str, ranks: int, rounds: int, *arguments: str, limit_s: float
 ) -> dict[str, Any]:
-    """Runs a script as ranks that measure; returns the result of the first one.
+    """Runs a script as ranks that measure; returns the result of the first rank.
 
     Args:
         script: Path of a script that calls :func:`rank_main`.
         ranks: Number of ranks.
         rounds: Number of rounds.
         arguments: Further arguments of the script.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Seconds after which all processes are killed.
 
     Raises:
         RuntimeError: A rank failed, or the time limit passed.
@@ -66,7 +66,7 @@ def measure(
 
 
 def rank_main(make: Callable[..., MeasuringRank]) -> None:
-    """Runs one rank as the command line of :func:`measure` says.
+    """Runs one rank with the arguments that :func:`measure` passes on the command line.
 
     Args:
         make: Function that makes the rank from a folder for its files and further arguments.
@@ -127,7 +127,7 @@ class GptRank:
         return Checkpoints(self._run, config=replace(self.config, checkpoint=settings)).load()
 
     def close(self) -> None:
-        """Ends the job; collective."""
+        """Closes the job. Collective."""
         import torch.distributed as dist
 
         from megatron.adaptive.gpt.initialize import end_job
@@ -159,24 +159,24 @@ class TrainingRank(GptRank):
         self._iteration = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Measures a number of rounds; returns the same on all ranks."""
+        """Measures for a number of rounds; returns the same result on all ranks."""
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the first rank adds to the result after all ranks have closed."""
+        """Returns entries that the first rank adds to the result after all ranks have closed."""
         return {}
 
     def close(self) -> None:
-        """Ends the job; collective."""
+        """Closes the job. Collective."""
         self._loader = None if self._loader is None else self._loader.close()
         super().close()
 
     def read(self) -> Any:
-        """Reads the microbatches of a step; returns ``None`` on a rank that needs none."""
+        """Reads the microbatches of a step; returns ``None`` on a rank that does not need them."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
-        """Takes a step.
+        """Runs one training step.
 
         Args:
             before_update: Function that is called when the parameters are about to change.
@@ -189,7 +189,7 @@ class TrainingRank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = 1,
     ) -> tuple[float, float]:
-        """Returns the elapsed seconds per step of all ranks, and processor seconds of this one."""
+        """Returns elapsed seconds per step over all ranks, and processor seconds of this rank."""
         import torch.distributed as dist
 
         group = self._job.control_group
@@ -203,17 +203,17 @@ class TrainingRank(GptRank):
     def turns(
         self, rounds: int, turn: Callable[[bool], tuple[float, float]], name: str
     ) -> dict[str, Any]:
-        """Takes turns with and without the feature, after one uncounted turn of each.
+        """Alternates timed runs with and without the feature, after one warm-up run of each.
 
         Args:
-            rounds: Number of rounds of two turns of each.
-            turn: Function that takes one turn, with the feature if its argument is true; returns
+            rounds: Number of rounds; each round has two runs with the feature and two without.
+            turn: Function that makes one run, with the feature if its argument is true; returns
                 elapsed seconds and processor seconds of this rank.
-            name: Name of turns with the feature.
+            name: Name of runs with the feature.
 
         Returns:
-            ``NAME_s`` and ``plain_s``: means of each round; ``NAME_cpu_s`` and ``plain_cpu_s``: the
-            sums of processor seconds over all ranks.
+            ``NAME_s`` and ``plain_s``: mean seconds of each round; ``NAME_cpu_s`` and
+            ``plain_cpu_s``: processor seconds, summed over all ranks.
         """
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ class TrainingRank(GptRank):
         }
 
     def progress(self, iteration: int) -> Any:
-        """Returns the entry of a checkpoint about the progress of a run after some steps."""
+        """Returns the progress entry of a checkpoint that is saved after some steps."""
         from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(

@@ -1,4 +1,4 @@
-"""Times of messages between two processes, over any link. Imports no torch, for ranks of MPI."""
+"""Measures messages between two processes over any link. Does not import torch, for MPI ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Link(Protocol):
-    """A way of messages between two processes, in both directions."""
+    """A connection that carries messages between two processes in both directions."""
 
     def expect(self, nbytes: int, count: int) -> None:
         """Announces the messages that will be received."""
@@ -23,7 +23,7 @@ class Link(Protocol):
         """Waits for the next message; its memory is valid until the next call."""
 
     def close(self) -> None:
-        """Ends the link; collective."""
+        """Closes the link. Collective."""
 
 
 def stream_s(
@@ -35,7 +35,7 @@ def stream_s(
         link: Link between the two processes.
         sources: Payloads, which are sent in turn.
         messages: Number of messages.
-        token: Small payload by which the receiver says that it is ready, and that it has all.
+        token: Small payload with which the receiver reports that it is ready, and that it is done.
         sends: Whether this process sends.
     """
     if not sends:
@@ -64,7 +64,7 @@ def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, se
         link: Link between the two processes.
         payload: Message.
         rounds: Number of round trips that are measured.
-        warmups: Number of round trips before these.
+        warmups: Number of round trips before the measured round trips.
         sends: Whether this process sends first.
     """
     link.expect(payload.nbytes, warmups + rounds)

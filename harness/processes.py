@@ -1,4 +1,4 @@
-"""Programs and ranks on this machine, with a time limit; no process outlives its call."""
+"""Runs programs and ranks on this machine with a timeout; no process outlives its call."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from harness.report import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns the environment of a program of this checkout; arguments are further variables."""
+    """Returns the environment for a program of this checkout, with further variables."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # Ranks that an elastic job ends would print warnings of torch's C++ part.
+    # Ranks that an elastic job stops would print warnings of torch's C++ part.
     fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**os.environ, **fixed, **variables}
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kills a process and all that it started, including ranks in sessions of their own."""
+    """Kills a process and all its descendants, including ranks in sessions of their own."""
     import psutil  # not at the top: the check of a GPU starts on machines that lack it
 
     try:
@@ -51,11 +51,11 @@ def run_ranks(
     Args:
         command: Path of the script and its arguments.
         ranks: Number of ranks; a single one needs no launcher.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Seconds after which all processes are killed.
         variables: Further variables of the environment.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     launcher = [sys.executable]
     if ranks > 1:
@@ -70,11 +70,11 @@ def run_ranks(
     try:
         status = job.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{command[0]}: its ranks took more than {limit_s:g} s") from None
+        raise RuntimeError(f"the ranks of {command[0]} took more than {limit_s:g} s") from None
     finally:
         kill_tree(job)
     if status:
-        raise RuntimeError(f"{command[0]}: its ranks ended with status {status}")
+        raise RuntimeError(f"the ranks of {command[0]} exited with status {status}")
 
 
 def train(
@@ -97,12 +97,12 @@ def run_module(
     Args:
         module: Name of the module.
         arguments: Arguments of the program.
-        limit_s: Seconds after which it is killed.
+        limit_s: Seconds after which the program is killed.
         prefix: Command that runs the program, such as ``unshare`` with its options.
         variables: Further variables of the environment.
 
     Raises:
-        RuntimeError: The program failed, or the time limit passed.
+        RuntimeError: The program failed, or the timeout passed.
     """
     command = [*prefix, sys.executable, "-m", module, *map(str, arguments)]
     try:
@@ -117,26 +117,26 @@ def run_module(
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{module} took more than {limit_s:g} s") from None
     if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(f"{module} exited with status {done.returncode}: {done.stderr[-500:]}")
     return json.loads(done.stdout)
 
 
 def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
-    """Forks ranks that meet over gloo from a process that has imported a module.
+    """Forks ranks, connected by gloo, from a process that has imported a module.
 
     Args:
         module: Name of the module; its ``run_rank`` is called with the rank and the arguments.
         ranks: Number of ranks.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Seconds after which all processes are killed.
         arguments: Further arguments of ``run_rank``.
 
     Returns:
-        The result of ``run_rank`` on rank 0, as read from JSON.
+        Result of ``run_rank`` on rank 0, parsed from JSON.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
-    # The process that forks does not inherit sys.path.
+    # The forkserver process does not inherit sys.path.
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -152,13 +152,15 @@ def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
             process.start()
         end_s = time.monotonic() + limit_s
         try:
-            # A rank that fails leaves the others waiting.
+            # A rank that fails leaves the other ranks waiting.
             while any(process.exitcode != 0 for process in processes):
                 if any(process.exitcode for process in processes):
                     statuses = [process.exitcode for process in processes]
-                    raise RuntimeError(f"{module}: its ranks ended with {statuses}")
+                    raise RuntimeError(f"the ranks of {module} exited with statuses {statuses}")
                 if time.monotonic() > end_s:
-                    raise RuntimeError(f"{module}: its {ranks} ranks took more than {limit_s:g} s")
+                    raise RuntimeError(
+                        f"the {ranks} ranks of {module} took more than {limit_s:g} s"
+                    )
                 time.sleep(0.05)
         finally:
             for process in processes:

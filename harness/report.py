@@ -1,4 +1,4 @@
-"""Tables of measured values with their goals, and the command line of programs that measure."""
+"""Tables of measured values with goals, and the command line of programs that measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.families import ending_all
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the processors that other programs may use before times are not to be trusted."""
+"""Share of the processors used by other programs above which times are not reliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class Row:
         value: Median of the samples; ``None`` if there is no measurement.
         unit: Unit of the value; empty for counts and ratios.
         goal: Limit of the value; ``None`` if the value is only reported.
-        least: Whether the goal is a lower limit, otherwise it is an upper one.
+        least: Whether the goal is a lower limit; otherwise it is an upper limit.
         samples: Values of all repetitions.
-        note: Further facts for the reader, or the reason if there is no value.
-        optional: Whether a missing value is no failure, as for a library that is not installed.
+        note: Further information for the reader, or the reason why there is no value.
+        optional: Whether a missing value is acceptable, for example if a library is not installed.
     """
 
     what: str
@@ -72,24 +72,24 @@ class Row:
         return f"| {self.what} | {value} | {goal} | {state} | {self.note} |"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row as a JSON file holds it."""
+        """Returns the row in the form in which a JSON file stores it."""
         return {**vars(self), "samples": list(self.samples), "met": self.met}
 
 
 @dataclass
 class Result:
-    """Holds what one part of a program measured.
+    """Measurements of one part of a program.
 
     Attributes:
         rows: Rows of the table.
-        facts: Further figures by name, for the JSON file.
+        facts: Further values by name, for the JSON file.
     """
 
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Result) -> None:
-        """Appends the rows and figures of another part."""
+        """Appends the rows and facts of another result."""
         self.rows += other.rows
         self.facts.update(other.facts)
 
@@ -101,12 +101,12 @@ def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row that has no value and is no failure; fields are those of :class:`Row`."""
+    """Returns a row without a value that is not a failure; fields are those of :class:`Row`."""
     return Row(what=what, value=None, note=reason, optional=True, **fields)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns the ratios of two series, repetition by repetition."""
+    """Returns the ratios of two series, element by element."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -123,7 +123,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def one_line(error: object) -> str:
-    """Returns a text in one line that fits into the note of a row."""
+    """Returns a text as one line that fits into the note of a row."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
@@ -154,7 +154,7 @@ def parser_of(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Prints and returns the facts that figures depend on; warns if the machine is not idle."""
+    """Prints and returns facts that affect the measurements; warns if the machine is not idle."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -167,7 +167,7 @@ def describe_machine() -> dict[str, Any]:
     print(", ".join(f"{name}: {value}" for name, value in facts.items()) + "\n", flush=True)
     if busy > BUSY:
         print(
-            f"warning: other programs use {busy:.0%} of the processors: do not trust the times",
+            f"warning: other programs use {busy:.0%} of the processors; the times are not reliable",
             file=sys.stderr,
         )
     return facts
@@ -181,7 +181,7 @@ def others_busy(seconds: float = 1.0) -> float:
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs a part; if it raises, returns a row that misses its goal and has the error as note."""
+    """Runs a part; if it raises, returns a row that misses its goal and shows the error as note."""
     try:
         return part()
     except Exception as error:
@@ -196,17 +196,17 @@ def measure(
     finish: Callable[[Result], None] = lambda total: None,
     **facts: Any,
 ) -> int:
-    """Runs the parts that a command line names, or all of them, one after the other.
+    """Runs the parts that the command line selects, or all parts, one after the other.
 
-    Prints the table of each part when it ends and the missed goals at the end. The JSON file is
-    written after every part, because a later one may never end. If SIGTERM or SIGHUP stops a part,
-    all processes that it started end.
+    Prints the table of each part when it is done, and the missed goals at the end. The JSON file is
+    written after every part, because a later part may hang. If SIGTERM or SIGHUP stops a part, all
+    processes that the part started exit too.
 
     Args:
         parts: Functions that run a part, by its name.
         options: Command line as parsed by :func:`parser_of`.
         finish: Function that may add rows after the last part.
-        facts: Further figures for the JSON file.
+        facts: Further values for the JSON file.
 
     Returns:
         Exit status: 1 if a goal is missed, otherwise 0.
@@ -240,7 +240,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
     Args:
         page: Path of the page, such as ``docs/results/2026-11-cpu-2-cores.md``.
-        total: Rows of all parts, and the facts about the machine.
+        total: Rows of all parts, and facts about the machine.
         command: Command line of the run: the path of the program and its arguments.
     """
     date = datetime.date.today().isoformat()
@@ -258,7 +258,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 def commit_of(folder: Path = ROOT) -> str:
     """Returns the commit of a checkout and whether its files differ from it.
 
-    Outside a checkout it returns "unknown".
+    Returns "unknown" outside a checkout.
     """
     git = ["git", "-C", str(folder)]
     try:

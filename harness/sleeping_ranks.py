@@ -1,4 +1,4 @@
-"""Ranks whose stages sleep instead of computing, over real channels that may be slow."""
+"""Ranks whose stages sleep instead of computing, connected by real channels that may be slow."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PR_SET_TIMERSLACK = 29
 
 
 def sharpen_timers() -> bool:
-    """Lets sleeps of this thread end within microseconds of their time.
+    """Makes sleeps of this thread end within microseconds of the requested time.
 
-    If the system allows it, ranks run before all other programs: a rank that wakes up would
-    otherwise wait milliseconds for another program's slice to end.
+    If the system allows it, ranks get real-time priority. Without it a rank that wakes up may wait
+    milliseconds for the time slice of another program to end.
 
     Returns:
-        Whether ranks run before other programs.
+        Whether ranks have real-time priority.
     """
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
     try:
@@ -50,26 +50,26 @@ def sharpen_timers() -> bool:
 
 
 class Sleeper:
-    """Sleeps to a moment: wakes up early by as much as sleeps have been late, and spins."""
+    """Sleeps until a given time: wakes up early by the usual delay of sleeps, then spins."""
 
     def __init__(self) -> None:
         self._late_s = 100e-6
 
     def until(self, moment_s: float) -> None:
-        """Returns at a moment of ``time.monotonic``, at once if it has passed."""
+        """Returns at a time of ``time.monotonic``, immediately if that time has passed."""
         left_s = moment_s - time.monotonic()
         if left_s > self._late_s:
             wake_s = moment_s - self._late_s
             time.sleep(left_s - self._late_s)
             late_s = time.monotonic() - wake_s
-            # Follows the usual delay, not that of a sleep after which the core was busy.
+            # Tracks the usual delay and ignores a single long delay, for example on a busy core.
             self._late_s += 5e-6 if late_s > self._late_s else -1e-6
         while time.monotonic() < moment_s:
             pass
 
 
 class IdleStages:
-    """Chunks that compute and keep nothing; see ``Stages`` of the executor."""
+    """Chunks that neither compute nor keep anything; see ``Stages`` of the executor."""
 
     _nothing = torch.zeros(1)
 
@@ -99,7 +99,7 @@ class IdleStages:
 
 
 class Channels:
-    """Executor and transport of one placement. Collective: all ranks make theirs at once.
+    """Executor and transport of one placement. Collective: all ranks create theirs together.
 
     Args:
         placement: Placement of the stages.
@@ -146,7 +146,7 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Makes messages late, by global rank of the sender, while none is under way."""
+        """Delays messages, by global rank of the sender. No message may be in flight."""
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
@@ -157,7 +157,7 @@ class Channels:
 
 
 class DelayedQueue(CompletionQueue):
-    """Hands over each message some time after it was sent, without holding up others.
+    """Delivers each message some time after it was sent, without delaying other messages.
 
     Args:
         delays_s: Seconds by global rank of the sender.
@@ -171,7 +171,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """Takes a message in; see :class:`CompletionQueue`."""
+        """Accepts a message; see :class:`CompletionQueue`."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()

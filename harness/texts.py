@@ -1,4 +1,4 @@
-"""Text in many scripts, for programs that measure or compare tokenizers."""
+"""Generates text in many scripts, for programs that measure or compare tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCRIPTS = (
 
 
 def mixed_text(megabytes: float) -> list[str]:
-    """Returns sources of the standard library, each followed by random words of one script."""
+    """Returns standard library sources, each followed by random words of one script."""
     draw = random.Random(1)
     documents, left = [], megabytes * 1e6
     for path in source_files(Path(sysconfig.get_path("stdlib"))):

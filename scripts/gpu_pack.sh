@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Packs what a machine with a GPU and without a network lacks to run scripts/gpu_check.sh: wheels, and
+# Packs the files that a GPU machine without a network needs for scripts/gpu_check.sh: wheels, and
 # the C++ extension for its Python. Prints the command to run there, in a copy of this checkout.
 #
 #   scripts/gpu_pack.sh [--python PYTHON] [--installed FILE] [FOLDER]
 #
-# FOLDER is build/gpu-pack without one. PYTHON has the version of the machine's Python, and what this
-# project needs; without it, that of prerequisite.sh --gpu-target. FILE is what `python3 -m pip freeze`
-# prints there; without it, the machine is taken to have all but megatron-core, plotly and openpyxl.
+# FOLDER is build/gpu-pack by default. PYTHON has the version of the machine's Python and this
+# project's requirements; the default is the Python of prerequisite.sh --gpu-target. FILE is the
+# output of `python3 -m pip freeze` on the machine; without it, the script assumes that all packages
+# except megatron-core, plotly and openpyxl are installed there.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +16,7 @@ fail() {
   exit 2
 }
 
-# Prints a digest of what the extension is made of.
+# Prints a digest of the extension's sources.
 digest() {
   {
     sha256sum setup.py
@@ -34,7 +35,7 @@ while (($#)); do
       exit
       ;;
     --python | --installed)
-      (($# > 1)) || fail "$1: give a path with it"
+      (($# > 1)) || fail "$1 needs a path"
       if [[ $1 == --python ]]; then python=$2; else installed=$2; fi
       shift
       ;;
@@ -48,19 +49,19 @@ if [[ -z $python ]]; then
   [[ -x $python ]] || fail "there is no $python: run bash prerequisite.sh --gpu-target, or give --python PYTHON"
 fi
 "$python" -c 'import pybind11, setuptools' 2>/dev/null ||
-  fail "--python $python: it has no pybind11 and setuptools to build the extension with; install them there"
-[[ -z $installed || -r $installed ]] || fail "--installed $installed: there is no such file to read"
+  fail "--python $python cannot import pybind11 and setuptools, which build the extension; install them there"
+[[ -z $installed || -r $installed ]] || fail "--installed $installed is not a readable file"
 
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 mkdir -p -- "$work/pack/wheels" "$work/pack/extension"
 "$python" scripts/pack_wheels.py "$work/pack/wheels" ${installed:+"$installed"} >&2
-# People who carry it have no use for debugging symbols; libstdc++ may be older there than here.
+# Debugging symbols are not needed there. libstdc++ may be older there than here.
 LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}" MEGATRON_ADAPTIVE_EXTENSION=1 \
   "$python" setup.py -q build_ext --build-lib "$work/lib" --build-temp "$work/temp" >&2
 cp -- "$work"/lib/megatron/adaptive/_C*.so "$work/pack/extension/"
 digest >"$work/pack/sources.sha256"
-# The copy of the checkout may come without its history.
+# A copy of the checkout may lack the git history.
 git describe --always --dirty --abbrev=12 >"$work/pack/commit" 2>/dev/null || rm -f -- "$work/pack/commit"
 rm -rf -- "$folder"
 mkdir -p -- "$(dirname -- "$folder")"

@@ -1,9 +1,9 @@
-"""Downloads the wheels that a machine without a network lacks; asked by ``scripts/gpu_pack.sh``.
+"""Downloads wheels for a machine without a network; used by ``scripts/gpu_pack.sh``.
 
     python scripts/pack_wheels.py FOLDER [INSTALLED]
 
-INSTALLED is a file of ``name==version`` lines, as ``pip freeze`` prints them on that machine. The
-wheels fit the Python that runs this.
+INSTALLED is a file of ``name==version`` lines, the output of ``pip freeze`` on that machine. The
+wheels fit the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 from environment import ROOT, name_of, pins
 
 ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
-"""Packages that an image for machine learning lacks; everything else is taken to be there."""
+"""Packages that an image for machine learning lacks; all others are assumed to be installed."""
 
 
 def installed_names(path: Path) -> set[str]:
     """Returns the names of the packages in the output of ``pip freeze``.
 
     Raises:
-        SystemExit: a line names no package.
+        SystemExit: A line does not name a package.
     """
     names = set()
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -40,12 +40,13 @@ def installed_names(path: Path) -> set[str]:
         try:
             names.add(name_of(Requirement(text)))
         except InvalidRequirement as error:
-            raise SystemExit(f"error: {path}: {text!r} is no line of pip freeze: {error}") from None
+            message = f"{path}: {text!r} is not a line of pip freeze: {error}"
+            raise SystemExit(f"error: {message}") from None
     return names
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns what a wheel requires under this Python, without its extras."""
+    """Returns the requirements of a wheel for this Python, without its extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -57,7 +58,7 @@ def download(requirement: str, folder: Path) -> Path:
     """Downloads one wheel.
 
     Raises:
-        SystemExit: pip failed; it has said why.
+        SystemExit: pip failed and has printed the reason.
     """
     before = set(folder.iterdir())
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -68,16 +69,16 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> None:
-    """Downloads every missing requirement, and what those require.
+    """Downloads every missing requirement and its dependencies.
 
     Args:
         folder: Folder of the wheels.
-        is_missing: Names of the missing packages; all that are not present if ``None``.
-        present: Names of the packages that the machine has.
+        is_missing: Names of the missing packages; ``None`` for all that are not in ``present``.
+        present: Names of the packages that are installed on the machine.
     """
     names = None if is_missing is None else set(is_missing)
     waiting = list(pins(ROOT / "requirements.txt"))
-    # The check uses pytest alone of the tools for tests.
+    # pytest is the only test tool that the check uses.
     waiting += [pin for pin in pins(ROOT / "requirements-test.txt") if pin.name == "pytest"]
     while waiting:
         requirement = waiting.pop()
@@ -89,7 +90,7 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
 
 def main() -> None:
-    """Fills the folder."""
+    """Fills the folder with wheels."""
     folder, *rest = map(Path, sys.argv[1:])
     if rest:
         present = installed_names(rest[0])

@@ -1,19 +1,19 @@
-# Shows how far a set-up is: one line per step, on a terminal with a progress bar. The output of the
-# commands themselves goes to a file. For prerequisite.sh, which sources this.
+# Shows the progress of a set-up: one line per step, with a progress bar on a terminal. The output
+# of the commands goes to a file. prerequisite.sh sources this file.
 # shellcheck shell=bash
 
 step_log=/dev/null # file for the output of the commands
 drawing=''         # process that draws the bar
 
-# Names the file for the output of the commands, and empties it.
+# Sets the file for the output of the commands, and empties it.
 log_steps_to() {
   mkdir -p -- "${1%/*}"
   step_log=$1
   : >"$step_log"
 }
 
-# Counts what pip has fetched of the packages that it has chosen so far. The argument is the number
-# of lines that the file had when pip began.
+# Counts the packages that pip has fetched and chosen so far. The argument is the number of lines in
+# the file before pip began.
 count_packages() {
   awk -v begin="$1" 'NR > begin {
     if (/^ *Collecting /) chosen++
@@ -28,7 +28,7 @@ count_files() {
     END { print done + 0, all + 0 }' "$step_log"
 }
 
-# Prints a step's line with its bar. Arguments: text, seconds so far, amount done, amount in all.
+# Prints a step's line with its bar. Arguments: text, seconds so far, amount done, total amount.
 draw_step() {
   local width=24 filled
   if (($4 == 0)); then
@@ -41,7 +41,7 @@ draw_step() {
     "$3" "$4" "$2" >&2
 }
 
-# Draws a step's line twice a second, as long as this script runs.
+# Draws a step's line twice a second until this script ends.
 draw_until_ended() {
   local text=$1 counter=$2 begin=$3 start=$SECONDS done_now all
   while kill -0 $$ 2>/dev/null; do
@@ -60,8 +60,8 @@ stop_drawing() {
 }
 
 # Runs the command of a step and returns its status. If it fails, the end of its output is printed.
-# Arguments: text that says what is done; function that counts how far it is, with the number of
-# lines that the file has now as its argument, or "-"; the command with its arguments.
+# Arguments: text that describes the step; function that counts its progress, or "-"; the command
+# and its arguments. The function's argument is the number of lines that the file has now.
 run_step() {
   local text=$1 counter=$2 begin start=$SECONDS status=0
   shift 2
@@ -69,7 +69,7 @@ run_step() {
   begin=$(wc -l <"$step_log")
   printf '%s: %s\n' "$text" "$*" >>"$step_log"
   if [[ -t 2 ]]; then
-    # The command stays in the foreground: one in the background would ignore Ctrl-C.
+    # The command runs in the foreground, because a background command would ignore Ctrl-C.
     draw_until_ended "$text" "$counter" "$begin" &
     drawing=$!
   else

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints how large the project is, and fails above the budgets in pyproject.toml ([tool.size]).
+"""Prints the size of the project, and fails above the budgets in pyproject.toml ([tool.size]).
 
-Counts lines of the files that git tracks (of all files where there is no git), per folder of the
-package; finds small files that only one other file imports, circles of imports, public classes
-that share a name, and files too long to be one subject. Imports inside functions count as well;
-imports for type checking alone do not close a circle.
+Counts lines of the files that git tracks (of all files without git), per folder of the package.
+Finds small files that only one other file imports, import cycles, public classes that share a
+name, and files that are too long. Imports inside functions count as well; imports for type
+checking alone do not form a cycle.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Module:
 
 
 def tracked_files() -> list[str]:
-    """Returns paths of the project's files, relative to its root."""
+    """Returns the paths of the project's files, relative to its root."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -58,7 +58,7 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in a file, as wc does; 0 for pictures and archives."""
+    """Returns the number of newlines in a file, like wc; 0 for pictures and archives."""
     content = (ROOT / path).read_bytes()
     return 0 if b"\0" in content else content.count(b"\n")
 
@@ -101,7 +101,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses the package's files and keeps, of their imports, those that lie in the package."""
+    """Parses the package's files and keeps their imports of modules in the package."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -122,7 +122,7 @@ def read_modules(paths: list[str]) -> dict[str, Module]:
 
 
 def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
-    # `from a.b import c` names both a.b.c and a.b: where c is a module, its package is not meant.
+    # `from a.b import c` names both a.b.c and a.b. If c is a module, its package is not imported.
     imported = {name for name in names if name in modules}
     return {
         name
@@ -135,7 +135,7 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns a circle of modules that import one another, nothing where there is none."""
+    """Returns a cycle of modules that import one another, or an empty list."""
     imports = {name: module.imports_at_run_time for name, module in modules.items()}
     try:
         TopologicalSorter(imports).prepare()
@@ -145,7 +145,7 @@ def find_circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, int, str]]:
-    """Returns (file, lines, importer) of small files that one file of the package imports."""
+    """Returns (file, lines, importer) of small files that only one file of the package imports."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules.values():
         for name in module.imports:
@@ -160,7 +160,7 @@ def find_single_importer_files(modules: dict[str, Module]) -> list[tuple[str, in
 
 
 def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Returns public class names that more than one file defines."""
+    """Returns public class names that are defined in more than one file."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in modules.values():
         for name in module.classes:
@@ -169,7 +169,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns functions longer than a screen, with their lines; docstrings do not count."""
+    """Returns functions that are longer than a screen, and their lines without docstrings."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -184,11 +184,11 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
 
 
 def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
-    """Returns files with more import statements than a file of one subject needs.
+    """Returns files with too many import statements for one subject.
 
     Args:
         paths: Paths of Python files.
-        allowed: Paths of files in which the statements are not counted, and the reason.
+        allowed: Paths of files in which the statements are not counted, with the reason.
     """
     many = []
     for path in paths:
@@ -200,10 +200,10 @@ def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[s
 
 
 def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
-    """Measures the checkout and returns all figures.
+    """Measures the checkout and returns all values.
 
     Args:
-        many_imports_allowed: Paths of files that may have many imports, and the reason.
+        many_imports_allowed: Paths of files that may have many imports, with the reason.
     """
     paths = tracked_files()
     lines = {path: count_lines(path) for path in paths}
@@ -241,7 +241,7 @@ def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
 
 
 def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
-    """Returns one line for each budget that is exceeded or names no figure."""
+    """Returns one line for each budget that is exceeded or has no measured value."""
     wrong = []
     for name, budget in budgets.items():
         if name not in figures:
@@ -255,7 +255,7 @@ def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
 
 
 def main() -> int:
-    """Prints the figures; returns 1 where a budget is exceeded."""
+    """Prints the values; returns 1 if a budget is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")

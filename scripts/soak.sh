@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Runs the soaks of tests/soak in full, one after the other, and prints a line for each: its result,
-# its seconds, and its last line. What it wrote is in build/soak/NAME.log.
+# Runs the full soak tests of tests/soak one after the other, and prints one line for each: its
+# result, its seconds, and the last line of its output. The output is in build/soak/NAME.log.
 #
 #   scripts/soak.sh [--quick] [NAME ...]
 #
-# --quick runs their short forms. Names are those of the table below; all of them end within 38
-# hours, the sum of its minutes. The soak "features" needs a checkout of Megatron-LM, in the
-# variable MEGATRON_LM. Status 1 if one missed a limit, failed, or took longer than its time limit.
-# The suite runs short forms of them as tests (scripts/test.sh --all).
+# --quick runs the short forms. The names are in the table below; all soak tests together take at
+# most 38 hours, the sum of the minutes in the table. "features" needs a checkout of Megatron-LM,
+# whose path is in the variable MEGATRON_LM. Exits with status 1 if a soak test missed a goal,
+# failed, or took longer than its time limit.
+# The test suite runs short forms as tests (scripts/test.sh --all).
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Name, minutes that it may take, module and arguments.
+# Columns: name, time limit in minutes, module and arguments.
 table='
 commands        30   tests.soak.faults --part commands
 secrets         30   tests.soak.faults --part secrets
@@ -62,7 +63,7 @@ while read -r name minutes module arguments; do
   log=build/soak/$name.log
   begin=$SECONDS
   status=0
-  # SIGTERM first: a soak ends its nodes and their namespaces by itself.
+  # SIGTERM comes first, because a soak test shuts down its nodes and their namespaces.
   timeout --kill-after=60 "$((60 * minutes))" "$python" -m "$module" "${words[@]}" "${quick[@]}" \
     >"$log" 2>&1 </dev/null || status=$?
   case $status in

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Runs the tests, setting up what they need: all but those with virtual machines, a Slurm cluster or
-# sanitizers, and but jobs of more than about twenty seconds (marked "long") of whose kind a shorter one
-# runs; with --all those too. Other arguments go to pytest, e.g. scripts/test.sh -k schedule; -m replaces
-# the choice of this script.
-# With two processors or more, three processes share the test files (-n 0 for one), for many tests wait
-# most of their time: for a cluster to start, or a node to be missed; two where memory is short. Each
-# file stays whole, since its tests share ranks, nodes or a browser.
-# With --gpu-target: what needs no GPU of the code that runs beside one, in an environment like that of
-# a machine with GPUs (prerequisite.sh --gpu-target), then a rehearsal of scripts/gpu_check.sh there.
-# With --python VERSION, such as 3.12: the suite's core in an environment with that Python, its torch and
-# the newest supported release of megatron-core (prerequisite.sh --python VERSION).
-# Where files are named too with one of the two, those alone.
+# Sets up the requirements of the tests and runs the tests. Tests with virtual machines, a Slurm
+# cluster or sanitizers are skipped, and so are tests of more than about twenty seconds (marked
+# "long") if a shorter test covers the same code; --all runs these as well. Other arguments go to
+# pytest, e.g. scripts/test.sh -k schedule. With -m, this script does not select tests itself.
+# With two processors or more, three processes share the test files (-n 0 for one process), because
+# many tests mostly wait, for example for a cluster to start or a lost node to be noticed. With
+# little memory two processes share them. The tests of a file run in one process, since they share
+# ranks, nodes or a browser.
+# --gpu-target: runs the tests without a GPU for code that is used with GPUs, in an environment like
+# that of a GPU machine (prerequisite.sh --gpu-target), then rehearses scripts/gpu_check.sh there.
+# --python VERSION, such as 3.12: runs the core tests in an environment with that Python, its torch
+# and the newest supported release of megatron-core (prerequisite.sh --python VERSION).
+# If files are given together with --gpu-target or --python, only these files run.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -36,12 +37,12 @@ while (($#)); do
     words+=("$word")
   fi
 done
-# The code that runs beside a GPU: trainer, transports, staging, plug-in, extension.
+# Tests of the code that is used with GPUs: trainer, transports, staging, plug-in, extension.
 beside_gpus=(
   tests/{training,gpt,engine,transport,plugin,checkpoint,data,gpu}
   tests/test_*.py tests/multiprocess/test_equivalence.py
 )
-# What depends on the releases of Python, torch and megatron-core.
+# Tests of the code that depends on the releases of Python, torch and megatron-core.
 core=(
   tests/{checkpoint,config,data,engine,gpt,modules,plugin,profiling,rebalance,schedule,trace,training}
   tests/{planner,transport} tests/test_*.py tests/multiprocess/test_equivalence.py
@@ -52,18 +53,18 @@ share=()
 if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
   free_mib=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
   share=(-n $((free_mib < 12000 ? 2 : 3)) --dist loadfile --no-loadscope-reorder)
-  # With files kept whole, pytest-xdist waits for ever once it has replaced a process that was lost.
+  # With whole files per process, pytest-xdist hangs after it has replaced a crashed process.
   share+=(--max-worker-restart 0)
 fi
-# Ranks of a test share the machine: more threads per rank only get in each other's way.
+# The ranks of a test share the machine, so more threads per rank would only slow each other down.
 export OMP_NUM_THREADS=1
-# Hundreds of processes would compile the package's modules anew where the environment says so.
+# Otherwise hundreds of processes would compile the package's modules again.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then
   status=0
   "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}" "${beside_gpus[@]}" || status=$?
-  # Limits of parts are those of a machine with GPUs, which has more processors than most.
+  # The limits of parts suit GPU machines, which have more processors than most other machines.
   VIRTUAL_ENV=${python%/bin/python} bash scripts/gpu_check.sh --rehearse --minutes 30 || status=$?
   exit "$status"
 fi

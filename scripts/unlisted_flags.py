@@ -1,10 +1,10 @@
-"""Prints the flags of a Megatron-LM tree that the trainer neither takes, ignores nor refuses.
+"""Prints the flags of a Megatron-LM tree that the trainer neither accepts, ignores nor rejects.
 
     python scripts/unlisted_flags.py TREE
 
 The tree is a checkout of Megatron-LM. Its sources are parsed, not imported: calls of
-``add_argument``, and the dataclasses of which it makes groups of flags. Each flag is printed with
-the file that defines it and its help text. The list that a new release adds goes into
+``add_argument``, and the dataclasses from which Megatron-LM creates groups of flags. Each flag is
+printed with the file that defines it and its help text. New flags of a release belong into
 ``megatron/adaptive/config/unsupported_flags.py``.
 """
 
@@ -28,7 +28,7 @@ FILES = (
 
 
 def texts(node: ast.expr | None) -> list[str]:
-    """Returns the strings of a list or tuple in a program."""
+    """Returns the string literals in a list or tuple."""
     if not isinstance(node, ast.List | ast.Tuple):
         return []
     return [str(item.value) for item in node.elts if isinstance(item, ast.Constant)]
@@ -53,7 +53,7 @@ def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Yields each dataclass of which a module makes flags, and the fields that it leaves out."""
+    """Yields each dataclass from which a module creates flags, and its excluded fields."""
     lists: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -73,7 +73,7 @@ def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
 
 
 def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields name and help text of the flag of each field of a dataclass."""
+    """Yields name and help text of the flag for each field of a dataclass."""
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -124,7 +124,7 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
         )
     for group, excluded in groups.items():
         waiting = [group]
-        while waiting:  # a dataclass has the fields of its bases too
+        while waiting:  # a dataclass includes the fields of its bases
             file, node = classes.get(waiting.pop(), ("", None))
             if node is None:
                 continue

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists words of the project that a stranger would stumble over, and fails if there are any.
+"""Lists words of the project that are hard to understand, and fails if there are too many.
 
 Checks docstrings, glosses (the lines below ``Args:`` and ``Attributes:``), comments and names
 against the rules of CONTRIBUTING.md, as far as a program can::
@@ -7,8 +7,8 @@ against the rules of CONTRIBUTING.md, as far as a program can::
     python scripts/words.py            # counts by rule, and status 1 if a count is above its limit
     python scripts/words.py PATH ...   # each place in these files or folders
 
-Without PATH it checks the files and folders that pyproject.toml names, where its limits are as well
-([tool.words]).
+Without PATH it checks the files and folders that pyproject.toml lists. The limits are in
+pyproject.toml as well ([tool.words]).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIALECT = re.compile(
     r"|what it|what is there|goes on|who it is|and nothing else|it is that)\b",
     re.IGNORECASE,
 )
-"""Turns of phrase that readers of this project had to read twice."""
+"""Phrases that readers of this project had to read twice."""
 GLOSS = re.compile(
     r"^(?P<indent>\s+)(?P<name>\*{0,2}[\w\[\], *]+?)(?: \([^)]*\))?: (?P<text>\S.*)$"
 )
@@ -52,13 +52,13 @@ HEADING = re.compile(r"^\s*[A-Z]\w+:$")
 
 @dataclass(frozen=True)
 class Stumble:
-    """A place in the text, and the rule that it breaks.
+    """A place in the text that breaks a rule.
 
     Attributes:
         rule: Name of the rule, as in pyproject.toml.
         path: Path of the file.
-        line: Number of the line, from 1.
-        text: Words in question.
+        line: Line number, counted from 1.
+        text: Words that break the rule.
     """
 
     rule: str
@@ -95,7 +95,7 @@ def _docstring_stumbles(path: Path, node: ast.Constant, *, is_attribute: bool) -
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
-    """Yields string statements, and whether each describes a variable above it."""
+    """Yields string statements, and whether each documents a variable above it."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -109,7 +109,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
 
 
 def _comment_stumbles(path: Path, text: str) -> Iterator[Stumble]:
-    """Checks comments; of several lines only the first begins a sentence for sure."""
+    """Checks comments; only the first of several lines certainly begins a sentence."""
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:

@@ -1,8 +1,9 @@
-"""Documents of different lengths, and a slow replica: what dealing microbatches gains the trainer.
+"""Measures how much the trainer gains if microbatches are dealt by cost.
 
-Real processes of the trainer, whose layers take as long as on devices (``timed_layers.py``), half
-of it for tokens, half for pairs of tokens, so that four ranks can share two processors. Part
-``lengths`` of ``studies/schedules.py``.
+Documents have different lengths, or one replica is slow. The trainer runs as real processes. Layers
+sleep to take as long as on devices (``timed_layers.py``), half of the time depending on tokens and
+half on pairs of tokens, so that four ranks can share two processors. Implements part ``lengths`` of
+``studies/schedules.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from harness.report import Result, Row, measured, ratios
 WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0
 SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
-PAIRS = 0.5  # of a layer's time, with one document of full length
+PAIRS = 0.5  # share of a layer's time, with one document of full length
 FACTOR, WARM_UP = 1.5, 6
 COMMON = (
     f"--hidden-size 16 --num-attention-heads 2 --seq-length {SEQ_LENGTH} --micro-batch-size 1 "
@@ -34,13 +35,13 @@ OFF = ["--balance-replicas", "off"]
 
 
 def dealing(*, quick: bool) -> Result:
-    """Measures both."""
+    """Measures documents of different lengths, and a slow replica."""
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), WARM_UP + (8 if quick else 30)
         fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
         turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
         dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
-        # The same documents in each: a step's time is all that makes up tokens a second.
+        # All jobs train the same documents, so step times determine the tokens per second.
         lengths = [
             measured(
                 f"PP 2 x DP 2, packed documents: tokens/s over {over}",
@@ -82,7 +83,7 @@ def dealing(*, quick: bool) -> Result:
 def _steps_ms(
     words: Sequence[str], folder: Path, ranks: int, steps: int, **settings: str
 ) -> list[float]:
-    """Returns the times of the steps of a job after its first ones."""
+    """Returns the step times of a job, without its first steps."""
     words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
     variables = {"LAYER_MS": str(LAYER_MS), "LAYER_PAIRS": f"{PAIRS}/{SEQ_LENGTH}", **settings}
     lines = train(words, folder, ranks, LIMIT_S, variables)

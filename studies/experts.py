@@ -1,11 +1,11 @@
-"""Experts in an emulated pipeline: replicas of a stage that trade tokens in every action.
+"""Emulates a pipeline with experts, whose replicas exchange tokens in every action.
 
-Part ``experts`` of ``studies/schedules.py``. Eight ranks are two stages of four replicas; each
-forward and backward consists of parts that sleep and of exchanges between the replicas, real ones
-over gloo that take as long as was drawn from when the last replica has begun them. The same is
-simulated, where a group of replicas is one rank, and for eight ranks in a row. A slower expert
-rank, as one with more tokens than its neighbours, takes longer for its exchanges as well, in
-processes and in simulation.
+Implements part ``experts`` of ``studies/schedules.py``. Eight ranks are two stages of four
+replicas. Each forward and backward consists of parts that sleep and of exchanges between the
+replicas. The exchanges are real messages over gloo, and take a drawn time from the moment at which
+the last replica begins. The same is simulated with a group of replicas as one rank, and for eight
+ranks in a row. A slower expert rank, for example one with more tokens, also takes longer for its
+exchanges, in processes and in simulation.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Scenarios, and what the rule shall gain over the combined order."""
+"""Scenarios, and the minimum gain of the rule over the combined order."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01
 
 
 def measure(*, quick: bool, chunk_ms: float) -> list[Row]:
-    """Measures and simulates everything."""
+    """Measures and simulates all scenarios."""
     failures = groups.failures(500 if quick else 10_000)
     for failure in failures[:5]:
         print(failure)
@@ -118,17 +118,17 @@ def _simulated(
 
 
 def sleep_until(moment_s: float) -> None:
-    """Sleeps until a time without spinning, as there are too many processes for that."""
+    """Sleeps until a time without spinning, because there are more processes than processors."""
     time.sleep(max(0.0, moment_s - time.monotonic()))
 
 
 class SlowExchange:
-    """An all-to-all that takes a while once all have begun it; those of a rank follow each other.
+    """An all-to-all that takes a set time after all ranks have begun it; exchanges run in order.
 
     Attributes:
-        takes_s: how long the next one takes.
-        waited_s: how long this rank has waited for exchanges.
-        whole_s: how long they took.
+        takes_s: Duration of the next exchange in seconds.
+        waited_s: Seconds that this rank has waited for exchanges.
+        whole_s: Total duration of the exchanges in seconds.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class SlowExchange:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        given.fill_(time.monotonic())  # all begin on one machine's clock
+        given.fill_(time.monotonic())  # all ranks use the clock of one machine
         work = self._plain(output, given, out, parts, group, True)
         pending = _Pending(self, work, output, self.takes_s)
         if async_op:
@@ -154,7 +154,7 @@ class SlowExchange:
         return None
 
     def end(self, begun_s: float, all_began_s: float, takes_s: float) -> None:
-        """Waits until the end of an exchange, for which this rank has waited since ``begun_s``."""
+        """Waits until the end of an exchange, for which this rank began to wait at ``begun_s``."""
         self._free_s = max(self._free_s, all_began_s) + takes_s
         sleep_until(self._free_s)
         self.waited_s += time.monotonic() - begun_s
@@ -162,7 +162,7 @@ class SlowExchange:
 
 
 class _Pending(NamedTuple):
-    """An exchange under way."""
+    """An exchange in progress."""
 
     of: SlowExchange
     work: Any
@@ -170,14 +170,14 @@ class _Pending(NamedTuple):
     takes_s: float
 
     def wait(self) -> None:
-        """Blocks until the slowed exchange is over."""
+        """Blocks until the delayed exchange is complete."""
         begun_s = time.monotonic()
         self.work.wait()
         self.of.end(begun_s, float(self.output.max()), self.takes_s)
 
 
 class ExpertStages(IdleStages):
-    """Chunks that sleep, and exchange rows with the replicas in between."""
+    """Chunks that sleep, and exchange rows with the other replicas."""
 
     def __init__(self, rank: Rank, candidate: Candidate, seed: int, scenario: str) -> None:
         self._rank = rank
@@ -194,15 +194,15 @@ class ExpertStages(IdleStages):
         self._pace = SLOW if is_slow else 1.0
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        """Sleeps for the time of F."""
+        """Sleeps for the duration of F."""
         return self._run(0, chunk, microbatch)
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        """Sleeps for the time of B, and of W if they are not split."""
+        """Sleeps for the duration of B, and of W if W is not a separate action."""
         return self._run(1, chunk, microbatch)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for a part of W."""
+        """Sleeps for the duration of a part of W."""
         self._sleep(self._seconds[2, self._stages[chunk], microbatch] / pieces)
 
     def _run(self, kind: int, chunk: int, microbatch: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step; returns its time on the last rank in seconds, and the hidden share here."""
+        """Runs a step; returns its seconds on the last rank, and the hidden share on this rank."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -271,7 +271,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes channels; collective."""
+        """Closes the channels. Collective."""
         for channels in self._channels.values():
             channels.close()
 
@@ -289,7 +289,7 @@ def _agreement(rank: int, size: int, completions: Completions) -> Agreement:
 
 
 def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
-    """Body of a rank: of the emulation, or of a group that agrees on actions that do nothing."""
+    """Runs one rank, either of the emulation or of a group that agrees on empty actions."""
     sharpen_timers()
     if plan is None:
         return _agreement_us(rank)
@@ -301,7 +301,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # Interleaved without overlap is compared where all is quiet alone.
+            # Interleaved without overlap is compared only in the quiet scenario.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)
@@ -312,7 +312,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
 
 
 def _agreement_us(rank: int) -> list[float]:
-    """Microseconds of a member's processors per action, beyond those of a rank alone."""
+    """Returns processor microseconds per action of a group member, minus those of a single rank."""
     placement = Placement(num_ranks=2, num_chunks=2)
     policy = make_policies("adaptive", placement, MICROBATCHES, cap=8.0, weight_pieces=4)[1]
 

@@ -1,33 +1,34 @@
-"""Proven optimal step times of small pipelines with split backward: a yardstick for online rules.
+"""Computes proven optimal step times of small pipelines with split backward.
 
     python -m studies.optimal --out studies/optimal.json [--only PATTERN] [--limit SECONDS]
 
-A case is a pipeline of p ranks with two chunks each in the V placement, m microbatches, and whole
-durations of F, B and W per stage. Wanted is the least makespan of all schedules in which
+The results are a reference for run-time rules. A case is a pipeline of p ranks with two chunks each
+in the V placement, m microbatches, and integer durations of F, B and W per stage. The optimum is
+the minimum makespan of all schedules in which
 
-- F(s, j) follows F(s-1, j), B(last, j) follows its own F, B(s, j) follows B(s+1, j), and W(s, j)
-  follows its B(s, j); a hand-over to another rank takes ``latency``, on one rank nothing;
-- a rank runs one action at a time and never interrupts one, but W comes in ``weight_pieces`` equal
-  pieces, between which anything may run;
+- F(s, j) follows F(s-1, j), B(last, j) follows the last stage's F, B(s, j) follows B(s+1, j), and
+  W(s, j) follows B(s, j); sending to another rank takes ``latency``, within a rank nothing;
+- a rank runs one action at a time without interruption, but W consists of ``weight_pieces`` equal
+  pieces, between which other actions may run;
 - microbatches ascend within one stage and kind;
 - with a cap, a rank never holds more than ``cap`` units; a microbatch on one chunk holds 1/2 from
-  the start of its F to the end of its last piece of W. A cap of m units or more cannot bind and is
-  recorded as null.
+  the start of its F to the end of its last piece of W. A cap of m units or more has no effect and
+  is recorded as null.
 
-The lower bound of the file is plain. Let head(a) be the longest chain that precedes action a, and
-tail(a) the longest that follows it, along the dependencies and the ascending microbatches. Of the
-actions of one rank that have head >= h and tail >= q, none starts before h, and after the last one
-of them q has yet to pass. So for every rank, h and q:
+The lower bound in the file is simple. Let head(a) be the longest chain that precedes action a, and
+tail(a) the longest chain that follows it, along dependencies and ascending microbatches. Consider
+the actions of one rank that have head >= h and tail >= q. None of them starts before h, and after
+the last of them at least q passes. So for every rank, h and q:
 
     makespan >= h + (sum of the durations of those actions) + q
 
-With h = q = 0 that is a rank's whole work, with a single action it is a chain. The upper bound is
-the best schedule of this project's rules in simulation. Where the two differ, CP-SAT closes the gap
-or the case is left out. Every schedule that stands behind an optimum is checked once more by a
-plain reading of the rules above.
+With h = q = 0 the sum is a rank's whole work; with a single action the bound is a chain. The upper
+bound is the best schedule of this project's rules in simulation. If the two bounds differ, CP-SAT
+finds the optimum, or the case is omitted. Every schedule behind an optimum is checked by a
+separate implementation of the rules above.
 
-To add cases, add a row to ``GRID`` and run again: what the file has already is kept. Candidates
-without a proof are named under ``unproven``; a run tries them again.
+To add cases, add a row to ``GRID`` and run the program again; results in the file are kept.
+Candidates without a proof are listed under ``unproven``, and a run tries them again.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ UNIFORM = {
     "less-forward": (8, 12, 12),
     "recompute": (12, 24, 12),
 }
-"""Durations of F, B and W that are alike on all stages; ``recompute`` repeats F within B."""
+"""Durations of F, B and W that are equal on all stages; ``recompute`` repeats F within B."""
 _ALL = "even less-weight less-forward recompute ends fast random"
 GRID = (
     # ranks, microbatches, profiles, with latency?, cap in units per rank of the pipeline
@@ -94,18 +95,18 @@ Starts = dict[Cell, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pipeline and batch; all times are whole numbers of one unit that does not matter.
+    """One pipeline and batch; all times are integers in an arbitrary unit.
 
     Attributes:
-        id: name, unique in the file.
-        ranks: pipeline-parallel ranks; the pipeline has twice as many stages.
-        microbatches: microbatches of the step.
-        forward: duration of F per stage.
-        backward: duration of B, the backward by inputs, per stage.
-        weight: duration of W, the backward by weights, per stage; a multiple of the pieces.
-        latency: from the end of an action to the arrival of its result on another rank.
-        cap: most units a rank may hold, None where it cannot bind.
-        weight_pieces: equal pieces that W is cut into.
+        id: Name, unique in the file.
+        ranks: Number of pipeline ranks; the pipeline has twice as many stages.
+        microbatches: Number of microbatches of the step.
+        forward: Duration of F per stage.
+        backward: Duration of B, the backward by inputs, per stage.
+        weight: Duration of W, the backward by weights, per stage; a multiple of the pieces.
+        latency: Time from the end of an action to the arrival of its result on another rank.
+        cap: Maximum number of units of a rank, ``None`` if it has no effect.
+        weight_pieces: Number of equal pieces of W.
     """
 
     id: str
@@ -127,32 +128,32 @@ class Case:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline."""
+        """Number of stages of the pipeline."""
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage: the V goes out over all ranks and comes back."""
+        """Returns the rank of a stage: the V passes over all ranks and returns."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Time from a stage to the next one, or back."""
+        """Returns the latency from a stage to the next, or back."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
-        """How long a cell runs."""
+        """Returns the duration of a cell."""
         kind, stage, _, _ = cell
         if kind == "W":
             return self.weight[stage] // self.weight_pieces
         return (self.forward if kind == "F" else self.backward)[stage]
 
     def held_change(self, cell: Cell) -> int:
-        """What a cell adds to the chunks that its rank holds: F at its start, W at its end."""
+        """Returns the change in held chunks: F adds at its start, W removes at its end."""
         if cell[0] == "W":
             return -1 if cell[3] == self.weight_pieces - 1 else 0
         return 1 if cell[0] == "F" else 0
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, each after those it depends on."""
+        """Yields all cells, each after the cells that it depends on."""
         for j in range(self.microbatches):
             for s in range(self.stages):
                 yield ("F", s, j, 0)
@@ -162,7 +163,7 @@ class Case:
                     yield ("W", s, j, k)
 
     def before(self, cell: Cell) -> list[tuple[Cell, int]]:
-        """The cells that must have ended before this one, each with the time of the hand-over."""
+        """Returns the cells that must end before this cell, each with the latency between them."""
         kind, s, j, k = cell
         last = self.weight_pieces - 1
         earlier: list[tuple[Cell, int]] = []
@@ -182,7 +183,7 @@ class Case:
 
 
 def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
-    """Longest chain before the start and after the end of every cell."""
+    """Returns the longest chains before the start and after the end of every cell."""
     heads: Starts = {}
     cells = list(case.cells())
     tails = dict.fromkeys(cells, 0)
@@ -198,12 +199,12 @@ def heads_and_tails(case: Case) -> tuple[Starts, Starts]:
 
 
 def lower_bound(case: Case) -> int:
-    """The bound of the module's docstring."""
+    """Returns the lower bound that the module's docstring defines."""
     heads, tails = heads_and_tails(case)
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Tails in descending order: the sum of those at or above the current one grows.
+        # Tails descend, so the sum of durations with at least the current tail grows.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -215,15 +216,15 @@ def lower_bound(case: Case) -> int:
 
 
 def makespan(case: Case, starts: Starts) -> int:
-    """End of the last cell."""
+    """Returns the end of the last cell."""
     return max(start + case.duration(cell) for cell, start in starts.items())
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Refuse a schedule that breaks a rule; shares nothing with what made it but ``before``.
+    """Checks a schedule against the rules; independent of the solver, except for ``before``.
 
     Raises:
-        ValueError: a cell is missing, too early, overlaps another, or the cap is exceeded.
+        ValueError: A cell is missing, too early, overlaps another, or the cap is exceeded.
     """
     if set(starts) != set(case.cells()) or min(starts.values()) < 0:
         raise ValueError(f"{case.id}: cells are missing or start before 0")
@@ -237,7 +238,7 @@ def check(case: Case, starts: Starts) -> None:
             if start + case.duration(cell) > following:
                 raise ValueError(f"{case.id}: {cell} and {other} overlap on rank {rank}")
         held = 0
-        # At one moment what is given back comes before what is taken.
+        # Memory that is released at a time is released before memory is acquired at the same time.
         for _, change in sorted(
             (start + (case.duration(cell) if cell[0] == "W" else 0), case.held_change(cell))
             for start, cell in own
@@ -248,12 +249,12 @@ def check(case: Case, starts: Starts) -> None:
 
 
 def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
-    """Returns the schedule that a rule makes at run time, simulated.
+    """Returns the simulated schedule of a run-time rule.
 
     Args:
-        case: which.
-        rule: its name.
-        cap: most units that a rank may hold; that of the case by default.
+        case: Case to simulate.
+        rule: Name of the rule.
+        cap: Maximum number of units of a rank; the case's cap by default.
     """
     placement = Placement(num_ranks=case.ranks, num_chunks=CHUNKS, kind="v")
     options = {
@@ -285,14 +286,14 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """The best of the rules' schedules."""
+    """Returns the best schedule of all rules."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 
 def _model(
     case: Case, bound: int, known: Starts, unit: int
 ) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
-    """The case as a constraint model, in multiples of ``unit``; hinted with a known schedule."""
+    """Returns the case as a constraint model in multiples of ``unit``, with a schedule as hint."""
     model = cp_model.CpModel()
     best = makespan(case, known)
     heads, tails = heads_and_tails(case)
@@ -324,7 +325,7 @@ def _model(
 
 
 def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int) -> Starts | None:
-    """An optimal schedule, or None where the limit passed first."""
+    """Returns an optimal schedule, or ``None`` if the time limit passed."""
     unit = math.gcd(case.latency, *(case.duration(cell) for cell in case.cells()))
     model, variables = _model(case, bound, known, unit)
     solver = cp_model.CpSolver()
@@ -340,7 +341,7 @@ def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int)
 
 
 def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, Any] | None:
-    """The record of a case, or None if the search proves no optimum within the limit."""
+    """Returns the record of a case, or ``None`` if no optimum is proven within the time limit."""
     began = time.monotonic()
     bound = lower_bound(case)
     best: Starts | None = best_known(case)
@@ -364,10 +365,10 @@ def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, A
 
 
 def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
-    """One candidate; its latency is a quarter of a usual forward, or none.
+    """Returns a candidate; its latency is a quarter of a usual forward, or 0.
 
     Profiles are the keys of ``UNIFORM``, ``ends`` (first stage 3/4, last stage 5/4 of the others),
-    ``fast`` (one rank in the middle 1.43 times as fast) and ``random`` (within a quarter).
+    ``fast`` (a middle rank is 1.43 times as fast) and ``random`` (within a quarter).
     """
     stages = range(CHUNKS * ranks)
     if profile in UNIFORM:
@@ -398,7 +399,7 @@ def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap
 
 
 def candidates() -> list[Case]:
-    """Every case that the file may hold, by ascending ranks and microbatches."""
+    """Returns every case that the file may contain, by ascending ranks and microbatches."""
     cases = []
     for ranks, counts, profiles, latency, cap_per_rank in GRID:
         for profile in profiles.split():
@@ -409,7 +410,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """The records of an earlier run, by id; none if there is no file."""
+    """Returns the records of an earlier run by id; empty if there is no file."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -419,7 +420,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Writes the cases of these ids, one per line; names those without a record."""
+    """Writes the cases with these ids, one per line, and lists the ids without a record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",
@@ -434,7 +435,7 @@ def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None
 
 
 def main() -> int:
-    """Solve what the file does not have yet; saves after every case."""
+    """Solves the cases that are missing in the file; saves after every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="file to write, or to complete")
     parser.add_argument("--only", default="*", help="shell pattern of the ids to solve")

@@ -1,16 +1,16 @@
-"""Compares the planner with published searches and runs, in one run.
+"""Compares the planner with published searches and runs.
 
     python -m studies.planner --data DIR [--quick] [--part NAME ...] [--json FILE]
     python -m studies.planner --validate DIR ...
 
-Parts: ``fasop``, its cases and Pareto run; ``measured``, predictions against published runs;
-``literature``, against runs that papers print; ``memory``, peaks of 24 short runs on this machine;
-``large``, a cluster of 1,024 GPUs; ``small``, problems against every plan of theirs; ``own``, plans
-of a small GPT run on this machine against their predictions, which wants a machine that does
-nothing else; ``experts``, the same of one with experts, by what ``profile`` measures of it.
-``DIR`` holds the published sets (``fasop``, ``amp``, ``sailor``); those that are missing are left
-out. Rows are printed as soon as a part is done; a part that fails has a row that says why, and
-those of the others stay. Exits with status 1 where a part failed or a goal is missed.
+Parts: ``fasop``, FASOP's cases and Pareto run; ``measured``, predictions of published runs;
+``literature``, predictions of runs in papers; ``memory``, memory peaks of 24 short runs on this
+machine; ``large``, a cluster of 1,024 GPUs; ``small``, small problems against all of their plans;
+``own``, plans of a small GPT that run on this otherwise idle machine, against predictions;
+``experts``, the same for a GPT with experts and its ``profile``. ``DIR`` contains the published
+sets (``fasop``, ``amp``, ``sailor``); missing sets are skipped. Rows are printed as soon as a part
+is done. If a part fails, its row shows the reason, and the other parts run. Exits with status 1 if
+a part fails or a goal is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "
 
 
 def small_rows(quick: bool) -> list[Row]:
-    """Solves random small problems: equal to brute force, and never worse on a better cluster."""
+    """Solves small random problems; checks brute force, and that better clusters never do worse."""
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):
@@ -57,7 +57,7 @@ def _seconds(problem: Any) -> float:
 
 
 def own(options: argparse.Namespace, *, experts: bool) -> Result:
-    """Runs plans on this machine, or predicts those anew that were kept."""
+    """Runs plans on this machine, or predicts runs that were kept again."""
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or options.kept or Path(temporary)
         place = place / "experts" if experts else place
@@ -66,7 +66,7 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows of the data sets in a folder, none where they are missing."""
+    """Returns the rows of the data sets in a folder; empty if they are missing."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 

@@ -1,14 +1,15 @@
-"""Simulated study of orders over many pipelines: step time over a lower bound.
+"""Simulates orders of work on many pipelines, and compares step times with a lower bound.
 
-Part ``study`` of ``studies/schedules.py``. A cell is a pipeline of p ranks with two chunks each, m
-microbatches, a kind of work and a latency. Every order of a cell gets the same draws.
+Implements part ``study`` of ``studies/schedules.py``. A cell is a pipeline of p ranks with two
+chunks each, m microbatches, a kind of work and a latency. All orders of a cell use the same draws.
 
-The lower bound: no action starts before the longest way to it through stages and microbatches, nor
-ends the step sooner than the longest way from it; between them each rank alone has all its work to
-do, one action at a time and freely interrupted, and the slowest rank counts.
+The lower bound: an action starts no earlier than the longest path to it through stages and
+microbatches, and after it the step takes at least the longest path from it. In between each rank
+has all of its work to do, one action at a time with arbitrary interruptions. The slowest rank
+determines the bound.
 
-Source: the bound of one machine with heads and tails, Carlier 1982; interrupted, Jackson's rule
-gives it exactly.
+Source: the one-machine bound with heads and tails, Carlier 1982; with interruptions Jackson's rule
+computes it exactly.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ WORK: dict[str, dict[str, float]] = {
     "long backwards": {"backward_s": 1.5},
 }
 LATENCIES = (0.0, 0.2, 0.5, 1.0)
-"""Of a message, in forwards of a stage."""
+"""Latencies of a message, in forwards of a stage."""
 SEEDS, FRESH = (0, 1), range(100, 104)
 _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
     ("v", 1),
@@ -78,14 +79,14 @@ class Cell:
 
     @property
     def profile(self) -> StageProfile:
-        """Its times."""
+        """Returns the times of the pipeline."""
         given = dict(WORK[self.work])
         backward_s = given.pop("backward_s", 1.0)
         times = StageTimes.equal(2 * self.ranks, forward_s=1.0, backward_s=backward_s, weight_s=1.0)
         return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
-        """Mean of the lower bound over draws."""
+        """Returns the mean of the lower bound over draws."""
         return statistics.fmean(
             lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
@@ -93,15 +94,15 @@ class Cell:
 
 
 def cells(latency: float) -> Iterator[Cell]:
-    """All cells of a latency."""
+    """Yields all cells with a latency."""
     for ranks, per_rank, work in product(RANKS, PER_RANK, WORK):
         yield Cell(ranks=ranks, microbatches=per_rank * ranks, work=work, latency=latency)
 
 
 def lower_bound_s(placement: Placement, work: Workload) -> float:
-    """The bound of the module's docstring.
+    """Returns the lower bound that the module's docstring defines.
 
-    Arrays of B and W are in the order they run: with slices, the last slice of a microbatch first.
+    Arrays of B and W are in execution order: with slices, the last slice of a microbatch is first.
     """
     times: Any = work.durations_ps.copy()
     stages, items = times.shape[1:]
@@ -109,11 +110,11 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
     times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
-    # Of the message from each stage to the one behind it, and back.
+    # Delays of messages from each stage to the next stage, and back.
     forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
     heads = _starts(times, forth, back, slices)
-    # The way from an action to the end is the way to it with time and microbatches reversed.
+    # Paths to the end are computed like paths from the start, with time and microbatches reversed.
     reverse = times[:, :, ::-1]
     tails = np.zeros_like(times)
     none = np.zeros(items, dtype=np.int64)
@@ -140,12 +141,12 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
 
 
 def _latest(ends: Any, slices: int) -> Any:
-    """Returns for each slice the latest of the ends of its microbatch."""
+    """Returns for each slice the latest end in its microbatch."""
     return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
 
 
 def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
-    """Returns the earliest starts ``[kind, stage, item]`` if ranks ran all side by side."""
+    """Returns the earliest starts ``[kind, stage, item]`` if ranks ran all actions in parallel."""
     stages = times.shape[1]
     found = np.zeros_like(times)
     ready = np.zeros(times.shape[2], dtype=np.int64)
@@ -165,13 +166,13 @@ def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
 
 
 def _in_turn(ready: Any, durations: Any) -> Any:
-    """Returns the starts of actions that run one after the other, none before it is ready."""
+    """Returns the starts of actions that run one after the other, each after it is ready."""
     before = durations.cumsum() - durations
     return before + np.maximum.accumulate(ready - before)
 
 
 def _one_machine(heads: Any, durations: Any, tails: Any) -> int:
-    """Returns the least end of all work that may be interrupted: the longest tail goes first."""
+    """Returns the earliest end of all work with interruptions; the longest tail goes first."""
     order = np.argsort(heads, kind="stable")
     coming = deque(zip(*(each[order].tolist() for each in (heads, durations, tails)), strict=True))
     waiting: list[tuple[int, int]] = []
@@ -208,7 +209,7 @@ def _step_s(candidate: Candidate, cell: Cell, seeds: Sequence[int]) -> float:
 
 
 def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
-    """The fastest fixed order in no more memory, whatever its placement."""
+    """Returns the step time of the fastest fixed order of any placement within the memory cap."""
     found = []
     for name in STATIC:
         candidate = make_candidate(name, cell.ranks, 2, cell.microbatches)
@@ -222,7 +223,7 @@ def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
 
 
 def shares() -> list[Row]:
-    """Mean step over the bound, without and with chunk shares, and of ``hinted``."""
+    """Compares mean steps with the bound, without and with chunk shares, and for ``hinted``."""
     rows = []
     for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
         ratios: dict[str, list[float]] = {"no shares": [], "shares": [], "hinted": []}
@@ -239,7 +240,7 @@ def shares() -> list[Row]:
 
 
 def worst_cells() -> list[Row]:
-    """The choice of ``auto`` and ``hinted`` against the best fixed order, worst cell."""
+    """Compares ``auto`` and ``hinted`` with the best fixed order, in the worst cell."""
     rows = []
     for latency, goal in ((0.0, 1.01), (0.2, 1.01), (1.0, 1.05)):
         chosen, hinted = [], []
@@ -270,14 +271,14 @@ def worst_cells() -> list[Row]:
 
 
 def worst_draws() -> list[Row]:
-    """``adaptive`` with memory for 2p against the lower bound, worst draw."""
+    """Compares ``adaptive`` with a cap of 2p with the lower bound, for the worst draw."""
     found = []
     for latency, work in product((0.0, 0.2), ("jitter 0.1", "jitter 0.3")):
         for cell in cells(latency):
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Small pipelines differ most from draw to draw.
+            # Small pipelines differ most between draws.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
@@ -288,7 +289,7 @@ def worst_draws() -> list[Row]:
 
 
 def optimal_gaps() -> list[Row]:
-    """The choice of ``auto`` against proven optima (``studies/optimal.py``)."""
+    """Compares the choice of ``auto`` with proven optima (``studies/optimal.py``)."""
     gaps = []
     known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
     for case in known["cases"]:
@@ -319,12 +320,12 @@ UNEQUAL: dict[str, tuple[float, float, float]] = {
     "slow rank": (0.0, 0.0, 1.5),
     "heavy loss and slow rank": (0.0, 2.0, 1.5),
 }
-"""Embedding and loss in layers, how many times longer rank 1 takes."""
+"""Embedding and loss in layers, and the factor by which rank 1 is slower."""
 LAYERS_PER_RANK, GAIN = 4, 0.03
 
 
 def joint_choice() -> list[Row]:
-    """Layers chosen together with order and placement, over layers for the order chosen before."""
+    """Compares a joint choice of layers, order and placement with layers chosen after the order."""
     rows, all_ratios = [], []
     for ranks, chunks, (name, of) in product((4, 8), (1, 2), UNEQUAL.items()):
         loads, profile = unequal_pipeline(ranks, chunks, *of)
@@ -357,12 +358,12 @@ def joint_choice() -> list[Row]:
 def unequal_pipeline(
     ranks: int, chunks: int, embedding: float, loss: float, slowness: float
 ) -> tuple[Loads, StageProfile]:
-    """Even layers of 1 ms, and beside them an embedding, a loss and a slow rank 1."""
+    """Returns layers of 1 ms with an embedding, a loss and a slow rank 1."""
     kind: PlacementKind = "v" if chunks == 2 else "loop"
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
     stages, layer_s = placement.num_stages, 1e-3
     each = [layer_s * (slowness if rank == 1 else 1.0) for rank in range(ranks)]
-    # The look-up takes little, and has no gradient of inputs.
+    # The look-up takes little time, and has no gradient of inputs.
     first = (0.1 * embedding * layer_s, 0.0, embedding * layer_s)
     loads = Loads(
         placement=placement,

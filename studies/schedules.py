@@ -1,14 +1,14 @@
-"""Studies of orders of work: simulated pipelines, experts, lengths, and recorded jobs.
+"""Studies orders of work: simulated pipelines, experts, document lengths, and recorded jobs.
 
     python -m studies.schedules [--quick] [--part PART ...] [--json FILE]
     python -m studies.schedules --part traces --folder DIR
 
-Parts: ``study``, simulated orders over many pipelines; ``experts``, actions beside others that
-trade tokens, and decisions of groups; ``lengths``, the trainer with documents of different lengths
-and with a slow replica, microbatches dealt or in turns; ``content``, fixed orders beside orders and
-dealing by cost, with 0 to 8 images per microbatch; ``traces``, recorded jobs of a folder
-(tables or traces), their microbatches' times under other schedules and dealt over replicas, over
-1F1B. Exits with status 1 if a limit is missed.
+Parts: ``study`` simulates orders on many pipelines. ``experts`` measures overlapping actions with
+token exchanges, and decisions of groups. ``lengths`` trains with documents of different lengths and
+with a slow replica, with microbatches dealt by cost or in turns. ``content`` compares fixed orders
+with orders and dealing by cost, with 0 to 8 images per microbatch. ``traces`` replays recorded jobs
+of a folder (tables or traces) under other schedules and dealt over replicas, relative to 1F1B.
+Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from studies.dealing import dealing
 
 
 def study(_: argparse.Namespace) -> Result:
-    """Part ``study``."""
+    """Runs the ``study`` part."""
     return Result(rows=schedule_study.measure())
 
 
 def trading(options: argparse.Namespace) -> Result:
-    """Part ``experts``."""
-    # Parts between exchanges are short: sleeps must not be late by much of them.
+    """Runs the ``experts`` part."""
+    # Parts between exchanges are short, so sleeps must not be late by a large share of them.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
 
 
 def content(options: argparse.Namespace) -> Result:
-    """Part ``content``."""
+    """Runs the ``content`` part."""
     from studies import unequal_content  # prepares torch for a machine without CUDA
 
     return unequal_content.measure(quick=options.quick)
 
 
 def traces(options: argparse.Namespace) -> Result:
-    """Part ``traces``."""
+    """Runs the ``traces`` part."""
     if options.folder is None:
         return Result(rows=[missing("recorded jobs", "no folder given")])
     return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Tables of operations in a folder, and folders of traces there; itself where there is none."""
+    """Returns tables of operations and folders of traces in a folder; the folder itself if none."""
     tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
     runs = sorted(path for path in folder.iterdir() if path.is_dir())
     return [*tables, *runs] or [folder]
 
 
 def replayed(path: Path) -> list[Row]:
-    """Speed-ups over 1F1B of a job's steps, each with the times of its own microbatches."""
+    """Returns speed-ups over 1F1B for a job's steps, with the times of each step's microbatches."""
     run_read = load_run(path)
     where = pipelines_of(run_read)
     times = recorded_times([read_operations(run_read, where, run_read.iterations)])
@@ -89,7 +89,7 @@ def replayed(path: Path) -> list[Row]:
 
 
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
-"""Least speed-ups over 1F1B as recorded, by the end of a published trace's name."""
+"""Minimum speed-ups over 1F1B as recorded, by the end of a published trace's name."""
 
 
 PARTS = {
@@ -102,7 +102,7 @@ PARTS = {
 
 
 def main() -> int:
-    """Runs the parts of the command line; returns 1 if a limit is missed."""
+    """Runs the parts that the command line selects; returns 1 if a limit is missed."""
     parser = parser_of(__doc__, tuple(PARTS))
     parser.add_argument("--folder", type=Path, help="folder of recorded jobs, for part traces")
     options = parser.parse_args()

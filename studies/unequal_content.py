@@ -1,13 +1,13 @@
 """Compares schedules on a vision-language model whose microbatches have unequal numbers of images.
 
-Part ``content`` of ``studies/schedules.py``. Processes exchange real messages and sleep as long as
-their work would take. The model has an encoder of images of 5 billion parameters and a language
-model of 32 billion. A microbatch has a text of 256 tokens and 0 to 8 images, whose number is drawn
-from a log-normal distribution. Every way runs the same steps: 1F1B and interleaved 1F1B, each with
-the partition that is best for its schedule in simulation, and the rule ``adaptive`` with the
-partition that ``Pipeline`` chooses. With the rule, microbatches run in the given order or in one by
-predicted cost. In the second part two replicas train. They take microbatches in turns, or are dealt
-microbatches by predicted cost. The predictions are fitted during the first steps.
+Implements part ``content`` of ``studies/schedules.py``. Processes exchange real messages and sleep
+instead of computing. The model has an image encoder of 5 billion parameters and a language model of
+32 billion. A microbatch has a text of 256 tokens and 0 to 8 images, whose number is drawn from a
+log-normal distribution. Every way runs the same steps: 1F1B and interleaved 1F1B, each with the
+best partition for its schedule in simulation, and the rule ``adaptive`` with the partition that
+``Pipeline`` chooses. With the rule, microbatches run in the given order or ordered by predicted
+cost. In the second part two replicas train. Microbatches are dealt to them in turns or by predicted
+cost. The predictions are fitted during the first steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MEDIAN_IMAGES = 2.0
 SIGMA = 1.0
 ENCODER_LAYERS = 24
 DECODER_LAYERS = 32
-"""Pairs of layers of the language model, as partitions divide it."""
+"""Number of pairs of layers in the language model, the unit of partitions."""
 ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
 """Multiplications of a forward of one image in a layer, in billions."""
 DECODER_WORK = 32.0 / DECODER_LAYERS
@@ -85,7 +85,7 @@ class Way:
 
     @property
     def is_rule(self) -> bool:
-        """Returns whether ranks choose their actions at run time, with separate W."""
+        """Returns whether ranks choose their actions at run time, with W as a separate action."""
         return self.schedule == "adaptive"
 
 
@@ -184,8 +184,8 @@ def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
 def partition_of(way: Way) -> tuple[int, ...]:
     """Returns the number of layers of each stage.
 
-    The largest stage is as small as possible for the mean microbatch. For a schedule with a fixed
-    order, a search then moves one layer at a time, as long as steps get shorter in simulation.
+    The largest stage is as small as possible for the average microbatch. For a schedule with a
+    fixed order, a search then moves one layer at a time while simulated steps get shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
 
@@ -212,7 +212,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
 
 
 def microbatch(images: int) -> dict[str, Any]:
-    """Returns a microbatch of this content; its entries are small, but grow with the content."""
+    """Returns a microbatch with this content; its entries are small, but grow with the content."""
     part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
     if images:
         part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
@@ -242,7 +242,7 @@ class Job:
             gather=gather,
         )
         order, dealing = way.rule
-        # Nothing is known about the cost at first: each microbatch costs the same.
+        # Initially nothing is known about the cost, so each microbatch costs the same.
         kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
         self._balance = ContentBalance(
             order=order,
@@ -255,7 +255,7 @@ class Job:
         self._partition = partition
 
     def step(self, number: int) -> tuple[float, float]:
-        """Runs a step; returns its time in seconds, and the activations held at most."""
+        """Runs a step; returns its time in seconds, and the maximum of held activations."""
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -286,7 +286,7 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels; collective."""
+        """Closes the channels. Collective."""
         self._member.close()
 
 

@@ -185,8 +185,8 @@ def test_chosen_parts_come_in_their_own_order_after_the_one_that_finds_gpus() ->
     ("arguments", "rule"),
     [
         ("--parts pp3", "invalid choice: 'pp3'"),
-        ("--minutes 0.1", "--minutes 0.1: give at least 0.5"),
-        ("--pack nowhere", "--pack nowhere: it has no folder wheels; make it by scripts/gpu_pack"),
+        ("--minutes 0.1", "--minutes must be from 0.5 to 1440, got 0.1"),
+        ("--pack nowhere", "--pack nowhere has no folder wheels; create it with scripts/gpu_pack"),
     ],
 )
 def test_bad_input_is_named(arguments: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:

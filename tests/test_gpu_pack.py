@@ -112,7 +112,7 @@ def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_pat
     ("text", "rule"),
     [
         ("numpy==2.0\n", "has no line torch==...; it is too large to carry"),
-        ("Package    Version\n", "'Package    Version' is no line of pip freeze"),
+        ("Package    Version\n", "'Package    Version' is not a line of pip freeze"),
         ("torch==2.11.0\nnumba==1\n", "pip found no wheel of "),
     ],
 )
@@ -130,9 +130,9 @@ def test_a_list_that_does_not_do_is_named(
     ("arguments", "rule"),
     [
         ("--pyton x", "unknown option '--pyton'"),
-        ("--python", "--python: give a path with it"),
-        ("--python /bin/false", "--python /bin/false: it has no pybind11 and setuptools"),
-        (f"--python {sys.executable} --installed gone.txt", "--installed gone.txt: there is no"),
+        ("--python", "--python needs a path"),
+        ("--python /bin/false", "--python /bin/false cannot import pybind11 and setuptools"),
+        (f"--python {sys.executable} --installed gone.txt", "gone.txt is not a readable file"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, rule: str, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/transport.py``: two processes, the links between them, copies, a step."""
+"""Parts of ``benchmarks/transport.py``: two processes, links between them, memory copies, steps."""

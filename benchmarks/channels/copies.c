@@ -1,5 +1,5 @@
 /* Limits of the machine with which transports are compared: copies within one process, and the time
- * in which a cache line or a wake goes from one processor to another. copies.py compiles this file
+ * that a cache line or a wake takes from one processor to another. copies.py compiles this file
  * when a run begins; ctypes calls it and releases the GIL. */
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -19,7 +19,7 @@
 void copy_plain(void *to, const void *from, size_t size) { memcpy(to, from, size); }
 
 #if defined(__x86_64__)
-/* Both addresses are multiples of 64, and the size is one of 256. */
+/* Both addresses are multiples of 64, and the size is a multiple of 256. */
 #define STREAM(name, isa, vector, load, store)                                           \
   __attribute__((target(isa))) static void name(char *to, const char *from, size_t size) { \
     for (size_t at = 0; at < size; at += 4 * sizeof(vector)) {                           \
@@ -39,8 +39,8 @@ STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
 #endif
 
-/* Copies with stores that bypass the caches, 256 bytes at a time; on processors without such stores
- * it is a plain copy. */
+/* Copies with stores that bypass the caches, 256 bytes at a time. On processors without these
+ * stores it is a plain copy. */
 void copy_streaming(void *to, const void *from, size_t size) {
 #if defined(__x86_64__)
   const size_t whole = ((uintptr_t)to % 64) ? 0 : size / 256 * 256;
@@ -93,7 +93,7 @@ static void *answer(void *argument) {
       now = atomic_load_explicit(side->line, memory_order_acquire);
     }
     if (side->sleeps) {
-      /* The other thread falls asleep meanwhile. */
+      /* The other thread falls asleep during this time. */
       const double until = now_ns() + AWAKE_NS;
       while (now_ns() < until) {
       }
@@ -106,8 +106,8 @@ static void *answer(void *argument) {
   return NULL;
 }
 
-/* Nanoseconds from one thread to another on two processors and back: of a cache line, or of two
- * wakes if the threads sleep. Negative if the threads cannot be started. */
+/* Returns the nanoseconds of a round trip between threads on two processors: of a cache line, or
+ * of two wakes if the threads sleep. Negative if the threads cannot be started. */
 double round_trip_ns(int first_cpu, int second_cpu, uint32_t rounds, int sleeps) {
   static _Alignas(256) _Atomic(uint32_t) line;
   struct side one = {&line, first_cpu, 0, rounds, sleeps};
@@ -118,7 +118,7 @@ double round_trip_ns(int first_cpu, int second_cpu, uint32_t rounds, int sleeps)
     return -1;
   }
   if (pthread_create(&threads[1], NULL, answer, &other) != 0) {
-    /* The first would wait for ever. */
+    /* The first thread would wait forever. */
     pthread_cancel(threads[0]);
     pthread_join(threads[0], NULL);
     return -1;

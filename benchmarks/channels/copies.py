@@ -1,4 +1,4 @@
-"""Functions of ``copies.c``, which is compiled with the system's compiler when a run begins."""
+"""Compiles ``copies.c`` with the system's compiler when a run begins, and calls its functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Copies:
 
     Attributes:
         plain: Copies a number of bytes from one address to another with memcpy.
-        streaming: Copies them with stores that bypass the caches.
+        streaming: Copies a number of bytes with stores that bypass the caches.
     """
 
     def __init__(self, library: Path | str) -> None:
@@ -67,17 +67,17 @@ class Copies:
     def cache_line_s(self, first: int, second: int) -> float:
         """Returns the seconds that a cache line takes from one processor to another.
 
-        The shortest of many attempts counts, because other programs can only add to it.
+        The minimum of many attempts is used, because other programs can only add to the time.
         """
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the seconds in which a thread wakes one that sleeps on another processor."""
+        """Returns the seconds that a thread takes to wake a thread asleep on another processor."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 
     def copy_s(self, nbytes: int) -> float:
-        """Returns the seconds of a plain copy of memory that is in no cache."""
+        """Returns the seconds of a plain copy of memory that is not in any cache."""
         count = max(8, (128 << 20) // nbytes)
         buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
         start_s = time.perf_counter()

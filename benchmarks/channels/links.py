@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 WINDOW = 4
-"""Number of messages that gloo or MPI has under way; larger numbers made neither faster."""
+"""Number of messages that gloo or MPI has in flight; larger numbers made neither of them faster."""
 
 
 class Posted:
-    """A link that receives into buffers that were posted before: gloo or MPI.
+    """A link that receives into preposted buffers: gloo or MPI.
 
     Args:
-        make_buffer: Function that makes a payload of a number of bytes.
+        make_buffer: Function that allocates a payload of a number of bytes.
         start_send: Function that starts to send a payload, and returns a request.
         start_receive: Function that starts to receive into a buffer, and returns a request.
         wait: Function that waits for a request.
@@ -40,7 +40,7 @@ class Posted:
         """Posts buffers for the first messages; see ``Link``."""
         assert not self._receives
         if nbytes not in self._buffers:
-            # One more than are posted, because the caller holds one.
+            # One buffer more than are posted, because the caller holds one.
             self._buffers = {nbytes: [self._make_buffer(nbytes) for _ in range(WINDOW + 1)]}
         self._nbytes, self._left, self._next = nbytes, count, 0
         for _ in range(WINDOW):
@@ -65,7 +65,7 @@ class Posted:
         return buffer
 
     def close(self) -> None:
-        """Does nothing: the process group or MPI ends with the process."""
+        """Does nothing: the process group or MPI ends together with the process."""
 
     def _post(self) -> None:
         if self._left:
@@ -77,7 +77,7 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens the MPI library that ``mpiexec`` chose."""
+    """Opens the MPI library that ``mpiexec`` selected."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -90,7 +90,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens gloo through ``torch.distributed``; collective."""
+    """Opens gloo through ``torch.distributed``. Collective."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

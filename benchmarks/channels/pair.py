@@ -1,7 +1,7 @@
-"""Measures links between two processes, each on a processor of its own, in turns with copies.
+"""Measures links between two processes, each pinned to a processor, alternating with memory copies.
 
-The first process sends and measures. ``run_rank`` is a process with torch, for gloo and this
-project's transports. As a program, started by ``mpiexec``, this is a process of an MPI library.
+The first process sends and measures. ``run_rank`` runs in a process with torch, for gloo and this
+project's transports. Run as a script by ``mpiexec``, this module is a process of an MPI library.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Memory of all payloads of a size, more than the caches hold."""
+"""Memory of all payloads of one size; larger than the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8
 _CHANNEL_BYTES = 256 << 20
 _LEAST_MESSAGES = 16
-"""Least number of messages of a stream; with fewer, its begin and end would count too much."""
+"""Minimum number of messages of a stream; with fewer, its start and end would affect the result."""
 COPIES = ("plain", "streaming")
 
 
@@ -36,7 +36,7 @@ class Process:
 
     Args:
         rank: Number of the process; the first sends.
-        make_buffer: Function that makes a payload of a number of bytes.
+        make_buffer: Function that allocates a payload of a number of bytes.
         address: Function that returns the address of a payload.
         plan: Sizes, repetitions, processors, and the path of the compiled copies.
     """
@@ -90,7 +90,7 @@ class Process:
         return self.samples
 
     def _keep(self, name: str, repetition: int, seconds: float | None) -> None:
-        # The repetition before the first touches memory and connects.
+        # The first repetition is a warm-up: it touches memory and connects.
         if repetition >= 0 and seconds is not None:
             self.samples[name].append(seconds)
 
@@ -100,7 +100,7 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the seconds of a copy within this process, of memory that is in no cache."""
+        """Returns the seconds of a copy within this process, of memory that is not in any cache."""
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))

@@ -1,9 +1,9 @@
-"""Time that messages add to a 1F1B step of two ranks that compute.
+"""Measures the time that messages add to a 1F1B step of two ranks that compute.
 
 The executor of this project runs the step. Its chunks multiply matrices for a few milliseconds,
-read the received tensor and write the tensor to send. In the step *alone* each rank works by
-itself: its inputs are in its own memory at once. If messages took no time, the step of the pipeline
-would take as long, plus one microbatch for filling and draining::
+read the received tensor and write the tensor to send. In the *alone* step each rank works
+independently, and its inputs are immediately available in its own memory. If messages took no time,
+the pipeline's step would take as long, plus one microbatch for filling and draining::
 
     rank 0   F0 F1 B0 F2 B1 F3 B2 ...      alone: m (F + B)
     rank 1      F0 B0 F1 B1 F2 B2 ...      ideal: (m + 1) (F + B), of the slower rank
@@ -36,12 +36,12 @@ _MATRIX = 256
 
 
 class WorkingStages(IdleStages):
-    """A chunk that computes.
+    """A chunk that multiplies matrices.
 
     Args:
         rank: Number of the rank: 0 is the first stage, 1 the last.
         nbytes: Size of activation and gradient, in bytes.
-        products: Number of matrix products in each forward and each backward.
+        products: Number of matrix multiplications in each forward and each backward.
     """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
@@ -53,13 +53,13 @@ class WorkingStages(IdleStages):
         self._first = torch.rand(nbytes // 4)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Computes, reads the received activation and writes one."""
+        """Computes, reads the received activation and writes an activation."""
         return self._work(received)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Computes, reads the received gradient and writes one."""
+        """Computes, reads the received gradient and writes a gradient."""
         result = self._work(gradient)
         return result if self._rank else None
 
@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """A transport of one process: every input is there as soon as it can be needed.
+    """A transport within one process: every input is available before it is needed.
 
     Args:
         rank: Number of the rank, 0 or 1.
@@ -82,7 +82,7 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # Four turns: an activation has left the cache when its backward begins.
+        # There are four buffers, so an activation has left the cache when its backward begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
@@ -101,12 +101,12 @@ class InstantTransport:
 
 
 class Pipeline:
-    """The executors of one rank, one for each transport.
+    """Executors of one rank, one executor for each transport.
 
     Args:
         rank: Number of the rank, 0 or 1.
         nbytes: Size of a message, in bytes.
-        products: Number of matrix products in each forward and each backward.
+        products: Number of matrix multiplications in each forward and each backward.
     """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
@@ -116,11 +116,11 @@ class Pipeline:
         self._executors: dict[str, Executor] = {}
 
     def step_s(self, name: str, transport: Any, microbatches: int) -> float:
-        """Returns the seconds of a step of this rank, from a moment that both ranks agree on.
+        """Returns the seconds of this rank's step, from a start time that both ranks agree on.
 
         Args:
             name: Name of the transport.
-            transport: The transport, ``None`` for the step alone.
+            transport: Transport to use, ``None`` for the *alone* step.
             microbatches: Number of microbatches.
         """
         transport = transport or self._alone
@@ -147,12 +147,12 @@ class Pipeline:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs one rank; returns the seconds of each step of the slower rank, by transport.
+    """Runs one rank; returns the seconds of each step, of the slower rank, by transport.
 
     Args:
         rank: Number of the rank.
-        plan: Sizes of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and the
-            processors of the ranks (``cpus``).
+        plan: Settings of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and
+            the processors of the ranks (``cpus``).
     """
     os.sched_setaffinity(0, {plan["cpus"][rank]})
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Competitors: a schedule or run-time rule, the runtime that runs it, and its limit of memory."""
+"""Competitors: a schedule or run-time rule, the runtime that runs it, and its memory limit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Competitor:
         schedule: Name of the schedule in its engine.
         num_chunks: Number of chunks per rank, 1 or 2.
         kind: Placement of the stages.
-        weight_pieces: Number of actions into which a backward by weights is cut; 0 for whole
-            backwards.
-        cap: Largest number of activations of a rank, in microbatches of a whole rank per pipeline
-            rank; ``None`` for the default of the schedule. Only run-time rules of this project
-            have a cap.
+        weight_pieces: Number of actions into which a backward by weights is split; 0 for backwards
+            that are not split into B and W.
+        cap: Memory limit of a rank: number of activations, in microbatches of a whole rank,
+            divided by the number of pipeline ranks. ``None`` for the schedule's default. Only
+            run-time rules of this project have a limit.
         is_policy: Whether the order is decided at run time.
     """
 
@@ -55,7 +55,7 @@ class Competitor:
         return self.cap * num_ranks
 
     def policies(self, num_ranks: int, num_microbatches: int) -> tuple[Policy, ...]:
-        """Returns what executor and simulator of this project run, one policy per rank."""
+        """Returns the policies for this project's executor and simulator, one policy per rank."""
         return make_policies(
             self.schedule,
             self.placement(num_ranks),
@@ -72,16 +72,16 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may cut weight gradients; each cut costs an emulated rank one more sleep.
+# A rule may split weight gradients; each split costs an emulated rank one more sleep.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
-"""Competitor with which the speed of the others is compared."""
+"""Competitor to which the speed of all other competitors is compared."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
-"""Rule of the goals about speed."""
+"""Rule that the speed goals apply to."""
 TIGHT = "hinted, V, memory p"
-"""Rule with the memory of 1F1B."""
+"""Rule that uses as much memory as 1F1B."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {

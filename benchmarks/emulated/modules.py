@@ -1,4 +1,4 @@
-"""An emulated stage as a module, for runtimes that drive autograd.
+"""Provides an emulated stage as a module, for runtimes that use autograd.
 
 ::
 
@@ -6,9 +6,10 @@
                         _Join ──> output ──> _Loss, on the last stage
     weight ─> _Weight ──┘
 
-The backward of ``_Join`` checks the gradient, that of ``_Input`` sleeps for B, that of ``_Weight``
-sleeps for W. So a runtime that asks autograd only for gradients of inputs runs B, and later, from
-``_Join``, W. A whole backward runs W first, so that the gradient is sent at its end.
+The backward of ``_Join`` checks the gradient, the backward of ``_Input`` sleeps for B, and the
+backward of ``_Weight`` sleeps for W. A runtime that first asks autograd only for the gradients of
+inputs therefore runs B, and runs W later, starting from ``_Join``. A whole backward runs W first,
+so that the gradient is sent at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .scenarios import Draws
 
 
 class EmulatedChunk(torch.nn.Module):
-    """One stage; ``work`` must be set before each step.
+    """One emulated stage; ``work`` must be set before each step.
 
     Args:
         stage: Number of the stage in pipeline order.
@@ -34,8 +35,8 @@ class EmulatedChunk(torch.nn.Module):
 
     Attributes:
         work: Work of this rank in the next step.
-        weight: Parameter whose gradient counts microbatches: after a step every element is their
-            number.
+        weight: Parameter whose gradient counts microbatches: after a step every element equals the
+            number of microbatches.
     """
 
     def __init__(self, stage: int, num_stages: int) -> None:
@@ -53,12 +54,12 @@ class EmulatedChunk(torch.nn.Module):
             received: Output of the previous stage; on the first stage ``RankWork.fresh``.
         """
         if not received.requires_grad:
-            # Real first stages compute gradients of inner layers, though none of their input.
+            # Real first stages compute gradients of inner layers too, but not of their input.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _apply(_Input, received, self, microbatch)
-        # Autograd runs the node first that was made last. This one must not depend on the input, or
-        # W would be needed for the input's gradient.
+        # Autograd runs the most recently created node first. This node must not depend on the
+        # input, or W would be needed for the input's gradient.
         side = _apply(_Weight, self.weight, received.shape, self, microbatch)
         return _apply(_Join, output, side, self, microbatch)
 
@@ -68,10 +69,10 @@ class EmulatedChunk(torch.nn.Module):
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that every microbatch added its part to the weight's gradient.
+        """Checks that every microbatch contributed to the weight's gradient.
 
         Raises:
-            WorkError: The gradient has another sum.
+            WorkError: The gradient has the wrong sum.
         """
         self.check_sum(self.weight.grad, num_microbatches)
 
@@ -81,18 +82,18 @@ class EmulatedChunk(torch.nn.Module):
             raise WorkError(f"stage {self.stage}: gradient {gradient} after {num_microbatches}")
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar whose backward pass starts that of the last stage."""
+        """Returns a scalar whose backward pass starts the backward of the last stage."""
         return _apply(_Loss, output)
 
 
 class PeerRunner:
-    """Runs a schedule of another library. All ranks must create their runners together.
+    """Runs a schedule of another library. All ranks must create their runners at the same time.
 
     Args:
         competitor: Competitor to run.
         rank: Position of this rank in the pipeline.
         num_ranks: Number of ranks of the pipeline.
-        make: Function that makes a stage from its number and the number of stages.
+        make: Function that creates a stage from its number and the number of stages.
     """
 
     delays_in_transport = False
@@ -113,7 +114,7 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step; not timed."""
+        """Prepares a step. Not timed."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
@@ -124,13 +125,13 @@ class PeerRunner:
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights; not timed."""
+        """Checks the gradients of the weights. Not timed."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 
 
 def _apply(function: Any, *arguments: Any) -> torch.Tensor:
-    """Calls a function of autograd, for which torch declares no types."""
+    """Calls an autograd function, whose types torch does not declare."""
     output: torch.Tensor = function.apply(*arguments)
     return output
 
@@ -175,7 +176,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        # A split backward runs this twice, for B and for W; the second time changes nothing.
+        # A split backward runs this twice, for B and for W; the second call changes nothing.
         chunk = ctx.chunk
         chunk.work.take_gradient(chunk.stage, ctx.microbatch, gradient)
         return gradient, gradient, None, None

@@ -1,10 +1,10 @@
-"""megatron-core's own schedules, unchanged, on emulated stages.
+"""Runs megatron-core's own schedules, unchanged, on emulated stages.
 
-Its settings for messages are those that are safe on gloo: outputs are kept until they are sent.
-With several chunks messages are not batched but overlap with compute, as Megatron-LM sets it.
+The communication settings are those that are safe with gloo: outputs are kept until they are sent.
+With several chunks messages are not batched but overlap with compute, as Megatron-LM configures it.
 
-megatron-core waits for its sends, and gloo ends a send when the peer asks for the message. So a
-rank may wait for an action of a peer whose result it does not need.
+megatron-core waits for its sends, and gloo completes a send when the peer asks for the message.
+Therefore a rank may wait for an action of a peer although it does not need the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepChunk(EmulatedChunk):
 
 
 def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> TransformerConfig:
-    """Returns megatron-core's settings of an emulated pipeline."""
+    """Returns megatron-core's configuration for an emulated pipeline."""
     several = competitor.num_chunks > 1
     return TransformerConfig(
         num_layers=num_ranks * competitor.num_chunks,
@@ -60,7 +60,7 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
 
 
 class StepRunner(PeerRunner):
-    """Calls a function as megatron-core's functions are called for a step.
+    """Calls a step function with the arguments that megatron-core's functions take.
 
     Attributes:
         call: Keyword arguments of the next step.
@@ -109,7 +109,7 @@ class MegatronRunner(StepRunner):
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward as a user's program does; returns output and loss function."""
+    """Runs a forward as a user's training script does; returns output and loss function."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -1,7 +1,7 @@
-"""The plug-in's engine on emulated stages in a V, as it runs in an unmodified Megatron-LM.
+"""Runs the plug-in's engine on emulated stages in a V, as it runs in an unmodified Megatron-LM.
 
-Steps are called as megatron-core's are, and backwards are split by the stores in which real layers
-leave their weight gradients. The plug-in chooses the transport. As in every V of the plug-in,
+Steps are called like megatron-core's steps. Backwards are split by the stores that also hold the
+weight gradients of real layers. The plug-in chooses the transport. As in every V of the plug-in,
 position 0 of the pipeline is on the last rank.
 """
 
@@ -29,27 +29,27 @@ from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
 
 _PARTS = 2
-"""Number of calls of a chunk; a rule may cut a weight gradient between two of them."""
+"""Number of calls of a chunk; a rule may split a weight gradient between two calls."""
 _SHARE = torch.ones(WIDTH, dtype=DTYPE)
-"""A microbatch's gradient of each weight."""
+"""Gradient of each weight for one microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """One call of a chunk: the first runs its F and B, each runs an equal part of its W."""
+    """One call of a chunk: the first call runs F and B, each call runs an equal part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
     is_first: bool
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Runs F, in the first call."""
+        """Runs F in the first call."""
         if not self.is_first:
             return inputs.clone()
         return self._work.forward(self.chunk.stage, inputs, number_of(inputs))
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs B, in the first call."""
+        """Runs B in the first call."""
         if not self.is_first:
             return gradient
         stage, number = self.chunk.stage, number_of(gradient)
@@ -64,7 +64,7 @@ class _Call(LayerCall):
         yield self.weight, _SHARE
 
     def flops(self, gradient: torch.Tensor) -> float:
-        """Returns the same for all calls, because the parts of W are equal."""
+        """Returns the same number for all calls, because the parts of W are equal."""
         return 1.0
 
     @property
@@ -82,7 +82,7 @@ class _Layer(DeferringRowParallelLinear):
         self._call = _Call(chunk, self.weight, number == 0)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the call."""
+        """Runs the layer call."""
         assert self.weight_gradient_store is not None
         return defer(self._call, received, self.weight_gradient_store)
 
@@ -107,7 +107,7 @@ class _Chunk(StepChunk):
         """Sets the work of the next step and clears the gradients."""
         self.work = work
         for weight in self._weights():
-            # megatron-core's wrapper of chunks has this attribute.
+            # Chunks in megatron-core's data-parallel wrapper have this attribute.
             weight.main_grad = torch.zeros_like(weight)
 
     def check_gradient(self, num_microbatches: int) -> None:
@@ -120,14 +120,14 @@ class _Chunk(StepChunk):
 
 
 class PluggedRunner(StepRunner):
-    """Runs a rule by the plug-in, with stages in a V; see ``PeerRunner``."""
+    """Runs a rule through the plug-in, with stages in a V; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         placed = Placed(lambda: competitor.kind)
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            # Megatron-LM frees outputs too.
+            # Megatron-LM frees outputs as well.
             dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
             config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:
@@ -148,6 +148,6 @@ class PluggedRunner(StepRunner):
         engine.run(self.call)
 
     def close(self) -> None:
-        """Closes the channels; collective."""
+        """Closes the channels. Collective."""
         self._engines.close()
         parallel_state.destroy_model_parallel()

@@ -1,16 +1,16 @@
 """Durations of emulated actions: how long each takes, and which rank or link is slow.
 
-All durations of a step are drawn before it, from a seed, and are the same for every competitor.
-They are those of *half-stages*: the pipeline is cut into two halves per rank, in pipeline order. A
-competitor with two chunks per rank runs a half-stage as one stage. A competitor with one chunk runs
-two neighbouring halves as one stage, which takes their sum::
+All durations of a step are drawn from a seed before the step, and are the same for every
+competitor. They are durations of *half-stages*: the pipeline is cut into two halves per rank, in
+pipeline order. A competitor with two chunks per rank runs a half-stage as one stage. A competitor
+with one chunk runs two neighbouring halves as one stage, which takes their sum::
 
     half-stage          0   1   2   3   4   5   6   7
     1 chunk, 4 ranks    └ 0 ┘   └ 1 ┘   └ 2 ┘   └ 3 ┘     stage and rank
     2 chunks, loop      0   1   2   3   0   1   2   3     rank of each stage
     2 chunks, V         0   1   2   3   3   2   1   0     rank of each stage
 
-The factor of a slow or fast rank multiplies all actions that it runs, of whichever stages.
+The factor of a slow or fast rank multiplies all actions of that rank, regardless of their stages.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One kind of disturbance.
+    """One kind of variation in durations.
 
     Attributes:
         name: Title in the table.
-        jitter_sigma: Standard deviation of the logarithm of a random factor of each action, whose
-            mean is 1.
+        jitter_sigma: Standard deviation of the logarithm of a random factor of each action; the
+            factor's mean is 1.
         length_sigma: Standard deviation of the logarithm of a random factor of each microbatch,
             which all its actions share.
         length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``; the
             mean length is 1.
-        rank_factor: Factor of the durations of the rank in the middle.
-        link_delay: Time of a message on the link in the middle, in both directions, in forwards of
-            a whole rank.
+        rank_factor: Factor of the durations of the middle rank.
+        link_delay: Delay of messages on the middle link, in both directions, in forwards of a whole
+            rank.
     """
 
     name: str
@@ -80,7 +80,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """All durations of one step; equal attributes give equal durations, in every process.
+    """All durations of one step; equal attributes give equal durations in every process.
 
     Attributes:
         scenario: Disturbance of the step.
@@ -101,7 +101,7 @@ class Draws:
     def workload(self, placement: Placement) -> Workload:
         """Returns the durations for a placement with one or two chunks per rank.
 
-        ``B`` is the backward by inputs without that by weights.
+        ``B`` is the backward by inputs, without the backward by weights.
         """
         scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
         factors = [1.0] * self.num_ranks

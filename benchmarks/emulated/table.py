@@ -1,4 +1,4 @@
-"""Table, goals and chart of measured steps."""
+"""Table, goals and chart of the measured steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Lower limit of a simulated step, which takes only the drawn work, over the measured one."""
+"""Lower limit of a step's simulated time, with the drawn work only, relative to the measured."""
 LEAST_OF_GAIN = 0.97
-"""Lower limit of a measured gain over another order, as a share of the gain in simulation."""
+"""Lower limit of a measured gain over another order, as a share of the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
@@ -37,7 +37,7 @@ class Steps:
         scenario: Name of the scenario.
         peak: Most activations that a rank held, in microbatches of a whole rank.
         measured_s: Seconds of each step, by repetition.
-        simulated_s: Seconds of the same steps with the drawn work alone, by repetition.
+        simulated_s: Seconds of the same steps in simulation with the drawn work, by repetition.
     """
 
     competitor: Competitor
@@ -48,7 +48,7 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Median of simulated over measured time."""
+        """Median of the ratio of simulated time to measured time."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )
@@ -115,12 +115,12 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over repetitions of one time over another, of the same draws."""
+    """Returns the median over repetitions of the ratio of two times with the same draws."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline; ``None`` if one of them took no part."""
+    """Returns the median speed-up over the baseline; ``None`` if one of the two did not run."""
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -128,7 +128,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups as Markdown: a line per competitor, a column per scenario."""
+    """Returns the speed-ups as Markdown: one row per competitor, one column per scenario."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",
@@ -147,7 +147,7 @@ def markdown(table: Table) -> str:
 
 
 def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
-    """Compares the steps with bounds by simulation, and with fixed orders in no more memory."""
+    """Compares the steps with simulated bounds, and with fixed orders that use no more memory."""
     rows = [_gain(table, *gain) for gain in GAINS if {(gain[0], gain[2]), gain[1:]} <= set(table)]
     of_executor = [steps for steps in table.values() if steps.competitor.engine == "ours"]
     if of_executor:
@@ -172,7 +172,7 @@ def goals(table: Table, *, ranks: int, microbatches: int) -> list[Row]:
 
 
 def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
-    """Returns the row of a measured gain over the simulated one."""
+    """Returns a row with the ratio of a measured gain to the simulated gain."""
     fast, slow = table[policy, scenario], table[rival, scenario]
     measured = ratio(slow.measured_s, fast.measured_s)
     simulated = ratio(slow.simulated_s, fast.simulated_s)
@@ -182,7 +182,7 @@ def _gain(table: Table, policy: str, rival: str, scenario: str) -> Row:
 
 
 def _over_fixed(table: Table, policy: str, cap: float) -> Iterator[tuple[float, str]]:
-    """Yields how much longer fixed orders take that hold no more activations than a rule may."""
+    """Yields the gain over each fixed order that holds no more activations than the rule may."""
     for (name, scenario), steps in table.items():
         if steps.competitor.is_policy or steps.peak > cap + 1e-6:
             continue
@@ -196,7 +196,7 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars, a group for each scenario; bars of rules have an outline."""
+    """Draws the speed-ups as bars, grouped by scenario; bars of rules have an outline."""
     import matplotlib
 
     matplotlib.use("Agg")

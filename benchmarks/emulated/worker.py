@@ -1,7 +1,7 @@
-"""Processes of the emulated pipeline, one per rank, which run all competitors in turns.
+"""Processes of the emulated pipeline, one per rank, which run all competitors alternately.
 
 A step begins on all ranks at the same time of the machine's clock. Its makespan is the time until
-the last rank has ended.
+the last rank has finished.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E4
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
-"""Seconds from the agreement on a start to the start, enough for all ranks to receive it."""
+"""Seconds from the agreement on a start time to that time; enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
 """One competitor on one rank; ``run`` is timed, ``prepare`` and ``finish`` are not."""
 
@@ -40,9 +40,10 @@ class Rank:
 
     Args:
         rank: Number of the rank.
-        plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, microbatches
-            of a step, and steps of each competitor, each with new random durations;
-            ``competitors`` that take turns; ``times``, the mean durations; ``seed`` of all draws.
+        plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, number of
+            microbatches, and number of steps of each competitor; ``competitors``, which
+            alternate; ``times``, the mean durations; ``seed`` of all draws. Each step has new
+            random durations.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -62,13 +63,13 @@ class Rank:
 
         Returns:
             One record per step, the same on every rank: its competitor, scenario and repetition,
-            ``makespan_s``, and ``peak``, the most activations that a rank held, in microbatches of
-            a whole rank.
+            ``makespan_s``, and ``peak``, the largest number of activations that a rank held, in
+            microbatches of a whole rank.
         """
         records: list[dict[str, Any]] = []
         warm: set[int] = set()
         for scenario, count, repetitions in self._plan["cases"]:
-            # Some runtimes open channels in their first step with a number of microbatches.
+            # Some runtimes open channels in their first step with a new number of microbatches.
             first = 0 if count in warm else -1
             warm.add(count)
             for repetition in range(first, repetitions):
@@ -76,7 +77,7 @@ class Rank:
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
-        """Closes the resources that the runners share; collective."""
+        """Closes the resources that the runners share. Collective."""
         for channels in self._channels.values():
             channels.close()
         for runner in self._runners.values():
@@ -107,7 +108,7 @@ class Rank:
             repetition=repetition,
         )
         names = list(self._runners)
-        # The competitor after a slow one must not be the same in every round.
+        # The competitor that follows a slow competitor must not be the same in every round.
         turn = repetition % len(names)
         return [
             {
@@ -143,7 +144,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Returns the maximum of each value over all ranks; also a barrier."""
+        """Returns the maximum of each value over all ranks; also acts as a barrier."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()

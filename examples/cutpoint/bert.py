@@ -31,7 +31,7 @@ def build(**changes: Any) -> BertForMaskedLM:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns made-up sentences, in which the model must guess every fifth token."""
+    """Returns random sentences, in which the model must predict every fifth token."""
     generator = torch.Generator().manual_seed(2)
     position = torch.arange(24)
     tokens = (torch.randint(4, 124, (samples, 1), generator=generator) + 3 * position) % 124 + 4

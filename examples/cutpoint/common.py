@@ -1,4 +1,4 @@
-"""The command line and the training loop that all examples in this folder use."""
+"""Provides the command line and the training loop of all examples in this folder."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def train(
     make_batch: Callable[[int], Batch],
     **more: Any,
 ) -> list[float]:
-    """Trains a model with cut points; returns the losses. Ends the program after an error.
+    """Trains a model with cut points; returns the losses. Exits the program after an error.
 
     Args:
         options: Options of the command line, from :func:`parse`.
         model: Model, the same on all processes.
-        make_batch: Function that takes a number of samples and returns a batch of them.
+        make_batch: Function that returns a batch of a given number of samples.
         more: Further arguments of ``Pipeline``.
     """
     try:
@@ -98,7 +98,7 @@ def _train(
                 pipeline.plan.profile.write(options.write_profile)
             print(f"segments per stage: {'-'.join(map(str, pipeline.partition))}", flush=True)
         # Train on the same batch in each step, so that the loss falls. Each replica takes its own
-        # samples of it.
+        # samples of the batch.
         batch = pipeline.share(make_batch(options.batch_size))
         losses = []
         for _ in range(options.steps):

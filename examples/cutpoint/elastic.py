@@ -1,9 +1,9 @@
-"""Trains on machines that may come and go; the number of stages and replicas follows them.
+"""Trains on machines that may join or leave; the number of stages and replicas adapts.
 
 python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
 
-The same program runs under torchrun, and in a single process. It then saves to the folder of
+The same program runs under torchrun, and in a single process. It then saves to the folder given by
 ``--save``, and continues from the newest checkpoint there.
 """
 
@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of a step over all replicas, the same at each call."""
+    """Returns the batch of a step over all replicas; it is the same at each call."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
@@ -84,7 +84,8 @@ def main() -> None:
             if first and (step + 1) % options.log_interval == 0:
                 shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
                 print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
-        # This runs only after the last step: a request to stop ends the program within the loop.
+        # This runs only after the last step, because a request to stop ends the program within the
+        # loop.
         evaluated = pipeline.eval(pipeline.share(batch_of(options.steps, options.batch_size)))
         if first:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

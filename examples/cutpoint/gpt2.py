@@ -1,6 +1,6 @@
 """Trains GPT-2 of Hugging Face transformers, built from its configuration without a download.
 
-Its embedding and its output layer use the same parameter, which the first and the last stage share.
+The first and the last stage share a parameter, because embedding and output layer use the same one.
 
     bash prerequisite.sh --examples
     torchrun --nproc-per-node 4 examples/cutpoint/gpt2.py
@@ -31,7 +31,7 @@ def build(**changes: Any) -> GPT2LMHeadModel:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns made-up text in which each token follows from the previous one."""
+    """Returns generated text in which each token follows from the previous token."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randint(0, 128, (samples, 1), generator=generator)
     ids = (start + 7 * torch.arange(32)) % 128

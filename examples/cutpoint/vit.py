@@ -1,7 +1,7 @@
 """Trains a small vision transformer.
 
-The mean over the patches is computed in the first stage and used in the last one: tensors that skip
-stages need no extra code.
+The mean over the patches is computed in the first stage and used in the last stage. Tensors that
+skip stages need no extra code.
 
 torchrun --nproc-per-node 4 examples/cutpoint/vit.py --schedule 1f1b
 """

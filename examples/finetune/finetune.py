@@ -5,7 +5,7 @@
         --model MODEL --data train.jsonl --lora-rank 16 --output tuned
 
 This is a short program to copy and change. ``python -m megatron.adaptive train finetune`` has more
-options, checkpoints, and a learning rate that falls. docs/finetune.md describes the data.
+options, checkpoints, and learning rate decay. docs/finetune.md describes the data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.modules.samples import SampleReader, load_processor, num_
 
 
 def main(argv: Sequence[str]) -> None:
-    """Fine-tunes the model and saves it as a folder that transformers and vLLM read."""
+    """Fine-tunes the model and saves it as a folder that transformers and vLLM can read."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--data", type=Path, required=True, help="file of JSON lines")

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# A small model of DeepSeek-V3's kind on two processes, CPU or GPU: latent attention, a dense layer
-# and then experts beside a shared one, and multi-token prediction, in a V with a run-time order.
+# Trains a small model like DeepSeek-V3 on two processes, CPU or GPU: latent attention, a dense
+# layer followed by layers with routed and shared experts, multi-token prediction, a V with a
+# run-time rule.
 #
 #   bash examples/gpt/deepseek_small.sh
 #
-# Options of the trainer may follow; they override those below. It reads made-up tokens, or with
-# DATA_DIR=data/stdlib the corpus that python tools/make_corpus.py --output-dir data/stdlib makes.
+# Options of the trainer may follow; they override the options below. It uses random tokens, or with
+# DATA_DIR=data/stdlib the corpus of python tools/make_corpus.py --output-dir data/stdlib.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
@@ -58,7 +59,7 @@ PREDICTION_ARGS=(
   --mtp-loss-scaling-factor 0.3
 )
 
-# The last stage also has the predicting layer and two losses.
+# The last stage also has the prediction layer and two losses.
 PARALLEL_ARGS=(
   --pipeline-model-parallel-size 2
   --pipeline-model-parallel-layout "Ett|tt|tt|tmL"
@@ -96,10 +97,10 @@ OUTPUT_ARGS=(
   --eval-iters 2
 )
 
-# Several ranks on few processors: one thread each, or they get in each other's way.
+# With several ranks on few processors, more threads per rank would slow each other down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# One hardware queue lets messages of tensor parallelism start before the kernels that they run
-# beside; experts whose messages overlap with work need more than one.
+# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
+# with. Experts whose messages overlap with work need more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# A small mixture of experts on one machine, CPU or GPU: 8 experts on 2 ranks of each of 2 stages.
+# Trains a small mixture of experts on one machine, CPU or GPU: 8 experts on 2 ranks of each of 2
+# stages.
 #
 #   bash examples/gpt/moe_small.sh
 #   EXPERT_PARALLEL=1 PIPELINE_PARALLEL=2 bash examples/gpt/moe_small.sh --train-iters 20
 #
-# Options of the trainer may follow; they override those below. Data is made up.
+# Options of the trainer may follow; they override the options below. The data is random.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
@@ -26,7 +27,8 @@ MODEL_ARGS=(
   --hidden-dropout 0.0
 )
 
-# A dense layer first, then layers of 8 experts, of which each token goes to 2, and a shared one.
+# A dense layer comes first, then layers of 8 experts, 2 of which each token uses, and a shared
+# expert.
 EXPERT_ARGS=(
   --num-experts 8
   --moe-layer-freq "[0]+[1]*3"

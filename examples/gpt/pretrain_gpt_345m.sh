@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# GPT 345M in bfloat16 on the GPUs of one node, with your own data.
+# Trains GPT 345M in bfloat16 on the GPUs of one node, with your own data.
 #
 #   DATA_PREFIX=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #     bash examples/gpt/pretrain_gpt_345m.sh
 #
-# Options of the trainer may follow; they override those below.
+# Options of the trainer may follow; they override the options below.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
@@ -68,8 +68,8 @@ OUTPUT_ARGS=(
   --eval-iters 10
 )
 
-# One hardware queue lets messages of tensor parallelism start before the kernels that they run
-# beside; experts whose messages overlap with work need more than one.
+# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
+# with. Experts whose messages overlap with work need more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A small GPT on one machine, CPU or GPU: what run_single.sh runs, as a script to read and change.
+# Trains a small GPT on one machine, CPU or GPU: the script of run_single.sh, to read and change.
 #
 #   PIPELINE_PARALLEL=2 MODEL_CHUNKS=2 bash examples/gpt/pretrain_gpt_distributed_small.sh
 #
-# Options of the trainer may follow; they override those below. Needs the data of
+# Options of the trainer may follow; they override the options below. It needs the data of
 #   python tools/make_corpus.py --output-dir data/stdlib
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -16,7 +16,7 @@ DATA_PARALLEL=${DATA_PARALLEL:-1}
 SCHEDULE=${SCHEDULE:-adaptive}
 DATA_DIR=${DATA_DIR:-$root/data/stdlib}
 RUN_DIR=${RUN_DIR:-$root/runs/small}
-# torchrun itself will do, too; this one checks the options first and ends with a short message.
+# torchrun works as well; this launcher checks the options first and exits with a short message.
 LAUNCHER=("$PYTHON" -m megatron.adaptive job launch)
 
 DISTRIBUTED_ARGS=(
@@ -55,7 +55,7 @@ TRAINING_ARGS=(
   --clip-grad 1.0
 )
 
-# Unless you give the warm-up yourself: it has one length.
+# The default warm-up is used only if no warm-up is given, because the trainer accepts only one.
 if [[ " $* " != *" --lr-warmup-"* ]]; then
   TRAINING_ARGS+=(--lr-warmup-fraction 0.05)
 fi
@@ -81,10 +81,10 @@ if [[ -d "$RUN_DIR/checkpoints" ]]; then
   OUTPUT_ARGS+=(--load "$RUN_DIR/checkpoints")
 fi
 
-# Several ranks on few processors: one thread each, or they get in each other's way.
+# With several ranks on few processors, more threads per rank would slow each other down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# One hardware queue lets messages of tensor parallelism start before the kernels that they run
-# beside; experts whose messages overlap with work need more than one.
+# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
+# with. Experts whose messages overlap with work need more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

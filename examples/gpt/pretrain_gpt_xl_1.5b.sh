@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GPT-2 XL, 1.5B parameters, in bfloat16 on the GPUs of one node, with your own data.
+# Trains GPT-2 XL, 1.5B parameters, in bfloat16 on the GPUs of one node, with your own data.
 #
 #   DATA_PREFIX=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #     bash examples/gpt/pretrain_gpt_xl_1.5b.sh
 #
-# It is pretrain_gpt_345m.sh beside it with another shape. Options of the trainer may follow; they
-# override those below.
+# It runs pretrain_gpt_345m.sh in the same folder with a different shape. Options of the trainer may
+# follow; they override the options below.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 

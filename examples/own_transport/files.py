@@ -1,4 +1,4 @@
-"""A transport of our own: sends each tensor as a file in a folder that all ranks see.
+"""Defines a custom transport that sends each tensor as a file in a folder that all ranks see.
 
     PYTHONPATH=examples/own_transport torchrun --nproc-per-node 2 pretrain_gpt.py \\
         --pipeline-model-parallel-size 2 --transport files:Files ...
@@ -90,7 +90,7 @@ class FileTransport:
             while not self._is_closed.wait(POLL_S):
                 for peer in self._received:
                     self._take_next(peer)
-        except Exception as error:  # the executor raises it
+        except Exception as error:  # the executor raises the error
             self.completions.put(error)
 
     def _take_next(self, peer: int) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A shell on a node with its GPUs, to try things in; torchrun --standalone uses that node alone.
+# Opens a shell on a node with its GPUs, for experiments; torchrun --standalone uses only that node.
 #
 #   bash examples/slurm/interactive.sh [options of srun]
 set -euo pipefail

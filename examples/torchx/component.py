@@ -2,13 +2,14 @@
 
     torchx run -s kubernetes examples/torchx/component.py:pods --conf /shared/conf.sh --nnodes 2
 
-The image contains a checkout of this project, set up by ``prerequisite.sh``. ``conf`` is a file in
-the image or on a volume. The first replica is the master; the others are workers that wait for it.
+The image contains a checkout of this project that was set up by ``prerequisite.sh``. ``conf`` is a
+file in the image or on a volume. The first replica is the master; the other replicas are workers
+that wait for the master.
 """
 
 import torchx.specs as specs
 
-# $$ is a variable of the shell, because TorchX replaces those with a single $ by its own values.
+# $$ is a shell variable. TorchX replaces variables with a single $ by its own values.
 START = """
 if ((%replica% == 0)); then exec bash run_master.sh "$$CONF" --nnodes "$$NNODES"; fi
 exec bash run_worker.sh --master-addr "$${%host%:=localhost}" \\
@@ -28,19 +29,19 @@ def pods(
     logs: str = "/shared/logs",
     retries: int = 0,
 ) -> specs.AppDef:
-    """Starts a training job that a configuration file describes.
+    """Starts a training job that is described by a configuration file.
 
     Args:
         conf: path of the configuration file in the containers
-        nnodes: number of nodes, in place of NNODES in the configuration
+        nnodes: number of nodes, overrides NNODES of the configuration
         image: container image with a checkout
         workspace: folder of the checkout in the image
         gpu: GPUs per node
         cpu: processors per node
         memory_mib: memory per node, in MiB
-        port: port of the first node to which all nodes connect
-        logs: LOG_DIR of the configuration, on a volume of all nodes; it holds the job's secret too
-        retries: number of times that a failed run starts again from its last checkpoint
+        port: port on the first node to which all nodes connect
+        logs: LOG_DIR of the configuration, on a shared volume; also contains the job's secret
+        retries: number of times that a failed run restarts from its last checkpoint
     """
     start = START.replace("%replica%", specs.macros.replica_id)
     start = start.replace("%host%", specs.macros.rank0_env)

@@ -1,1 +1,1 @@
-"""Parts of ``studies.planner``, one module each."""
+"""Parts of ``studies.planner``, one module for each part."""

@@ -1,7 +1,7 @@
-"""FASOP's six cases and its Pareto run: our search beside its own.
+"""Compares this project's search with FASOP's, on FASOP's six cases and its Pareto run.
 
-Plans are compared by one neutral event simulation, ``neutral_s``: the order of each plan's
-schedule, every stage boundary, gradient and embedding reductions.
+Plans are compared by the same event simulation, ``neutral_s``: the order of each plan's schedule,
+every stage boundary, gradient and embedding reductions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SPACE = SearchOptions(
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
-"""FASOP's choices, and interleaving."""
+"""Options that FASOP's search has, and interleaving."""
 
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:
-    """Seconds of a step of a plan by the event simulation of the project's schedules."""
+    """Returns the seconds of a plan's step in the event simulation of this project's schedules."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     begin, forward, backward = 0, [], []
     held = [0.0] * plan.pp
@@ -69,7 +69,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
-    """A link between any two pipeline ranks that are neighbours, also the last and the first."""
+    """Returns a link for each pair of adjacent pipeline ranks, including the last and the first."""
     size = run.model.layer(1).output_elements * run.model.precision.element_bytes
     links = {}
     for one in range(plan.pp):
@@ -82,21 +82,21 @@ def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
 
 
 def rows(folder: Path) -> list[Row]:
-    """Rows of the two comparisons.
+    """Returns the rows of the two comparisons.
 
     Args:
-        folder: FASOP's data set.
+        folder: Folder of FASOP's data set.
     """
     data = Fasop(folder)
     return [*neutral_rows(data), *_front(data, folder)]
 
 
 def neutral_rows(data: Fasop) -> list[Row]:
-    """Its six cases: both best plans by one simulation."""
+    """Compares the best plans of both searches for FASOP's six cases by one simulation."""
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
         run = data.run(name)
-        # Machine code is loaded before the clock starts, as imports are.
+        # Compiled code is loaded before the clock starts, like imports.
         run.searcher(_SPACE).search()
         began = time.process_time()
         ours = run.searcher(_SPACE).search().plans[0].plan

@@ -1,4 +1,4 @@
-"""A large search: GPT-3 175B on 1,024 GPUs of four types (``large.yaml``), nothing measured."""
+"""Measures a search for GPT-3 175B on 1,024 GPUs of four types (``large.yaml``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLUSTER = Path(__file__).with_name("large.yaml")
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """CPU seconds and gap of the search; the short form has a quarter of the nodes."""
+    """Returns CPU seconds and gap of the search; the short form has a quarter of the nodes."""
     cluster = read_cluster(_CLUSTER)
     if quick:
         groups = tuple(replace(group, count=group.count // 4) for group in cluster.groups)

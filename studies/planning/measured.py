@@ -1,4 +1,4 @@
-"""The cost model against published runs: error, order, the best one found, memory."""
+"""Compares the cost model with published runs: error, order, best plan, memory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,
     ".json": read_staged,
 }
-"""Readers of ``measured_NAME`` files, see their modules for the files beside it."""
+"""Readers of ``measured_NAME`` files; their modules describe the other files of a set."""
 
 
 def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
-    """Reads every data set in a folder or in the folders right below it.
+    """Reads every data set in a folder or in its direct subfolders.
 
     Args:
-        folder: of one set, or of several folders of sets.
+        folder: Folder of one set, or of several folders of sets.
 
     Raises:
-        ConfigError: none is there, or a file of one is damaged.
+        ConfigError: There is no data set, or a file of a set is damaged.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
@@ -69,13 +69,13 @@ def rows(data: Path) -> list[Row]:
     """Returns one row for each figure.
 
     Args:
-        data: folder of the published sets; those that are missing have no rows.
+        folder: Folder of the published sets; missing sets have no rows.
     """
     return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
 
 
 def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
-    """Returns the figures of predicted times, see ``accuracy``, and errors of memory, with sign."""
+    """Returns figures of predicted times (see ``accuracy``), and signed errors of memory."""
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:
@@ -126,7 +126,7 @@ def literature_rows() -> list[Row]:
 def literature_run(
     cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
 ) -> tuple[PlanInputs, Prediction]:
-    """Predicts one run: as many layers for each stage as possible, with sequence parallelism."""
+    """Predicts one run, with layers divided evenly over stages and with sequence parallelism."""
     tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
     count = tp * dp * pp // 8
     node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
@@ -136,7 +136,7 @@ def literature_run(
     words = run["model"].split()
     attention = "fused" if "--use-flash-attn" in words else "unfused"
     model = arguments_model(words, run["name"], run["precision"], attention=attention)
-    # Stages at both ends have the fewest layers, and embedding and head besides.
+    # Stages at both ends have the fewest layers, and also embedding and head.
     each, more = divmod(model.num_counted, pp * chunks)
     full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
     layers = [each + (stage in full) for stage in range(pp * chunks)]

@@ -1,8 +1,8 @@
-"""Memory of a rank: the planner's against the peak of runs of the trainer on this machine's CPUs.
+"""Compares planned memory of ranks with the peaks of trainer runs on this machine's CPUs.
 
-24 short runs of a small GPT: every way of recompute, two lengths of sequences, and four ways to
-spread the model. A run of hardly any model gives the constant of a process. Other programs do not
-disturb these figures.
+There are 24 short runs of a small GPT: every kind of recompute, two sequence lengths, and four ways
+to distribute the model. A run of a tiny model gives the constant memory of a process. Other
+programs do not affect these figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RECOMPUTE = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRun(Shape):
-    """One run of the trainer for two steps."""
+    """A trainer run of two steps."""
 
     sequence: int = 1024
 
@@ -43,7 +43,7 @@ class MemoryRun(Shape):
         return f"{self.recompute} s {self.sequence} {super().__str__()}{sharded}"
 
     def model_flags(self) -> list[str]:
-        """Of the model."""
+        """Flags of the model."""
         return (
             f"--num-layers {sum(self.layers)} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
             f" --seq-length {self.sequence} --max-position-embeddings {self.sequence}"
@@ -52,7 +52,7 @@ class MemoryRun(Shape):
         ).split()
 
     def flags(self) -> list[str]:
-        """Of the trainer."""
+        """Flags of the trainer."""
         words = (
             f"--lr 1e-4 --mock-data --eval-iters 0 --global-batch-size {BATCH * self.dp}"
             f" --train-iters 2 {_RECOMPUTE[self.recompute]}"
@@ -61,10 +61,10 @@ class MemoryRun(Shape):
         return [*self.model_flags(), *words, *self.parallel_flags()]
 
     def planned(self, context_bytes: float = 0.0) -> tuple[Plan, PlanInputs]:
-        """The same as the planner has it."""
+        """Returns the plan of this run, and the planner's inputs."""
         model = arguments_model(self.model_flags(), "small gpt", attention="unfused")
         plan, cluster = self.plan(model, BATCH * self.dp)
-        # Memory alone counts here: any duration will do.
+        # Only memory matters here, so any duration will do.
         one = LayerTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
         profile = Profile(
             layers={(kind, "cpu", self.tp, 1): one for kind in model.kinds},
@@ -75,10 +75,10 @@ class MemoryRun(Shape):
 
 
 class PeakWatch(Watch):
-    """Keeps the largest peak of each rank below a process, as the kernel has it.
+    """Records the largest peak of each rank below a process, as the kernel reports it.
 
     Attributes:
-        peaks: bytes by rank.
+        peaks: Peak bytes by rank.
     """
 
     every_s = 0.1
@@ -99,7 +99,7 @@ class PeakWatch(Watch):
                         peak = int(line.split()[1]) * 1024
                         self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
             except (psutil.Error, OSError, ValueError):
-                continue  # it ended meanwhile
+                continue  # it has exited
 
 
 def measured_bytes(run: MemoryRun) -> int:
@@ -136,7 +136,7 @@ def _even(spread: dict[str, Any]) -> tuple[int, ...]:
 
 
 def measure(quick: bool) -> Result:
-    """Runs all, or every third; returns the ratios of planned to measured peaks."""
+    """Runs all or every third of the runs; returns the ratios of planned to measured peaks."""
     tiny = MemoryRun(sequence=64, layers=(1,))
     context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []

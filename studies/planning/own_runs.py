@@ -1,12 +1,12 @@
-"""The cost model against our own runs: plans of small GPTs on the CPUs of this machine.
+"""Compares the cost model with runs of small GPTs on the CPUs of this machine.
 
-12 are of a dense one, 3 of one with experts.
+12 plans are for a dense model, 3 for a model with experts.
 
-All runs have two processes, on a machine of two cores or more, for the planner has no model of
-ranks that share a core. Some are traced and a profile is fitted to them; the plans are other runs,
-between them. Other programs on the machine disturb all of them: only iterations count during which
-others took little of it, and all is done in three rounds. The model with experts is measured by
-``profile`` instead, and its plans are predicted of that alone.
+All runs have two processes, on a machine with at least two cores, because the planner has no model
+of ranks that share a core. Some runs are traced, and a profile is fitted to them; these runs
+alternate with the runs of the plans. Other programs disturb all of them. Therefore only iterations
+with little other load count, and everything is repeated in three rounds. The model with experts is
+measured by ``profile`` instead, and its plans are predicted from this profile alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EXPERT_FLAGS = [
     *"--disable-bias-linear --position-embedding-type rope".split(),
 ]
 QUIET = 0.06
-"""Most that other programs may take of the machine in an iteration that counts."""
+"""Maximum share of the machine that other programs may use in an iteration that counts."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
@@ -64,7 +64,7 @@ NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpee
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A way to run a small GPT; with experts if ``expert_ranks`` is above 0."""
+    """A configuration of a small GPT; it has experts if ``expert_ranks`` is above 0."""
 
     tp: int = 1
     dp: int = 1
@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def processes(self) -> int:
-        """Of the whole job."""
+        """Number of processes of the job."""
         return self.tp * self.dp * self.pp
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ class Shape:
         )
 
     def flags(self) -> list[str]:
-        """Of the trainer."""
+        """Flags of the trainer."""
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Those that are not the model's."""
+        """Flags other than the model's."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -107,7 +107,7 @@ class Shape:
         return flags
 
     def plan(self, model: Model, batch: int = BATCH) -> tuple[Plan, Cluster]:
-        """The same as the planner has it, on this machine."""
+        """Returns the plan of this configuration on this machine, and its cluster."""
         cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
         sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "micro_batch": self.micro_batch}
         plan = Plan(
@@ -154,7 +154,7 @@ EXPERT_PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A traced run: its iterations that count."""
+    """A traced run and its iterations that count."""
 
     trace: RunTrace
     iterations: tuple[int, ...]
@@ -163,17 +163,17 @@ class Outcome:
 
 
 class BusyError(RuntimeError):
-    """Other programs disturbed the runs, which say nothing of a quiet machine."""
+    """Other programs disturbed the runs too much."""
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Trains until enough iterations were quiet, at most ``ROUNDS`` times.
+    """Trains until enough iterations were undisturbed, at most ``ROUNDS`` times.
 
-    What is needed to do without another run is kept in ``folder``.
+    Results that make another run unnecessary are stored in ``folder``.
 
     Raises:
-        BusyError: the machine was never quiet.
-        RuntimeError: the trainer failed.
+        BusyError: The machine was never idle enough.
+        RuntimeError: The trainer failed.
     """
     seen = []
     for number in range(ROUNDS):
@@ -204,10 +204,10 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
-    """A run that was kept.
+    """Returns a stored run.
 
     Raises:
-        RuntimeError: it was a run of another shape.
+        RuntimeError: The run had a different configuration.
     """
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     if kept["shape"] != str(shape):
@@ -223,10 +223,10 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
-    """Runs the trainer under a watch, which it returns.
+    """Runs the trainer under a watch, and returns the watch.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: The trainer failed.
     """
     command = ["-m", "megatron.adaptive", "job", "launch", "--standalone"]
     command += ["--nproc-per-node", str(shape.processes), str(ROOT / "pretrain_gpt.py")]
@@ -234,11 +234,13 @@ def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
 
 
 def profiled(folder: Path) -> Profile:
-    """The profile of the model with experts that two processes measure, kept in ``folder``.
+    """Returns the profile that two processes measure for the model with experts.
+
+    The profile is stored in ``folder``.
 
     Raises:
-        BusyError: the machine was never quiet.
-        RuntimeError: the command failed.
+        BusyError: The machine was never idle enough.
+        RuntimeError: The command failed.
     """
     path = folder / "profile.json"
     for _ in range(0 if path.is_file() else ROUNDS):
@@ -249,7 +251,7 @@ def profiled(folder: Path) -> Profile:
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
         command += ["--node-type", NODE.name]
         watch = _watched(command, "profile", Watch(os.getpid()))
-        # Once a process has ended, its time is counted as that of others.
+        # After a process has exited, its time counts as time of other programs.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
             trial.rename(path)
@@ -261,7 +263,7 @@ def profiled(folder: Path) -> Profile:
 
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
-    """Runs Python with arguments under a watch, which it returns."""
+    """Runs Python with arguments under a watch, and returns the watch."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -284,15 +286,15 @@ def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
 
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
-    """The planner's seconds of a step."""
+    """Returns the predicted seconds of a step."""
     plan, cluster = shape.plan(model)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
 class Watch:
-    """Samples how busy the machine is, and how much of that a process and its descendants are.
+    """Samples the load of the machine, and the part caused by a process and its descendants.
 
-    Every 250 ms while its block runs, at its beginning and at its end.
+    Takes a sample every 250 ms within its ``with`` block, and at the start and end of the block.
     """
 
     every_s = 0.25
@@ -317,7 +319,7 @@ class Watch:
             self._sample()
 
     def _sample(self) -> None:
-        """Notes the processor seconds of all programs and of the process and all it started."""
+        """Records processor seconds of all programs, and of the process and its descendants."""
         whole, family = psutil.cpu_times(), 0.0
         busy = whole.user + whole.nice + whole.system + whole.irq + whole.softirq + whole.steal
         for one in (self._first, *self._first.children(recursive=True)):
@@ -327,7 +329,7 @@ class Watch:
         self.samples.append((time.monotonic_ns(), busy, family))
 
     def others(self, start_ns: int, end_ns: int) -> float:
-        """Part of the machine that others took between two moments."""
+        """Returns the share of the machine that other programs used between two times."""
         at = np.array([sample[0] for sample in self.samples])
         low = max(int(np.searchsorted(at, start_ns)) - 1, 0)
         high = min(int(np.searchsorted(at, end_ns)), len(at) - 1)
@@ -345,13 +347,13 @@ AnyWatch = TypeVar("AnyWatch", bound=Watch)
 def measure(
     folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
 ) -> Result:
-    """Runs all cases; returns the figures beside their goals, and one record for each plan.
+    """Runs all cases; returns the figures with their goals, and one record for each plan.
 
     Args:
-        folder: where the runs are kept, of 6 MB or so.
-        quick: one round of every third plan.
-        again: whether to run; otherwise all runs are those in the folder.
-        experts: whether plans are those of the model with experts.
+        folder: Folder for the runs, approximately 6 MB.
+        quick: Whether to run one round of every third plan.
+        again: Whether to run; otherwise all runs are read from the folder.
+        experts: Whether to use plans of the model with experts.
     """
     plans = EXPERT_PLANS if experts else PLANS
     plans = plans[::3] if quick else plans
@@ -402,7 +404,7 @@ def measure(
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
-    """The profile that the runs of teachers tell."""
+    """Returns the profile that is fitted to the teacher runs."""
     runs = [
         TracedRun(
             trace=outcome.trace,
@@ -422,7 +424,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
-    """Teachers spread among the plans: the machine gets faster and slower by the minute."""
+    """Distributes teachers among the plans, because the machine's speed varies over minutes."""
     order: list[Shape] = []
     for i, teacher in enumerate(teachers):
         begin, end = (len(plans) * k // len(teachers) for k in (i, i + 1))
@@ -431,7 +433,7 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 
 
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Medians over the rounds; the error is that of the rounds, for each has its own speed."""
+    """Returns medians over rounds, including the error, because each round has its own speed."""
     return {
         "plan": str(shape),
         "measured_s": statistics.median(measured for measured, _ in pairs),
@@ -441,7 +443,7 @@ def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any
 
 
 def summary(records: Sequence[dict[str, Any]], name: str, goal: float) -> list[Row]:
-    """The figures of the runs beside their goals, that of the median error given."""
+    """Returns the figures of the runs with their goals; ``goal`` applies to the median error."""
     measured = [record["measured_s"] for record in records]
     predicted = [record["predicted_s"] for record in records]
     found = accuracy(predicted, measured)

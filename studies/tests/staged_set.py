@@ -1,4 +1,4 @@
-"""Writes a small set of staged runs in the documented form."""
+"""Writes a small set of staged runs in the documented format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYERS = ("embedding", "transformer", "transformer", "head")
 
 
 def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
-    """Writes two nodes of one GPU each, a model of four layers, and runs of it."""
+    """Writes two nodes of one GPU each, a model of four layers, and runs of this model."""
     types = [{"gpu": "V100", "nodes": 2, "gpus_per_node": 1, "memory_bytes_per_gpu": 16e9}]
     links = [
         {

@@ -1,4 +1,4 @@
-"""Optimal step times: the search against an exhaustive one, the rules, the recorded file."""
+"""Tests optimal step times: the search against exhaustive search, the rules, the results file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANDIDATES = {case.id: case for case in optimal.candidates()}
 
 
 def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
-    """Two ranks, W in one piece, durations from 1 to 4."""
+    """Returns a case with two ranks, W in one piece, and durations from 1 to 4."""
     rng = random.Random(seed)
     times = [tuple(rng.randint(1, 4) for _ in range(4)) for _ in range(3)]
     return optimal.Case(
@@ -41,11 +41,11 @@ def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
 
 
 State = dict[Any, int]
-"""When each rank is free and when the cells end that others still wait for."""
+"""Times at which each rank is free, and at which cells with waiting successors end."""
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Appends cells in every possible order, as early as they can run; drops worse states."""
+    """Appends cells in every possible order, as early as possible; drops worse states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:
@@ -95,7 +95,7 @@ def test_search_equals_trying_all(seed: int, cap: int | None) -> None:
 
 
 def test_bound_by_hand() -> None:
-    # Rank 1 starts after one F and the hand-over, then works without a gap: 3 + 1 + 4 * 2 * 9.
+    # Rank 1 starts after one F and the latency, then works without a gap: 3 + 1 + 4 * 2 * 9.
     case = replace(
         tiny(0, microbatches=4), forward=(3,) * 4, backward=(3,) * 4, weight=(3,) * 4, latency=1
     )
@@ -121,7 +121,7 @@ def test_check_refuses_a_moved_cell(cell: Any, shift: int, message: str) -> None
 def test_check_refuses_overlap_and_too_much_memory() -> None:
     case = tiny(0, microbatches=1)
     starts = optimal.best_known(case)
-    # Both wait for B of stage 2 alone and are on the same rank.
+    # Both cells only wait for B of stage 2, and are on the same rank.
     with pytest.raises(ValueError, match="overlap on rank 1"):
         optimal.check(case, {**starts, ("W", 2, 0, 0): starts["B", 1, 0, 0]})
     case = tiny(0, microbatches=4)
@@ -171,7 +171,7 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
 
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
-        # No cap in the file: it could not bind. A cap of p is the business of ``hinted``.
+        # A null cap has no effect. Caps of p are left to ``hinted``.
         optimal.makespan(case, optimal.by_rule(case, "adaptive", 2 * case.ranks))
         / record["optimum"]
         for name, record in RECORDS.items()

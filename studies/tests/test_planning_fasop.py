@@ -1,4 +1,4 @@
-"""The comparison with FASOP, on its published inputs and plans."""
+"""Tests the comparison with FASOP, on its published inputs and plans."""
 
 from __future__ import annotations
 

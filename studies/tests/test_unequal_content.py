@@ -1,4 +1,4 @@
-"""All ways to train on images of different numbers run the same work."""
+"""Checks that all ways to train on different numbers of images run the same work."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Small random programs over torch, transformers, peft and accelerate, and what they observe.
+"""Runs small random programs that use torch, transformers, peft and accelerate.
 
 Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs the program of each seed, and writes to
-``RESULTS`` a JSON list with what each observed: values, devices, dtypes, errors. ``PREPARATION``
-is ``plain``, or ``early`` or ``late``: ``megatron.adaptive`` is imported and installed before the
-other libraries, or after them. Observations of one seed must not depend on the preparation.
+``RESULTS`` a JSON list with its observations: values, devices, dtypes, errors. ``PREPARATION`` is
+``plain``, or ``early`` or ``late``: then ``megatron.adaptive`` is imported and installed before or
+after the other libraries. Observations of a seed must not depend on the preparation.
 
-A program is up to five statements: functions below that take a :class:`random.Random` and yield
-observations. Seeds from 0 on run one statement each, in their order; larger ones draw theirs.
+A program consists of up to five statements: functions below that take a :class:`random.Random` and
+yield observations. Small seeds run one statement each, in order; larger seeds draw statements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Statement = Callable[[random.Random], Iterator[Any]]
 
 
 def install() -> None:
-    """Imports and installs all of this project that other libraries could notice."""
+    """Imports and installs all parts of this project that other libraries could notice."""
     import megatron.adaptive
     from megatron.adaptive import accelerator
 
@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def import_others() -> None:
-    """Imports the libraries that programs are made of."""
+    """Imports the libraries that the programs use."""
     for name in ("torch", "numpy", "transformers", "accelerate", "peft"):
         importlib.import_module(name)
 
@@ -92,7 +92,7 @@ LIKE = ("empty_like", "ones_like", "zeros_like", "rand_like", "randn_like")
 
 
 def seen(value: Any) -> Any:
-    """Returns what is compared of a value, as JSON has it."""
+    """Returns the compared form of a value, as JSON."""
     if isinstance(value, torch.Tensor):
         facts = [str(value.device), str(value.dtype), list(value.shape), value.requires_grad]
         if value.device.type == "meta":
@@ -109,12 +109,12 @@ def seen(value: Any) -> Any:
         return [seen(item) for item in value]
     if isinstance(value, bool | int | None):
         return value
-    # Addresses differ from process to process.
+    # Addresses differ between processes.
     return re.sub(r"0x[0-9a-f]+", "0x", value if isinstance(value, str) else repr(value))
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """Returns what a call returns, or its error."""
+    """Returns the result of a call, or its error."""
     try:
         return seen(call())
     except Exception as error:
@@ -127,7 +127,7 @@ def shape(rng: random.Random) -> tuple[int, ...]:
 
 
 def make(rng: random.Random, **fixed: Any) -> Any:
-    """Returns a tensor of one of torch's factories; memory that nobody wrote is zeroed."""
+    """Returns a tensor from one of torch's factories; uninitialized memory is zeroed."""
     options = {**fixed}
     if "device" not in fixed and rng.random() < 0.4:
         options["device"] = rng.choice(DEVICES)
@@ -358,7 +358,7 @@ def transforms(rng: random.Random) -> Iterator[Any]:
 
 
 class Names(TorchFunctionMode):
-    """Writes down which functions are called."""
+    """Records which functions are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Names(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Writes down which operations are dispatched."""
+    """Records which operations are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +483,7 @@ def identities(rng: random.Random) -> Iterator[Any]:
 
 
 def process(rng: random.Random) -> Iterator[Any]:
-    """Observes what belongs to the whole process."""
+    """Observes state of the whole process."""
     yield dict(os.environ)
     for name in ("", "torch", "transformers", "accelerate", "peft", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -509,7 +509,7 @@ def process(rng: random.Random) -> Iterator[Any]:
 
 
 def complaints(rng: random.Random) -> Iterator[Any]:
-    """Observes which warnings reach a user under the filters that are in force."""
+    """Observes which warnings reach a user under the active filters."""
     shown: list[str] = []
     former = warnings.showwarning
     warnings.showwarning = lambda message, kind, *rest: shown.append(f"{kind.__name__}: {message}")
@@ -525,7 +525,7 @@ def complaints(rng: random.Random) -> Iterator[Any]:
 
 
 def availability(rng: random.Random) -> Iterator[Any]:
-    """Asks transformers, accelerate and peft what is installed."""
+    """Asks transformers, accelerate and peft which packages are installed."""
     for library in (
         "transformers.utils.import_utils",
         "accelerate.utils.imports",
@@ -585,7 +585,8 @@ def loaded(rng: random.Random) -> Iterator[Any]:
     model = model_of(rng)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        # Freed memory holds other numbers than zeros: what is left uninitialised is seen.
+        # Fills freed memory with values other than zero, so that uninitialized tensors are
+        # detected.
         rubbish = [torch.full((n,), 7.0) for n in range(1, 64)]
         del rubbish
         for options in (
@@ -716,7 +717,7 @@ def trained_by_transformers(rng: random.Random) -> Iterator[Any]:
     yield seen(model)
 
 
-# The rare ones take long.
+# The rare statements take long.
 COMMON: tuple[Statement, ...] = (
     *(factories, device_contexts, default_device, default_dtype, seeds, seeds_of_cuda),
     *(answers_of_cuda, moves, types, transforms, modes, training, storing, collectives),

@@ -1,4 +1,4 @@
-"""Other libraries in a process with ours behave as they do without it."""
+"""Checks that other libraries behave the same in a process that uses this project."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# Seeds of the long test; some hundreds before a release.
+# Number of seeds of the long test; use some hundreds before a release.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
 
 def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]:
-    """Returns what the program of each seed observed, by the preparation of its process."""
+    """Returns the observations of each seed's program, by the preparation of its process."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "PYTHONPATH": str(ROOT),
@@ -53,7 +53,7 @@ def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]
 
 def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
     plain = results.pop("plain")
-    assert len(plain) == len(seeds) + 1  # the first is about the process
+    assert len(plain) == len(seeds) + 1  # the first observation is about the process
     for name, others in results.items():
         unlike = [
             (name, seed, expected_steps[:1], expected, actual)
@@ -68,7 +68,7 @@ def check_equal(results: dict[str, list[Any]], seeds: range) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_each_kind_of_behaviour_is_the_same_with_us(tmp_path: Path) -> None:
-    """``from_pretrained`` left rotary frequencies uninitialised: another loss, without a word."""
+    """Checks every kind of statement, for example rotary frequencies after ``from_pretrained``."""
     seeds = range(len(STATEMENTS) + 2)
     check_equal(observed(tmp_path, seeds, limit_s=560.0), seeds)
 

@@ -1,4 +1,4 @@
-"""The emulated pipeline: equal draws for all, stages that sleep the right part, its bookkeeping."""
+"""Tests the emulated pipeline: equal draws for all, correct sleep times, and checks of steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table(draws: Draws, placement: Placement) -> dict[ActionKind, list[list[floa
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_single_chunk_takes_what_its_halves_take(scenario: str) -> None:
-    """Equal arguments give equal draws, and another repetition others."""
+    """Checks that equal arguments give equal draws, and another repetition different draws."""
     draws = drawn(scenario)
     whole, halves = table(draws, ONE), table(draws, LOOP)
     factor = 1 / SCENARIOS[scenario].rank_factor
@@ -64,7 +64,7 @@ def test_a_slow_link_delays_both_ways_and_no_other_link() -> None:
 
 
 def chunk_of(stage: int) -> tuple[EmulatedChunk, RankWork, torch.Tensor, torch.Tensor]:
-    """A chunk of a loop of 4 ranks, its work, and input and output of microbatch 1."""
+    """Returns a chunk of a loop of 4 ranks, its work, and input and output of microbatch 1."""
     draws = drawn("quiet", microbatches=2)
     work = RankWork(LOOP, stage % 4, table(draws, LOOP), Sleeper())
     chunk = EmulatedChunk(stage, LOOP.num_stages)
@@ -114,7 +114,7 @@ def test_another_microbatchs_tensor_or_a_skipped_stage_is_an_error() -> None:
     chunk, work, _, output = chunk_of(3)
     with pytest.raises(WorkError, match="F of stage 3, microbatch 0 got microbatch 1"):
         work.forward(3, message(1, 6), 0)
-    with pytest.raises(WorkError, match="a sum of 5, due was 6"):
+    with pytest.raises(WorkError, match="a sum of 5, but the sum must be 6"):
         chunk(message(0, 5))
     with pytest.raises(WorkError, match="B of stage 3, microbatch 1 got microbatch 0"):
         output.backward(message(0, 26))

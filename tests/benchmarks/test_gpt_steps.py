@@ -1,4 +1,4 @@
-"""The small GPT: who is compared with whom, and that all competitors compute the same."""
+"""Tests the small GPT benchmark: compared pairs, and equal results of all competitors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import forking
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
-    """What jobs of three rounds return: a second per step, and all agree; with changed times."""
+    """Returns results of jobs with three rounds of one second per step, with changed times."""
     return {
         job: {
             "times": {

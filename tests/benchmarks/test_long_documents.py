@@ -1,4 +1,4 @@
-"""The compared orders hold what they may, and their factors are computed pair by pair."""
+"""Checks the memory of the compared orders, and that ratios are computed pair by pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ways to run the long tail train on the same documents."""
+"""Checks that all ways to run the long tail train on the same documents."""
 
 from __future__ import annotations
 

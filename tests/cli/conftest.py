@@ -1,4 +1,4 @@
-"""Shares the fixtures of tests that read data."""
+"""Makes the fixtures of tests that read data available here."""
 
 from __future__ import annotations
 

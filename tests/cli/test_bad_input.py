@@ -1,6 +1,6 @@
-"""What users get wrong, through the programs: one helpful line, status 2, nothing left behind.
+"""Tests for wrong user input: one helpful line, status 2, and no files left behind.
 
-Where no process is needed, the program's own parsing runs here; the rest starts real jobs.
+Tests that need no process call the parser of the program; the other tests start real jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of the project; a hang fails the test."""
+    """Runs a program of the project; fails the test if it hangs."""
     return subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
@@ -43,7 +43,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line on stderr of a program that refused its input."""
+    """Returns the one line on stderr of a program that rejected its input."""
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -79,9 +79,9 @@ def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> No
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, False),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, True),
-        # Rank 0 meets this one, too.
+        # Rank 0 detects this error as well.
         ({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "many"}, False),
-        # Only this rank has it.
+        # Only this rank detects this error.
         ({"RANK": "5", "WORLD_SIZE": "2"}, True),
     ],
 )
@@ -120,7 +120,7 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     from megatron.adaptive.data import indexed
 
-    # A stand-in for the permission that root does not lack.
+    # root can read every file, so this simulates a missing permission.
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -169,7 +169,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """As ``python -m megatron.adaptive train flags | head -0``."""
+    """Checks a reader that closes early, as in ``... train flags | head -0``."""
     command = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -182,7 +182,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
-    """As with ``2>&-``: Python has ``None`` there, and the next file would take its number."""
+    """Checks ``2>&-``: Python has ``None`` there, and the next opened file would get its number."""
     script = tmp_path / "closed.sh"
     program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
     script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")

@@ -1,4 +1,4 @@
-"""``checkpoint`` says what a folder holds and which file of it is damaged, without torch."""
+"""Tests that ``checkpoint`` lists a folder and finds damaged files, without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINE = {"seed": 1, "loss_scale": None, "extra": {}, "groups": [], "plain": {
 
 @pytest.fixture(params=[CheckpointFolder, PipelineFolder])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StepFolders:
-    """Returns a folder with whole checkpoints of steps 1 and 2."""
+    """Returns a folder with complete checkpoints of steps 1 and 2."""
     folders: StepFolders = request.param(tmp_path / "saved")
     for step in (1, 2):
         body = PIPELINE
@@ -45,7 +45,7 @@ def test_a_damaged_file_is_named(folder: StepFolders, capsys: pytest.CaptureFixt
     assert len(second["problems"]) == 1
     assert f"{shard} is damaged (block 0, bytes 0 to 511" in second["problems"][0]
     assert checkpoint.main(["verify", str(folder.complete_path(1))]) == 0
-    assert checkpoint.main(["list", str(folder.path)]) == 0  # reads manifests alone
+    assert checkpoint.main(["list", str(folder.path)]) == 0  # reads only manifests
 
 
 def test_one_is_described(folder: StepFolders, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""doctor says what a node has, and what the way between two nodes lets through."""
+"""Tests that ``doctor`` describes a node, and the connection between two nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``evaluate``: perplexity and a sample, over what ``transformers`` computes."""
+"""Compares perplexity and a sample of ``evaluate`` with ``transformers``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
 
 
-# A separate process, because other tests may have changed torch or transformers here.
+# Runs in a separate process, because other tests may have changed torch or transformers here.
 REFERENCE = f"""
 import json, sys, torch, transformers
 from tokenizers import Tokenizer
@@ -45,7 +45,7 @@ print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama in 32 bits with a tokenizer of single bytes."""
+    """Writes a small Llama in fp32 with a tokenizer of single bytes; returns its folder."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[float, str]:
-    """The loss and the sample of transformers."""
+    """Returns the loss and the sample of transformers."""
     done = subprocess.run(
         [sys.executable, "-c", REFERENCE, str(folder), TEXT, PROMPT],
         capture_output=True,
@@ -120,7 +120,7 @@ def test_figures_are_those_of_transformers(
 def test_checkpoints_of_a_run_from_a_folder_say_their_model(
     folder: Path, tmp_path: Path, more: list[str]
 ) -> None:
-    """Without a flag of the model: the run has left them beside its checkpoints."""
+    """Checks that no model flags are needed, because the run saved them with its checkpoints."""
     tokens = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     run = "--mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-6"
     run += f" --seq-length {LENGTH} --save {tmp_path}/saved --save-interval 2 --eval-iters 0"

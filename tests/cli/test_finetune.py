@@ -1,4 +1,4 @@
-"""``train finetune``: losses are those of transformers, and an interrupted run continues."""
+"""Tests ``train finetune``: losses equal transformers', and an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tuned(folder: Path, options: str) -> str:
 
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """The command starts them; the saved folder has the loss of the last evaluation."""
+    """Checks two processes that the command starts, and the loss of the saved folder."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -78,7 +78,7 @@ def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> 
 
 @pytest.mark.multiprocess
 def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path) -> None:
-    """The samples of the evaluation do not depend on the number of replicas."""
+    """Checks that the evaluation's samples do not depend on the number of replicas."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -95,7 +95,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As if it had not been interrupted; with another order of samples it does not."""
+    """Checks that losses equal an uninterrupted run's, and that a different order is an error."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")

@@ -1,4 +1,4 @@
-"""The list of flags in the documentation is the one the parser is made from."""
+"""Checks that the documented list of flags is generated from the parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and command lines of a stranger: one line and status 2, and no control character shown."""
+"""Tests malicious files and command lines: one line, status 2, and no control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.cluster.job_state_file import read_state, render_state
 from tests.soak.commands import CASES, HOSTILE, complaint, write_files
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
-# Read where the ranks have met, which they do once in a process.
+# This option is read after the ranks have met, which a process can do only once.
 LATE = "--replay-schedule"
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 SAMPLE = {"unix_s": 1.0, "processes": [], "gpus": []}
@@ -24,7 +24,7 @@ WRONG = [[], {}, "x", None, -1, 1e300, True, [[1]], {"a": HOSTILE}, HOSTILE, 2**
 def run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> int:
-    """Runs a subcommand in this process; its output is for ``capsys``."""
+    """Runs a subcommand in this process; ``capsys`` captures its output."""
     monkeypatch.setattr("sys.argv", ["megatron.adaptive", *arguments])
     try:
         return program.main()
@@ -80,7 +80,7 @@ def test_names_in_traces_reach_no_terminal_sheet_or_page(
     ):
         assert run(capsys, monkeypatch, *arguments) == 0
         said = capsys.readouterr()
-        # The terminal's own colours are not used where the output is no terminal.
+        # The program uses colours only on a terminal.
         assert CONTROLS.findall(said.out + said.err) == []
     (sheet,) = (tmp_path / "views").glob("*.xlsx")
     with ZipFile(sheet) as book:

@@ -1,4 +1,4 @@
-"""The launcher checks options before it starts anything and names the rank that failed."""
+"""Tests that the launcher checks options before starting, and names the rank that failed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def signals_end_programs() -> Iterator[None]:
-    """Lets signals act on programs, also if the tests run under nohup or behind ``&``."""
+    """Lets signals act on programs, even if the tests run under nohup or in the background."""
     actions = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     former = {number: signal.signal(number, action) for number, action in actions.items()}
     yield
@@ -42,10 +42,10 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """A function ``(script_text, ranks)`` that launches the script; kills what is left of it.
+    """Yields a function ``(script_text, ranks)`` that launches a script; kills its processes.
 
-    With ``is_forked=True`` the launcher is forked from one that has imported torch: for tests that
-    neither look at its process nor send it signals.
+    With ``is_forked=True`` the launcher is forked from a process that has imported torch. Use it in
+    tests that neither inspect the launcher's process nor send it signals.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -75,7 +75,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Waits for the end; returns status, stdout and stderr."""
+    """Waits for the process to exit; returns status, stdout and stderr."""
     stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     return process.returncode, stdout, stderr
 
@@ -89,7 +89,7 @@ TOUCH = "import pathlib, os; pathlib.Path('started.' + os.environ['RANK']).touch
         ("--nproc-per-node 2", "--pipeline-model-parallel-size 4", ["world size 2"]),
         ("--nproc-per-node 2", "--num-layer 4", ["--num-layer", "--num-layers"]),
         ("--nproc-per-node 1", "--global-batch-size 3 --micro-batch-size 2", ["--global-batch-"]),
-        # Two nodes: 4 ranks, of which the pipeline takes 3.
+        # Two nodes have 4 ranks, and the pipeline needs 3.
         ("--nproc-per-node 2 --nnodes 2", "--pipeline-model-parallel-size 3", ["world size 4"]),
     ],
 )
@@ -110,7 +110,7 @@ def test_options_are_checked_for_the_world_size(
 
 @pytest.mark.multiprocess
 def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
-    # One write for each line: the ranks share the pipe.
+    # Each line is one write, because the ranks share the pipe.
     text = (
         "import os\n"
         "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
@@ -178,7 +178,7 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
     assert status == code
     said, *rest = stderr.splitlines()
     assert said == "error: said by the rank"
-    if code == 2:  # an expected error: nothing is left to say
+    if code == 2:  # an expected error has no further message
         assert rest == []
     else:
         assert len(rest) == 1
@@ -212,14 +212,14 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
     [
         (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGHUP, signal.SIGHUP),
-        # Ctrl-C, and then the terminal is closed.
+        # The user presses Ctrl-C and then closes the terminal.
         (signal.SIGINT, signal.SIGHUP),
     ],
 )
 def test_a_signal_that_comes_again_lets_ranks_save(
     number: signal.Signals, again: signal.Signals, start: Launch, tmp_path: Path
 ) -> None:
-    # torchrun left its ranks at the second signal; they need the store that it holds.
+    # The launcher must stay at the second signal, because it holds the ranks' store.
     text = (
         "import os, pathlib, signal, sys, time\n"
         "def leave(number, frame):\n"
@@ -251,7 +251,7 @@ def test_a_signal_that_comes_again_lets_ranks_save(
 
 
 def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Waits until so many ranks have begun."""
+    """Waits until this number of ranks has started."""
     end = time.monotonic() + WATCHDOG_S
     while len(list(folder.glob("started.*"))) < count:
         assert time.monotonic() < end
@@ -336,7 +336,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
     process = start("import time; time.sleep(60)", 1)
     status = Path("/proc", str(process.pid), "status")
     end = time.monotonic() + WATCHDOG_S
-    # The signals are handled from before the imports on.
+    # Handlers are installed before the imports.
     while not _handled(status) >> (number - 1) & 1:
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -347,7 +347,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
 
 
 def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -> None:
-    """Imports of the program itself come before its handlers."""
+    """Checks imports that precede the installation of handlers."""
     code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
     (tmp_path / "difflib.py").write_text(code)
     done = subprocess.run(
@@ -364,5 +364,5 @@ def _handled(status: Path) -> int:
     """Returns the mask of the signals that a process handles, 0 before it handles SIGHUP."""
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    # SIGHUP is the last one to be handled; Python itself handles Ctrl-C from the start.
+    # SIGHUP gets its handler last; Python handles Ctrl-C from the start.
     return mask if mask >> (signal.SIGHUP - 1) & 1 else 0

@@ -1,4 +1,4 @@
-"""``make_corpus`` as a user runs it, on this Python's own library."""
+"""Tests ``make_corpus`` as a program, on this Python's standard library."""
 
 from __future__ import annotations
 

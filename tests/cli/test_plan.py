@@ -1,4 +1,4 @@
-"""The plan command: its output and files, runs that take them, and its error messages."""
+"""Tests the plan command: output, files, runs that use them, and error messages."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     said = capsys.readouterr().out
     seen = json.loads(plan.read_text())["prediction"]
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
-    # 6 operations for each parameter and token, scores besides.
+    # 6 operations for each parameter and token, plus the attention scores.
     model = preset("gpt2-medium")
     least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
     assert least < seen["mfu"] < 1.3 * least
@@ -381,7 +381,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
-    # The trainer's own layers split backwards, with kernels too, which GPUs have by default.
+    # The trainer's own layers split backwards, also with kernels, the default on GPUs.
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}

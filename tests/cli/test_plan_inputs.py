@@ -1,4 +1,4 @@
-"""Options of ``plan --calibrate``, on traces of made-up runs."""
+"""Tests options of ``plan --calibrate`` with traces of synthetic runs."""
 
 from __future__ import annotations
 

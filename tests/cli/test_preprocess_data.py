@@ -1,4 +1,4 @@
-"""``preprocess_data`` as a user runs it: flags, output, exit status, and what stays behind."""
+"""Tests ``preprocess_data`` as a program: flags, output, exit status, and leftover files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_tool_runs_from_any_folder_with_workers_and_a_progress_bar(
         while chunk := os.read(terminal, 4096):
             shown += chunk
     except OSError:
-        pass  # Linux says EIO where the other end of a terminal is closed.
+        pass  # Linux reports EIO if the other end of a terminal is closed.
     finally:
         os.close(terminal)
     output, _ = program.communicate(timeout=60)
@@ -165,7 +165,7 @@ def test_a_stopped_run_leaves_no_output_and_no_workers(
     assert program.returncode == status
     _wait_for(lambda: not any(map(_is_alive, workers)), "end of the workers")
     if number == signal.SIGKILL:
-        # Nobody is left to remove the hidden temporary file.
+        # No process is left to remove the hidden temporary file.
         assert not list(tmp_path.glob("out*"))
     else:
         assert "Traceback" not in errors

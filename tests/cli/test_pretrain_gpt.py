@@ -1,4 +1,4 @@
-"""The trainer as a process: its errors, and a run of its own without a launcher."""
+"""Tests the trainer as a process: its errors, and a run without a launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Whoever started the tests: no launcher's variables are set."""
+    """Removes a launcher's variables, which may be set if a launcher started the tests."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -56,12 +56,12 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
     logged = [line for line in lines if " iteration " in line and "lm loss:" in line]
     assert [int(re.search(r"iteration\s+(\d+)/\s*3 ", line)[1]) for line in logged] == [1, 2, 3]  # type: ignore[index]
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []  # nothing was asked to be written
+    assert list(tmp_path.iterdir()) == []  # no output was requested
 
 
 @pytest.mark.multiprocess
 def test_a_second_job_on_a_folder_is_refused_by_name(tmp_path: Path) -> None:
-    """Both ended well, each over the other's checkpoints."""
+    """Checks that the second job is rejected, because each would overwrite the other's files."""
     first = Lease(tmp_path)
     first.claim(job="first", restarts=0)
     first.keep_up(print)

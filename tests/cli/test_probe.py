@@ -1,4 +1,4 @@
-"""``doctor --probe``: a slow rank, a slow link and a folder that fails are named."""
+"""Tests that ``doctor --probe`` reports a slow rank, a slow link and a failing folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = ("--seconds", "0.05")
 
 @contextmanager
 def often_stopped(process: psutil.Process) -> Iterator[None]:
-    """Lets a process run for a twentieth of the time only."""
+    """Stops a process repeatedly, so that it runs only a twentieth of the time."""
     ends = threading.Event()
 
     def run() -> None:

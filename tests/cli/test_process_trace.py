@@ -1,4 +1,4 @@
-"""``process_trace.py`` and ``visualize_trace.py`` as a user runs them, beside ``runs/latest``."""
+"""Tests ``process_trace.py`` and ``visualize_trace.py`` as programs, next to ``runs/latest``."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a run of 2 ranks and 2 iterations behind ``runs/latest``."""
+    """Enters a directory with a run of 2 ranks and 2 iterations as ``runs/latest``; returns it."""
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
@@ -61,13 +61,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slices(path: Path) -> list[dict[str, object]]:
-    """The slices in a file of events, without the thread of the ideal step."""
+    """Returns the slices in a file of events, without the thread of the ideal step."""
     events = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X" and event["cat"] != "ideal"]
 
 
 def run_script(name: str) -> list[str]:
-    """Lines that a script prints in the current directory; on stderr it names the run alone."""
+    """Returns lines that a script prints in the current directory; stderr names only the run."""
     result = subprocess.run(
         [sys.executable, str(ROOT / name), *SHAPE],
         capture_output=True,

@@ -1,6 +1,6 @@
-"""Random wrong command lines of every subcommand: one line, status 2; ``--help`` ends with 0.
+"""Tests random wrong command lines of every subcommand: one line, status 2; ``--help``: status 0.
 
-``COMMANDS`` gives the number of command lines, ``SEED`` the seed of the first.
+The environment variable ``COMMANDS`` sets the number of command lines, ``SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _TRAINER = (
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand and what can be wrong on its command line.
+    """A subcommand and the parts of its command line that can be wrong.
 
     Attributes:
-        base: Command line that would be taken.
+        base: Valid command line.
         numbers: Options that take a number.
-        choices: Options that take one of some words.
-        paths: Options that take a file or folder that exists, or "" for positional arguments.
+        choices: Options that take one of several words.
+        paths: Options that take an existing file or folder, or "" for positional arguments.
     """
 
     base: str
@@ -100,7 +100,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer with all of its flags that take a number or one of some words."""
+    """Returns the trainer with all of its flags that take a number or one of several words."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]

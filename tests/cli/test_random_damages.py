@@ -1,12 +1,12 @@
-"""Random damages to every kind of file that a run reads: noticed, or without effect; never a hang.
+"""Tests random damage to every kind of file that a run reads: detected or harmless, never a hang.
 
-Three kinds of files. Those that decide what a run does and that programs write for programs
-(trackers, manifests, leases, indices, vocabularies) must be refused, or be read as they were.
-Those that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may say
-something else after a damage: what is taken is within all ranges, and is shown before a run begins.
-Files that only describe a run (traces, states, records of a job) may not end with a traceback.
+There are three kinds of files. Files that determine a run and are written by programs (trackers,
+manifests, leases, indices, vocabularies) must be rejected, or be read as before the damage. Files
+that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may have another
+meaning after the damage: accepted values are within all ranges, and are shown before a run begins.
+Files that only describe a run (traces, states, records of a job) must not cause a traceback.
 
-``DAMAGES`` gives the number of damages, ``SEED`` the seed of the first.
+The environment variable ``DAMAGES`` sets the number of cases, ``SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Subject:
     Attributes:
         name: Name of the kind.
         file: Path of the file in the folder of inputs.
-        read: Reads the folder as a run does; returns what the run would use.
-        decides: Whether a damage must be refused or be without effect.
+        read: Function that reads the folder like a run, and returns the values that it would use.
+        decides: Whether damage must be rejected or be harmless.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether the holder counts as gone, in which case others take its place at once."""
+    """Returns whether the holder counts as gone, in which case others may take the lease."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))
@@ -191,7 +191,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
     folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
-    other = os.getppid()  # lives as long as the test; this process's own claims count as gone
+    other = os.getppid()  # outlives the test; this process's own claims count as gone
     holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
     claim = json.dumps({**holder, "sum": folder_lease._sum(holder)})
@@ -244,7 +244,7 @@ def _write_job(folder: Path) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Damages a file in one random way; returns a name of the way."""
+    """Damages a file in one random way; returns the name of the way."""
     content = bytearray(path.read_bytes())
     kind = draw.choice(list(_KINDS))
     made = _KINDS[kind](content, draw)
@@ -317,7 +317,7 @@ _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises an error in what takes longer."""
+    """Raises an error in code that takes longer."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end within {seconds:g} s")
@@ -332,13 +332,13 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def fault(subject: Subject, folder: Path, before: Any) -> str:
-    """Returns what is wrong with how a damaged file is read, empty for nothing."""
+    """Returns what is wrong with the handling of a damaged file, or an empty text."""
     try:
         with limit(LIMIT_S):
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # Letters that only join or shape others are allowed, as in names of files.
+        # Characters that only join or shape others are allowed, as in file names.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

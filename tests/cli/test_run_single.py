@@ -1,4 +1,4 @@
-"""One command from nothing to a trained model, traces and chart."""
+"""Tests that one command trains a model from scratch and writes traces and a chart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..multiprocess.launch import environment, forking_every, kill_tree, wait_un
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
 
-# Program that replaces the example script: it writes down its options and variables.
+# Program that replaces the example script and records its options and variables.
 SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
@@ -35,7 +35,7 @@ MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
 
 
 class Started:
-    """What the example script was started with."""
+    """Options and variables with which the example script was started."""
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text().splitlines()
@@ -48,7 +48,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run_single`` with the script above and data that are there already."""
+    """Returns a function that runs ``run_single`` with the script above and existing data."""
     script = tmp_path / "script.sh"
     script.write_text(SCRIPT)
     monkeypatch.setattr(run_single, "_SCRIPT", script)
@@ -143,7 +143,7 @@ def test_layers_that_do_not_divide_get_a_partition(
     assert sum(layers) == 8
     assert max(layers) - min(layers) <= 1
     assert partition in (None, value)
-    # The trainer takes it.
+    # The trainer accepts this partition.
     config = parse(
         f"--num-layers 8 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
         f"--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size {ranks} "
@@ -175,11 +175,11 @@ def test_status_is_that_of_the_training(
 ) -> None:
     monkeypatch.setenv("STATUS", str(status))
     assert run() == status
-    # A run that was stopped can go on; one that failed has nothing to offer.
+    # A stopped run can be resumed; a failed run cannot.
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
-# Replaces the example script: runs until it is asked to end.
+# Replaces the example script: runs until it is asked to stop.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
 touch "$RUN_DIR/started"
@@ -277,7 +277,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     assert trace.complete_iterations() == (1, 2, 3, 4)
     assert "using world size: 2, data-parallel-size: 1" in text
     assert "lm loss" in text
-    # It says where everything is, and what comes next.
+    # The output names all folders and the next steps.
     for mentioned in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
         assert str(mentioned) in text
     assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text

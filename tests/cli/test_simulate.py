@@ -1,4 +1,4 @@
-"""``python -m megatron.adaptive simulate``: the table, the chart, profiles, and bad input."""
+"""Tests ``python -m megatron.adaptive simulate``: table, chart, profiles, and bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_the_table_shows_every_schedule_against_the_first(
 
 def test_a_slow_rank_sets_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(f"{SMALL} --schedules 1f1b --slow-rank 3:2") == 0
-    # Eight microbatches of 6 s on the last rank, and the way there and back of the first ones.
+    # Eight microbatches of 6 s on the last rank, plus the first forward and last backward
+    # elsewhere.
     assert "57" in capsys.readouterr().out.splitlines()[3]
     assert simulate(f"{SMALL} --slow-rank 4:2") == 2
     assert "with a rank from 0 to 3" in capsys.readouterr().err
@@ -70,7 +71,7 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
     }
     path.write_text(json.dumps(profile))
     assert simulate(f"{SMALL} --schedules 1f1b --profile {path}") == 0
-    # The slow rank alone works 8 * 3 * 0.2 * 2 seconds.
+    # The slow rank works 8 * 3 * 0.2 * 2 seconds.
     step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
     assert step_s > 9.6
 
@@ -121,7 +122,7 @@ def test_slices_show_efficiency_and_memory(
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["sequence_slices"] for row in rows] == [4, 4]
     assert f"{rows[1]['efficiency']:.3f}" in lines[5]
-    # All slices take 3 s / 4 on all four ranks; the fixed order fills and drains with one each.
+    # All slices take 3 s / 4 on all four ranks; filling and draining take one slice per rank.
     assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
     assert rows[1]["peak_microbatches"] <= 2.001
     assert "left out: zb-v: schedule zb-v got 4 slices" in lines[-1]
@@ -164,10 +165,10 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     assert "left out: zb-v with 2 slices: schedule zb-v got 2 slices" in capsys.readouterr().out
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
-    # Eight slices are then too many, and whole microbatches are as before.
+    # Eight slices are too many then, and whole microbatches are unchanged.
     assert dear["adaptive", 2] < dear["adaptive", 8]
     assert dear["adaptive", 1] == free["adaptive", 1]
-    # The hint is made for the longer backwards of attention.
+    # The hint takes the longer backwards of attention into account.
     assert free["hinted", 8] < 1.01 * free["adaptive", 8]
 
 

@@ -1,4 +1,4 @@
-"""The subcommands: few, grouped, each with its usage; former names say the new one."""
+"""Tests the subcommands: few, grouped, each with its usage; old names lead to new names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the one line with which a command line is refused, without its ``error: ``."""
+    """Returns the one-line error of a rejected command line, without its ``error: ``."""
     status, output, errors = run(line, capsys)
     assert (status, output) == (2, "")
     assert errors.startswith("error: ")
@@ -84,7 +84,7 @@ def test_help_of_a_group_lists_its_modes(group: str, capsys: pytest.CaptureFixtu
     lines = [" ".join(line.split()) for line in output.splitlines()]
     for mode in program._modes(group):
         assert f"{mode.name} {mode.summary}" in lines
-    if group not in program.SUBCOMMANDS:  # without a mode there is nothing to run
+    if group not in program.SUBCOMMANDS:  # a group needs a mode
         assert run(group, capsys) == (0, output, "")
 
 
@@ -166,7 +166,7 @@ def test_a_folder_named_like_a_mode_is_reached_by_its_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(word).mkdir()
-    # The folder is read, and refused only because it is empty.
+    # The folder is read, and rejected only because it is empty.
     assert refused(f"trace ./{word}", capsys).startswith(f"{word} contains no trace")
     assert f"megatron.adaptive trace {word} " in run(f"trace {word} --help", capsys)[1]
 
@@ -197,7 +197,7 @@ def test_version_names_what_it_builds_on_without_torch() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_python_exits_is_one_line(number: signal.Signals) -> None:
-    # A signal after a job's end, before Python had unloaded torch, ended the launcher silently.
+    # The signal comes after the job's end, while Python unloads torch.
     code = (
         "import atexit, sys, time; from megatron.adaptive.__main__ import program\n"
         "sys.argv[1:] = ['--version']\n"

@@ -1,4 +1,4 @@
-"""``job top`` as a user runs it: one frame, and a terminal."""
+"""Tests ``job top`` as a program: a single frame, and a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "job", "top"]
-# A session of its own with its terminal, so that Ctrl-C there is a signal.
+# Runs in a new session with its terminal, so that Ctrl-C there sends a signal.
 ADOPT = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execvp(sys.argv[1], sys.argv[1:])"
@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of 2 stages and 2 replicas in the middle of iteration 6 of 20; rank 3 is slow."""
+    """Writes a run of 2 stages and 2 replicas in iteration 6 of 20; rank 3 is slow."""
     slow = Fault(kind="slow-rank", rank=3, factor=1.5)
     traces = tmp_path / "run" / "traces"
     write_synthetic(traces, SyntheticRun(num_ranks=2, replicas=2, iterations=5, faults=(slow,)))
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Writes the activity of each rank, as the ranks do."""
+    """Writes the activity of each rank in the format of the ranks."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
@@ -63,7 +63,7 @@ def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)
 
 
 def frame(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
-    """The lines of one frame."""
+    """Returns the lines of one frame."""
     assert main([str(argument) for argument in (*arguments, "--once")]) == 0
     text = capsys.readouterr().out
     assert "\x1b" not in text
@@ -148,14 +148,14 @@ def test_ctrl_c_ends_it_on_a_terminal(folder: Path) -> None:
         os.write(terminal, b"\x03")
         screen += read_until(terminal, lambda seen: b"\x1b[?1049l" in seen and b"held" in seen)
         assert process.wait(60) == 0
-    assert b"\x1b[?1049h" in screen  # a screen of its own, and back
+    assert b"\x1b[?1049h" in screen  # enters the alternate screen and leaves it
     assert termios.tcgetattr(program_end)[3] == before[3]
     os.close(terminal)
     os.close(program_end)
 
 
 def read_until(terminal: int, is_enough: object) -> bytes:
-    """What comes out of a terminal until it is enough."""
+    """Returns the output of a terminal once it is sufficient."""
     assert callable(is_enough)
     seen, end_s = b"", time.monotonic() + 60
     while not is_enough(seen):

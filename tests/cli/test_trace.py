@@ -1,4 +1,4 @@
-"""``python -m megatron.adaptive trace`` as a user runs it, on good traces and on damaged ones."""
+"""Tests ``python -m megatron.adaptive trace`` on valid and on damaged traces."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL = SyntheticRun(num_ranks=2, replicas=2, num_microbatches=4, iterations=5, 
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The traces of a run of two replicas of two ranks, 5 iterations; its folder is the current."""
+    """Writes traces of two replicas of two ranks, 5 iterations, and enters their folder."""
     monkeypatch.chdir(tmp_path)
     write_synthetic(tmp_path / "traces", SMALL)
     return tmp_path / "traces"
@@ -36,7 +36,7 @@ def refused(
     *arguments: str,
     program: Callable[[Sequence[str]], int] = main,
 ) -> str:
-    """The one line that a refused call prints; nothing is written."""
+    """Returns the one line that a rejected call prints; checks that no file is written."""
     before = sorted(Path().rglob("*"))
     assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_iterations_and_replica_are_chosen(
         "iteration 2, replica 0 of 2"
         in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
     )
-    # A range that only overlaps the run gives the iterations that both have.
+    # A range that partly overlaps the run selects the common iterations.
     main([*flags, "--iterations", "4-90", "--output", "two/three.xlsx"])
     assert Path("two", "three.xlsx").exists()
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_what_is_wrong_with_a_trace_is_said(
         "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
         "are meaningless",
     ]
-    assert "iteration 4: step" in output.out  # the last one that is whole
+    assert "iteration 4: step" in output.out  # the last complete iteration
 
 
 def test_damaged_folders_are_refused(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:

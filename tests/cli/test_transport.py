@@ -1,4 +1,4 @@
-"""``python -m megatron.adaptive transport --check``: the table, the choice, and bad input."""
+"""Tests ``python -m megatron.adaptive transport --check``: table, choice, and bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``plan --try``: a rank that runs alone against the same rank of a real job, and bad input."""
+"""Tests ``plan --try``, which runs a rank alone, against the same rank of a real job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..multiprocess.launch import ROOT, Ranks, forking_every, tail
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# Few operations for much memory, most of it in the matrices of the vocabulary.
+# Few operations for much memory, most of it in the vocabulary matrices.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240
@@ -43,7 +43,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 
 
 def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
-    """Tries a rank in a process of its own, and returns the entry of the plan file."""
+    """Tries a rank in a separate process, and returns the entry of the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -63,10 +63,10 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 
 
 def peaks_of_job(path: Path, model: str) -> list[int]:
-    """Trains with a plan, and returns the peak of each rank's resident memory, as Linux counts it.
+    """Trains with a plan, and returns each rank's peak resident memory as counted by Linux.
 
-    Ranks of the job and those that are tried have the same pages from the start: those of the
-    process that they are forked from.
+    The job's ranks and the tried ranks are forked from processes with the same imports, so that
+    pages of the parent process count equally in both.
     """
     # The second step is the first with all of the optimizer's memory.
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
@@ -97,7 +97,7 @@ def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) 
         entry = tried(path, LARGE, rank)
         measured = next(row for row in entry["ranks"] if row["rank"] == rank)
         assert measured["memory_bytes"] == pytest.approx(peaks[rank], rel=0.05)
-    # Both trials stay in the file, and the plan with its measurements can be planned with.
+    # The file keeps both trials, and the plan with its measurements is a valid profile.
     assert [row["rank"] for row in entry["ranks"]] == [0, 1]
     assert entry["step_s"] > 0
 

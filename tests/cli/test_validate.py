@@ -1,4 +1,4 @@
-"""``plan validate`` on a user's runs: plans read from traces, and its error messages."""
+"""Tests ``plan validate`` on a user's runs: plans read from traces, and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = 2
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs of a model of eight layers, and what describes model and cluster."""
+    """Writes two runs of a model of eight layers, and descriptions of model and cluster."""
     (tmp_path / "model.txt").write_text(MODEL)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     _run(tmp_path / "runs" / "quick", microbatches=8)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, microbatches: int) -> None:
-    """Traces in ``traces``, as the trainer has them."""
+    """Writes traces into ``traces``, in the trainer's layout."""
     traces = folder / "traces"
     traces.mkdir(parents=True)
     made_up = SyntheticRun(
@@ -73,7 +73,7 @@ def test_the_next_plan_knows_what_a_run_took(
 ) -> None:
     files = ["--model", str(folder / "model.txt"), "--cluster", str(folder / "cluster.yaml")]
     runs, profile = folder / "runs", str(folder / "profile.json")
-    for name in ("quick", "slow"):  # the second is added to the file
+    for name in ("quick", "slow"):  # the second run is added to the file
         learnt = ["--from-run", str(runs / name / "traces"), "--precision", "fp16"]
         assert profile_main([*learnt, *files, "--output", profile]) == 0
     capsys.readouterr()

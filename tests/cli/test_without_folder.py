@@ -1,4 +1,4 @@
-"""Programs that read a run take the newest one if no folder is given, and say which."""
+"""Tests that programs use and name the newest run if no folder is given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_run(folder: Path, changed_s: float) -> None:
-    """Writes a run with everything that the programs read; its files are changed at a time."""
+    """Writes a run with all files that the programs read, and sets their modification time."""
     write_synthetic(folder / "traces", SMALL)
     (folder / "node-1.out").touch()
     checkpoints = CheckpointFolder(folder / "checkpoints")

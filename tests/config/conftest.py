@@ -1,4 +1,4 @@
-"""A small valid command line, and a way to state what an invalid one must say."""
+"""Provides a small valid command line, and helpers for the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
     """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
 
-    ``@2`` is left out for one process. Indented lines continue the one before. The flags may begin
-    with one of ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``, ``MTP``
-    and ``PARALLEL`` stand for flags.
+    ``@2`` is omitted for one process. Indented lines continue the previous line. The flags may
+    begin with a name in ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``,
+    ``MTP`` and ``PARALLEL`` stand for flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
@@ -60,12 +60,12 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
 
 
 def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
-    """Parses the small command line with further flags, later ones winning.
+    """Parses the small command line with further flags; later flags override earlier ones.
 
     Args:
-        flags: Flags added to the small ones, or to those of ``BASES`` that the first word names;
-            the word ENGINE says that Transformer Engine is installed.
-        world_size: all processes.
+        flags: Flags added to the small command line, or to the flags in ``BASES`` that the first
+            word names; the word ENGINE means that Transformer Engine is installed.
+        world_size: Number of processes.
     """
     arguments = flags.split()
     base = BASES[arguments.pop(0)] if arguments[:1] and arguments[0] in BASES else SMALL
@@ -78,7 +78,7 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """The one line that a command line of :func:`small` is refused with."""
+    """Returns the one-line error with which a command line of :func:`small` is rejected."""
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)
     text = str(caught.value)
@@ -88,6 +88,6 @@ def complaint(flags: str, world_size: int = 1) -> str:
 
 
 def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
-    """A command line is refused with these words."""
+    """Checks that a command line is rejected with an error that contains these words."""
     text = complaint(flags, world_size)
     assert [word for word in phrases if word not in text] == []

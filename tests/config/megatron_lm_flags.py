@@ -1,6 +1,6 @@
-"""Names of Megatron-LM's flags as of megatron-core 0.15 and, below, of August 2026.
+"""Lists Megatron-LM's flags in megatron-core 0.15 and, below, in August 2026.
 
-Those of August are of the branches main and dev.
+The flags of August 2026 are from the branches main and dev.
 """
 
 _NAMES = """

@@ -1,4 +1,4 @@
-"""The command line: what is taken, how it is read, what is refused before any rule is checked."""
+"""Tests the command line: accepted flags, how they are parsed, and early errors."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ MOST_REFUSED = 160
 
 
 def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
-    """Never two of them: what is taken is neither idle nor refused, also by a prefix.
+    """Checks that a flag is in exactly one of these groups, also if it is abbreviated.
 
-    Settings of a later megatron-core are flags as soon as that release is installed.
+    Settings of a newer megatron-core become flags when that release is installed.
     """
     flags = sorted({*ALL, *TAKEN, *refused_flags()})
     later = {flag for flag in NEWER if flag not in TAKEN}
@@ -123,7 +123,7 @@ def test_settings_of_megatron_core_are_flags_by_its_names() -> None:
     ).core
     assert (core.multi_latent_attention, core.q_lora_rank, core.mscale) == (True, 8, 0.5)
     assert (core.window_size, core.no_rope_freq) == ((16, 0), "[0]*3+[1]")
-    # Megatron-LM's defaults, not those of the classes.
+    # Defaults are Megatron-LM's, not those of the classes.
     assert (core.kv_lora_rank, core.rotary_scaling_factor) == (32, 1.0)
     assert (
         small("--no-clone-scatter-output-in-embedding").core.clone_scatter_output_in_embedding
@@ -136,7 +136,7 @@ def test_a_checkpoint_holds_settings_of_megatron_core_that_were_given() -> None:
     saved = json.loads(json.dumps(config.to_dict()))
     assert saved["core"] == {"multi_latent_attention": True, "window_size": [16, 0]}
     assert TrainerConfig.from_dict(saved) == config
-    saved["core"] = {"muon_split_qkv": False}  # earlier versions saved it, and used it nowhere
+    saved["core"] = {"muon_split_qkv": False}  # earlier versions saved it without using it
     former = TrainerConfig.from_dict(saved)
     assert (former.core, former.optimizer) == (small().core, small().optimizer)
     del saved["core"]
@@ -254,7 +254,7 @@ def test_a_bad_flag_is_answered_with_flag_value_and_rule(
 
 @pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
 def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
-    """A partition reads as it was written."""
+    """Checks that the message shows a partition as the user wrote it."""
     names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
     check_words(flags, 1, ["exclude each other", *names])
 
@@ -301,7 +301,7 @@ def test_the_table_has_a_row_for_each_flag() -> None:
 
 
 def test_an_empty_list_is_shown_as_no_default() -> None:
-    """Settings of later releases of megatron-core have such defaults."""
+    """Checks defaults of newer releases of megatron-core, some of which are empty lists."""
     names = described_field("Names of parameters.", ())
     kind = dataclasses.make_dataclass("Names", [("names", tuple[str, ...], names)])
     (spec,) = fields_of(kind)
@@ -359,7 +359,7 @@ def test_a_recipe_is_a_command_line() -> None:
     recipe = read_recipe(RECIPE, changes, "r.yaml")
     assert recipe == (["--hidden-size", "8", *base[3:7], "--lr", "2e-4"], 2, 4)
     flags = read_recipe({**RECIPE, "lr": 3}, [], "r.yaml").flags
-    assert flags[flags.index("--lr") + 1] == "0.001"  # variants win
+    assert flags[flags.index("--lr") + 1] == "0.001"  # values of variants take precedence
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rules between settings: value, rule and remedy on one line."""
+"""Tests for rules between settings: errors name value, rule and remedy in one line."""
 
 from __future__ import annotations
 

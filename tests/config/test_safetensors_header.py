@@ -1,4 +1,4 @@
-"""Headers of ``safetensors`` files: the same verdict as the package of that name."""
+"""Compares the checks of ``safetensors`` headers with the package ``safetensors``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_taken_by_the_package(path: Path) -> bool:
 
 
 def _is_taken(path: Path) -> bool:
-    """Returns the verdict; a refusal is one line that names the file."""
+    """Returns whether a file is accepted; an error must be one line that names the file."""
     try:
         read_header(path)
     except DamagedCheckpointError as error:
@@ -48,7 +48,7 @@ def _is_taken(path: Path) -> bool:
 
 
 def _agree(path: Path) -> bool:
-    """Returns the verdict of both readers, which is the same."""
+    """Returns the verdict of both readers, and checks that they agree."""
     is_taken = _is_taken(path)
     assert is_taken == _is_taken_by_the_package(path), path.read_bytes()[:2000]
     return is_taken
@@ -128,7 +128,7 @@ def test_entries_say_where_tensors_are(tmp_path: Path) -> None:
 
 
 def _random_header(draw: random.Random) -> tuple[Header, int]:
-    """Returns a whole header of a few tensors and the bytes behind it."""
+    """Returns a valid header of a few tensors and the size of the data after it."""
     header: Header = {}
     end = 0
     for number in range(draw.randrange(5)):

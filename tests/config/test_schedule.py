@@ -1,4 +1,4 @@
-"""Layers per stage as text and as numbers."""
+"""Tests for layers per stage, as text and as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences are cut into slices of the same cost, or of the same length."""
+"""Tests for slices of sequences, with equal cost or with equal length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_slices_cover_the_sequence(slices: int, multiple: int, blocks: int, shar
     if slices > 1 and blocks // slices * multiple < LEAST_TOKENS:
         with pytest.raises(ConfigError, match=f"--sequence-slices {slices} ") as caught:
             slice_ends(length, slices, multiple, share)
-        # A cut with as many slices as the message says is possible.
+        # The number of slices in the message must be possible.
         most = int(str(caught.value).split("give ")[1].split()[0])
         assert most < slices
         slices = most
@@ -78,7 +78,7 @@ def test_slices_hold_every_token_of_every_document(
     assert all(size % multiple == 0 for size in sizes)
     assert len(sizes) == slices if tokens is None else set(sizes) == {tokens}
     parts = [part for index in range(len(sizes)) for part in cut.pieces(index)]
-    # Parts follow each other, and those of a document add up to it.
+    # Parts are contiguous, and the parts of a document cover it.
     assert all(before.end == after.start for before, after in pairwise(parts))
     begins = [part.begin for part in parts if part.start == part.begin]
     ends = [part.close for part in parts if part.end == part.close]
@@ -176,7 +176,7 @@ def test_the_share_of_attention_follows_the_model() -> None:
         config = parse(f"{flags} {more}".split(), world_size=1)
         return [end - start for start, end in pairwise((0, *config.slice_ends))]
 
-    # 12 h^2 multiplications per token for the matrices, h s for both products with half the pairs.
+    # 12 h^2 multiplications per token for the matrices, h s for both matmuls with half the pairs.
     share = parse(flags.split(), world_size=1).attention_share
     assert share == pytest.approx(8192 / (12 * 256 + 8192))
     by_cost = lengths("")

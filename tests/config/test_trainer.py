@@ -1,4 +1,4 @@
-"""The configuration as an object: derived values and its form in a checkpoint."""
+"""Tests for the configuration object: derived values, and its format in a checkpoint."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
 
 
 def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
-    """Checkpoints of before there was a choice of transports are still read."""
+    """Checks checkpoints that are older than the choice of transports."""
     saved = rich.to_dict()
     del saved["transport"]
     assert TrainerConfig.from_dict(saved).transport == TransportConfig()

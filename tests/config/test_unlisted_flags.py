@@ -1,4 +1,4 @@
-"""The script that finds flags of a Megatron-LM tree which no list has."""
+"""Tests the script that finds flags of a Megatron-LM tree that are missing in all lists."""
 
 from __future__ import annotations
 

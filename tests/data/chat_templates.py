@@ -1,8 +1,8 @@
-"""Chat templates that do what those of published families do, in words of our own.
+"""Provides chat templates that behave like published templates, rewritten for these tests.
 
-What a family writes for the assistant stands between ``{% generation %}`` and
+The text that a template writes for the assistant is between ``{% generation %}`` and
 ``{% endgeneration %}``, from the end of the generation prompt to the next turn. Without these marks
-(:func:`unmarked`) the same has to be found by position.
+(:func:`unmarked`) the tokenizer must find the same text by position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template of [INST] turns: the system's text goes into the first user turn."""
+    """Returns a template of [INST] turns, which puts the system's text into the first user turn."""
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('user and assistant take turns') }}{% endif %}"
@@ -35,7 +35,7 @@ def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> s
 
 
 def _headed(begin: str, head: str, end: str, *, said: str = "{{ m.content }}") -> str:
-    """Returns a template of turns that begin with a head of the role and end with a mark."""
+    """Returns a template of turns that begin with a header of the role and end with a mark."""
     asked = head.replace("m.role", "'assistant'")
     return (
         f"{begin}{{% for m in messages %}}{head}"
@@ -72,7 +72,7 @@ _TOOL_RESULTS = (
 
 
 def _tagged(answer: str, prompt: str, before: str = "") -> str:
-    """Returns a template of tools and their results in tags, as Qwen and Hermes have it."""
+    """Returns a template with tools and their results in tags, like Qwen and Hermes."""
     return (
         f"{_TOOLS_IN_TAGS}{before}{{% for m in messages %}}"
         "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
@@ -199,7 +199,7 @@ _DEEPSEEK_3 = (
     f"{_CALLS_OF_DEEPSEEK}{{{{ eos_token }}}}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
 )
-# Thoughts of all turns are left out, and the prompt opens new ones.
+# Thoughts are removed from all turns, and the prompt opens new thoughts.
 _DEEPSEEK_R1 = (
     f"{_SYSTEM_FIRST}{{% for m in messages %}}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}"
@@ -317,7 +317,7 @@ _KIMI = (
     "{% else %}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# Thoughts of the last turn alone, which ends otherwise than earlier ones.
+# Only the last turn keeps its thoughts, and it has a different end than earlier turns.
 _CHANNELS = (
     "<|start|>system<|message|>Reasoning: medium<|end|>{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|start|>assistant{% generation %}"

@@ -1,4 +1,4 @@
-"""Shapes of conversations: who speaks, what is missing, what stands at the edges of a text."""
+"""Provides conversations of many shapes: speakers, missing messages, texts with outer spaces."""
 
 from __future__ import annotations
 

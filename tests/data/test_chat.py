@@ -1,4 +1,4 @@
-"""Conversations through chat templates: tokens and masks are those of ``transformers``."""
+"""Compares tokens and masks of conversations in chat templates with ``transformers``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Masked = tuple[list[int], list[bool]]
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer that knows marks of many families as tokens, without a template."""
+    """Writes a tokenizer with marks of many families, without template; returns its folder."""
     made = tmp_path_factory.mktemp("chat")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,7 +50,7 @@ def _ours(folder: Path, template: str, name: str = "chat_template.jinja") -> Hug
 
 
 def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
-    """Returns tokens and mask, or ``None`` if the template refuses the conversation."""
+    """Returns tokens and mask, or ``None`` if the template rejects the conversation."""
     try:
         return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
@@ -60,7 +60,7 @@ def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
 
 
 class Reference:
-    """What ``transformers`` makes of conversations."""
+    """Results of ``transformers`` for conversations."""
 
     def __init__(self, folder: Path, template: str) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -71,15 +71,15 @@ class Reference:
     def text(
         self, conversation: Given, *, count: int | None = None, asks: bool = False
     ) -> str | None:
-        """Returns what the template writes of the first messages, ``None`` if it refuses them."""
+        """Returns the template's text for the first messages, ``None`` if it rejects them."""
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
-            return None  # transformers takes no conversation without a message
+            return None  # transformers rejects a conversation without messages
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asks, **whole
             )
-        except Exception:  # whatever a template raises
+        except Exception:  # a template may raise any exception
             return None
         return str(text)
 
@@ -90,15 +90,15 @@ class Reference:
             encoded = self.tokenizer.apply_chat_template(
                 whole.pop("messages"), return_dict=True, return_assistant_tokens_mask=True, **whole
             )
-        except Exception:  # whatever a template raises
+        except Exception:  # a template may raise any exception
             return None
         return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
     def by_position(self, conversation: Given) -> list[bool] | None:
-        """Returns which tokens lie between a prompt and the next turn.
+        """Returns which tokens are between a prompt and the next turn.
 
-        ``None`` if a template writes an answer otherwise once others follow, or prompts for
-        another one: then no position of one text is one of the other.
+        Returns ``None`` if a template writes an answer differently when messages follow it, or if
+        the prompt is not a prefix of the answer: positions in the texts then differ.
         """
         text = self.text(conversation)
         assert text is not None
@@ -119,9 +119,9 @@ class Reference:
 
 
 def joined(value: Any) -> Any:
-    """Returns the data with pairs of surrogates as one character and halves as a mark.
+    """Returns the data with surrogate pairs joined and lone surrogates replaced.
 
-    ``transformers`` cannot tokenize them.
+    ``transformers`` cannot tokenize surrogates.
     """
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -139,7 +139,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Without marks: against positions in what ``transformers`` writes, and the marked twin."""
+    """Checks positions in the text of ``transformers``, and the template's marked variant."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -154,7 +154,7 @@ def test_answers_are_found_by_position(family: str, folder: Path) -> None:
 
 
 def test_most_conversations_are_taken(folder: Path) -> None:
-    """Templates refuse few of them, and positions are known for most of the others."""
+    """Checks that templates reject few conversations, and that most positions are known."""
     counts: Counter[str] = Counter()
     for template in map(unmarked, TEMPLATES.values()):
         reference = Reference(folder, template)
@@ -192,7 +192,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """The prompt opens a thought; letters in common with it belong to the answer."""
+    """Checks a prompt that opens a thought; letters that it shares with the answer are learned."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

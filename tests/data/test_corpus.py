@@ -1,4 +1,4 @@
-"""The default corpus: which files, in which order, made whole or not at all, and used again."""
+"""Tests for the default corpus: choice and order of files, complete output, and reuse."""
 
 from __future__ import annotations
 

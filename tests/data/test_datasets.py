@@ -1,4 +1,4 @@
-"""Which samples there are: blends, splits, masks, and data that is refused before it hangs."""
+"""Tests for samples: blends, splits, masks, and data that must be rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Builds the samples of a prefix, or of several, with the given settings changed."""
+    """Builds the samples of one or several prefixes, with changed settings."""
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
@@ -61,11 +61,11 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Documents that hold their own number, so that a token identifies its document."""
+    """Returns documents filled with their own number, so that a token identifies its document."""
     return [[first + number] * length for number in range(count)]
 
 
-# Reading the flags
+# Parsing the flags
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_splits_share_no_document(write_tokens: Write, tmp_path: Path) -> No
 def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) -> None:
     train = _train(write_tokens(_numbered(20, 40)), tmp_path, 49)
     tokens = torch.tensor(_tokens(train)).flatten()
-    # 800 tokens, of which 49 samples of 16 and the last label are used.
+    # 49 samples of 16 tokens and the last label use the 800 tokens.
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
     assert tokens.bincount(minlength=20).sum() == 784
@@ -183,7 +183,7 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
-    # One document: nothing is left for validation and test, which is fine without them.
+    # A single document leaves none for validation and test, which is fine without them.
     prefix = write_tokens([[1] * 100])
     train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None
@@ -192,7 +192,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """megatron-core counts passes over an empty split for ever."""
+    """Checks the error; megatron-core would count passes over an empty split forever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -240,7 +240,7 @@ def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Pa
         _train(prefix, tmp_path, 1)
 
 
-# The cache of shuffling indices: shared, renewed with the data, whole, and local to a node
+# The cache of shuffling indices: shared, updated with the data, complete, and local to a node
 
 
 def _cached(folder: Path) -> dict[str, int]:
@@ -248,7 +248,7 @@ def _cached(folder: Path) -> dict[str, int]:
 
 
 def test_the_second_build_reads_the_first_ones_cache(write_tokens: Write, tmp_path: Path) -> None:
-    """It lies beside the data by default."""
+    """Checks the default location of the cache, next to the data."""
     prefix = write_tokens(_numbered(40, 30))
     first = _tokens(_train(prefix, tmp_path, 40, data_cache_path=None))
     before = _cached(tmp_path / "index_cache")
@@ -276,7 +276,7 @@ def test_what_a_killed_build_left_is_not_taken_for_a_cache(
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     names = sorted(_cached(tmp_path / "cache"))
-    # Killed after the first part was written whole and the second in part.
+    # The build was killed after it wrote the first part completely and the second in part.
     os.unlink(tmp_path / "cache" / names[2])
     whole = (tmp_path / "cache" / names[1]).read_bytes()
     (tmp_path / "cache" / names[1]).unlink()
@@ -326,7 +326,7 @@ def test_an_index_of_other_data_is_made_anew(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its bytes are those that were written, and they are wrong."""
+    """Checks arrays whose bytes are undamaged but whose values do not fit the data."""
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
@@ -356,11 +356,11 @@ def test_damaged_conversations_are_tokenized_anew(
 def test_no_warning_about_a_missing_cache(
     write_tokens: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Whatever another test in this process has silenced.
+    # Other tests in this process may have silenced the logger.
     caplog.set_level(logging.WARNING, logger="megatron.core")
     _train(write_tokens(_numbered(40, 30)), tmp_path, 40)
     assert "path_to_cache" not in caplog.text
-    # The filter goes with the build.
+    # The filter is removed after the build.
     logging.getLogger("megatron.core.datasets.gpt_dataset").warning("path_to_cache is None")
     assert "path_to_cache is None" in caplog.text
 
@@ -403,9 +403,9 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """megatron-core lets global rank 0 alone write, so a second node finds no index.
+    """Checks a second node, which cannot read the index that global rank 0 of megatron-core writes.
 
-    Rank 1 needs no samples, as a middle stage, and has no files.
+    Rank 1 needs no samples, like a middle stage, and has no files.
     """
     folders = [tmp_path / name for name in ("node0", "nothing", "node1")]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Documents as samples: packed or padded, the same ones in every shape, conversations masked."""
+"""Tests for documents as samples: packing, padding, equal documents in all shapes, masks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rows_of_slices_are_equal_and_hold_the_longest_document(replicas: int) -
         rows = [row for step in steps for _, *row in step.contents]
         assert sorted(length for row in rows for length in row) == sorted(lengths)
         assert len(rows) == steps[0].load.num_microbatches
-        # Rows that are just long enough have no less padding.
+        # Rows of exactly the required length do not have less padding.
         exact = replace(batching, slice_tokens=None, pack_to=least * tokens)
         assert len(rows) * slices <= len(exact.plan(lengths)) * least
 
@@ -96,7 +96,7 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
             assert width == max(-(-sum(documents) // tokens), 1) * tokens
         assert sorted(length for _, *row in rows for length in row) == sorted(lengths)
         assert len(rows) % replicas == 0
-        # Short documents share no row with slices that only others need.
+        # A row of short documents must not have more slices than these documents need.
         if replicas == 1:
             assert all(width == -(-max(row) // tokens) * tokens for width, *row in rows)
 
@@ -116,7 +116,7 @@ def test_too_few_samples_for_every_replica_are_refused() -> None:
 def test_every_shape_takes_the_same_documents(
     write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
 ) -> None:
-    """Resumed after two steps by another number of replicas; cut, empty and whole documents."""
+    """Checks a run that resumes with other replicas, with cut, empty and whole documents."""
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (
@@ -132,7 +132,7 @@ def test_every_shape_takes_the_same_documents(
         silent = MicrobatchLoader(dataset, dp_rank=0, reads=False, **options)
         steps_read = []
         for _ in range(steps):
-            # Also where a replica is dealt less than its siblings.
+            # Replicas may get different numbers of microbatches.
             parts = [loader.step(16 // replicas, deal) for loader in loaders]
             beside = silent.step(16 // replicas, deal)
             assert len(parts[0]) == len(beside)
@@ -171,7 +171,7 @@ def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
         ("assistant", "6"),
     ]
     lines = [{"messages": [{"role": role, "content": text} for role, text in talk]}]
-    lines += [{"messages": [{"role": "user", "content": "7"}]}]  # nothing to learn
+    lines += [{"messages": [{"role": "user", "content": "7"}]}]  # contains nothing to learn
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     sample = build(path, tmp_path, 1, sft=True)[0]
     end = 200
@@ -203,7 +203,7 @@ WELL = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "co
     ],
 )
 def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
-    """A byte order mark, line ends of Windows, numbers of any size in fields that are not read."""
+    """Checks a byte order mark, Windows line ends, and numbers of any size in unused fields."""
     path = tmp_path / "talks.jsonl"
     path.write_bytes(line + b"\n" + json.dumps(WELL).encode() + b"\n")
     dataset = build(path, tmp_path, 2, sft=True)

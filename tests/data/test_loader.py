@@ -1,4 +1,4 @@
-"""The order of microbatches: every sample once, whatever the shape of the job and its changes."""
+"""Checks that every sample is read once and in order, also if the shape of the job changes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.adaptive.errors import DataError
 
 from ..multiprocess.launch import has_ended, wait_until
 
-# Reads of workers take milliseconds.
+# Reading by workers takes milliseconds.
 pytestmark = pytest.mark.timeout(60)
 
 LENGTH = 5
 
 
 class Numbered:
-    """Samples that hold their own number."""
+    """Samples that consist of their own number."""
 
     def __init__(self, size: int, with_mask: bool = False) -> None:
         self._size = size
@@ -110,7 +110,7 @@ def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
         for count in steps:
             step = [_numbers(part) for loader in loaders for part in loader.step(count)]
             new = sorted(number for part in step for number in part)
-            # The global batch is the next samples in order, whoever takes which.
+            # The global batch consists of the next samples in order, regardless of who reads them.
             assert new == list(range(consumed, consumed + count * micro_batch_size * dp_size))
             seen += new
             consumed += len(new)
@@ -205,7 +205,7 @@ def test_workers_survive_the_signals_that_stop_a_trainer() -> None:
 
 
 class NeverRead(Numbered):
-    """Samples of which each takes longer than any test."""
+    """Samples that each take longer to read than any test runs."""
 
     def __init__(self, size: int, pids: Path) -> None:
         super().__init__(size)
@@ -218,7 +218,7 @@ class NeverRead(Numbered):
 
 
 def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
-    """They hold the rank's connections, so that other ranks waited for one that was gone."""
+    """Checks that workers do not keep the rank's connections open, for which other ranks wait."""
     rank = os.fork()
     if rank == 0:
         loader = _loader(NeverRead(400, tmp_path), num_workers=2)

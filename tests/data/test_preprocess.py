@@ -1,4 +1,4 @@
-"""JSON lines to token files: what is written, in which order, and that failure leaves nothing."""
+"""Tests that convert JSON lines to token files: content, order, and no files after an error."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # A file that may not grow fails in write() as a full disk does.
+        # A file size limit makes write() fail like a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(DataError, match="cannot be written"):
             preprocess(_spec(corpus, tmp_path, source))

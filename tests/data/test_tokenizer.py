@@ -1,4 +1,4 @@
-"""The tokenizers: round trips, GPT-2's file form, padding, and what is refused."""
+"""Tests for the tokenizers: round trips, GPT-2's file format, padding, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A tiny vocabulary: the bytes, two merges, the end of document."""
+    """Writes a tiny vocabulary (bytes, two merges, end of document); returns its files."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", END_OF_DOCUMENT]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
@@ -222,13 +222,13 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as ``transformers`` writes it, with special tokens and a chat template."""
+    """Writes a folder like ``transformers``, with special tokens and a chat template."""
     made = tmp_path_factory.mktemp("hugging_face")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
     encoder.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    encoder.enable_truncation(10)  # some folders contain it; it has no meaning here
+    encoder.enable_truncation(10)  # some folders contain this setting, which is ignored
     encoder.save(str(made / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"eos_token": end, "chat_template": CHAT, "model_max_length": int(1e30)}
@@ -272,7 +272,7 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
         for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda pair: pair[1])
         if is_taught
     ]
-    # Earlier answers are without the thoughts that the template gives the last one.
+    # Earlier answers do not contain the thoughts that the template writes for the last answer.
     assert parts == ["b 🙂<|im_end|>\n", "<think></think>d<|im_end|>\n"]
 
 

@@ -1,4 +1,4 @@
-"""The example that fine-tunes a folder of transformers, and that transformers reads the result."""
+"""Tests the example that fine-tunes a transformers folder; transformers must read the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook that fine-tunes a small model runs from its first cell to its last."""
+"""Runs all cells of the notebook that fine-tunes a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of ``examples/gpt`` train."""
+"""Tests that the scripts of ``examples/gpt`` train."""
 
 from __future__ import annotations
 

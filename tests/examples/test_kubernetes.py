@@ -1,4 +1,4 @@
-"""The manifest for Kubernetes: fields and values that JobSet has, and parts that fit each other."""
+"""Tests the Kubernetes manifest: fields and values that JobSet has, and consistent parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def mistakes(value: Any, fields: Any, path: str = "$") -> Iterator[str]:
-    """Yields the mistakes of a manifest with their places (see ``jobset.fields.yaml``)."""
+    """Yields the mistakes of a manifest with their paths (see ``jobset.fields.yaml``)."""
     if isinstance(fields, str):
         if not _is(value, fields):
             yield f"{path}: {value!r} is not {fields}"

@@ -1,4 +1,4 @@
-"""The transport of ``examples/own_transport`` trains, to the numbers of the package's own."""
+"""Checks that the transport of ``examples/own_transport`` gives the losses of built-in ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a cluster is one that the planner reads."""
+"""Tests that the planner reads the example of a cluster."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Recipes: their memory fits the GPUs that they name, and each trains at a tenth of its width."""
+"""Checks that recipes fit into their GPUs, and that each recipe trains at a tenth of its width."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..multiprocess.launch import run_ranks, tail
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RECIPES = sorted(path for path in FOLDER.glob("*.yaml") if path.stem != "common")
 GIVEN = ("tokenizer_model=made", "data_path=made", "transformer_impl=local")
-# 16 bytes of weights and optimizer for each of 8 billion parameters exceed these GPUs.
+# 16 bytes of weights and optimizer state for each of 8 billion parameters exceed these GPUs.
 LARGE = {("llama3.1-8b", "2"), ("qwen3-8b", "2"), ("mistral-7b", "2"), ("qwen3-30b-a3b", "8")}
 LARGE |= {("qwen3-30b-a3b", "2x4"), ("qwen3-30b-a3b", "1")}
 SMALL = ("llama3.2-1b", "qwen3-0.6b")
@@ -50,7 +50,7 @@ def test_memory_fits(path: Path, gpus: str, tmp_path: Path) -> None:
         config, flags = _read(path, f"gpus={gpus}", f"task={task}")
     needs_more = (path.stem, gpus) in LARGE
     assert _plan(config, flags, gpus, "H200" if needs_more else "H100", tmp_path) == 0
-    if needs_more and "a3b" not in path.stem:  # without gradients and state of the base
+    if needs_more and "a3b" not in path.stem:  # LoRA needs no gradients and state of the base model
         config, flags = _read(path, f"gpus={gpus}", "task=lora")
         assert _plan(config, flags, gpus, "H100", tmp_path) == 0
 
@@ -110,7 +110,7 @@ def _tenth(content: dict[str, Any], stages: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer that knows conversations, some of them, and a text."""
+    """Returns a folder with a chat tokenizer, conversations, and a text."""
     folder = tmp_path_factory.mktemp("data")
     vocabulary = {f"w{number}": number for number in range(400)}
     encoder = Tokenizer(
@@ -151,7 +151,7 @@ def _texts(folder: Path, texts: list[str]) -> Path:
 
 
 def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Path) -> None:
-    """Trains with a recipe at a tenth of the width, each task from what the one before saved."""
+    """Trains with a recipe at a tenth of the width; each task continues from the one before."""
     variant = load_recipe(path)["variants"]["gpus"][int(gpus) if gpus.isdigit() else gpus]
     stages = variant.get("pipeline_model_parallel_size", 1)
     ranks = variant.get("processes_per_node", 1) * variant.get("nodes", 1)
@@ -176,7 +176,7 @@ def train(path: Path, gpus: str, tasks: tuple[str, ...], data: Path, folder: Pat
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())]
         assert len(losses) == 3
         begin = begin or losses[0]
-        # Later tasks start from what was learned.
+        # Later tasks start from the trained weights.
         assert losses[0 if number else -1] < begin
 
 
@@ -203,6 +203,6 @@ IN_TURN = ("pretrain", "continue", "finetune")
 def test_trains_at_a_tenth(
     name: str, gpus: str, tasks: tuple[str, ...], data: Path, tmp_path: Path
 ) -> None:
-    """Every recipe, and every task on one, two and eight GPUs; ranks are those of one machine."""
+    """Checks every recipe, and every task on one, two and eight GPUs, emulated on one machine."""
     (path,) = (recipe for recipe in RECIPES if recipe.stem == name)
     train(path, gpus, tasks, data, tmp_path)

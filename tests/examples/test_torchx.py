@@ -1,4 +1,4 @@
-"""The component for TorchX: its rules for components, and what its containers run."""
+"""Tests the TorchX component: TorchX's rules for components, and the command of its containers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_keeps_the_rules_for_components(tree: ast.Module) -> None:
 
 
 def start_of(tree: ast.Module, replica: str) -> str:
-    """Returns the command of a container, as TorchX builds it."""
+    """Returns the command of a container, as TorchX would build it."""
     (text,) = (
         node.value.value
         for node in tree.body

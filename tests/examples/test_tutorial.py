@@ -1,6 +1,6 @@
-"""The tutorial's notebook runs from its first cell to its last, and the page shows its cells.
+"""Runs all cells of the tutorial's notebook, and compares them with the documentation page.
 
-``CONTRIBUTING.md`` says how the page is made.
+``CONTRIBUTING.md`` describes how the page is made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
 ) -> None:
     for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    # A clone in which the trainer's ranks are forked, and with less of a corpus.
+    # A clone in which the trainer's ranks are forked, and with a smaller corpus.
     (tmp_path / "clone" / "examples").mkdir(parents=True)
     for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
         (tmp_path / "clone" / path.name).symlink_to(path)

@@ -1,8 +1,8 @@
-"""The jobs and commands whose results are frozen, and the jobs of several ranks that read them.
+"""Defines jobs and commands with golden results, and jobs of several ranks that read these files.
 
-The files were made once, by version 0.1 before its folders were rearranged, and stay as they are
-for as long as the package reads them. A form that changes on purpose gets files of its own
-beside them.
+The files were created once, by version 0.1 before its folders were rearranged. They do not change
+as long as the package can read them. If a file format changes on purpose, new files are added next
+to them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# Ranks and flags of the run that loads a checkpoint, by name of the checkpoint.
+# Number of ranks and flags of the run that loads a checkpoint, by name of the checkpoint.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
     "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
     "async": (1, FP16),
-    "local": (2, PP2),  # nodes' own disks hold parts for the same ranks
+    "local": (2, PP2),  # the nodes' disks contain parts for the same ranks
     "distributed": (1, SHARDED),
 }
 # Runs from the start.
@@ -72,7 +72,7 @@ RUNS = {
         "--merge-file corpus/merges.txt --split 100,0,0",
     ),
 }
-# Without a partition the model is cut where measured times say, and sums get another order.
+# Without a partition, measured times decide where the model is cut, and the order of sums varies.
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline-run": (
         2,
@@ -103,7 +103,7 @@ ELASTIC_SCRIPT = {"report_dir": "report-elastic", "pipeline": {}, "loop": {"save
 
 ARGUMENTS = f"{SHAPE} --fp16"
 PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
-# Commands whose output shows the files that they read.
+# Commands whose output depends on the files that they read.
 ANSWERS: dict[str, list[str]] = {
     "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-of-several-clocks": [
@@ -152,10 +152,10 @@ class Job:
     """A program on one or more ranks.
 
     Attributes:
-        name: Name of the job; ``<name>.txt`` in the folder gets the output of its ranks.
-        ranks: number of processes.
-        flags: Flags of the trainer; if there are none, ``script`` is run.
-        script: arguments of ``script.train``.
+        name: Name of the job; the output of its ranks is written to ``<name>.txt`` in the folder.
+        ranks: Number of processes.
+        flags: Trainer flags; if they are empty, ``script`` is run.
+        script: Arguments of ``script.train``.
     """
 
     name: str
@@ -165,11 +165,11 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Runs jobs one after the other in a folder, from which relative paths start.
+    """Runs jobs one after the other in a folder, which is the base of relative paths.
 
     Returns:
-        By name of the job, the status of the first rank that failed, 0 if none did, and what the
-        ranks printed.
+        By name of the job: the status of the first rank that failed, or 0, and the output of the
+        ranks.
     """
     said = {}
     for job in jobs:
@@ -184,7 +184,7 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
 
 def machine() -> dict[str, str]:
-    """Returns the facts about this machine on which sums of floating-point numbers depend."""
+    """Returns properties of this machine that affect sums of floating-point numbers."""
     import torch
 
     facts = {
@@ -193,13 +193,13 @@ def machine() -> dict[str, str]:
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "vendor": _vendor(),
     }
-    if "MKL_CBWR" in os.environ:  # the code path that MKL takes instead of the processor's best
+    if "MKL_CBWR" in os.environ:  # the code path that overrides MKL's default
         facts["mkl"] = os.environ["MKL_CBWR"]
     return facts
 
 
 def _vendor() -> str:
-    """Returns the maker of the processor, by which MKL chooses its kernels."""
+    """Returns the vendor of the processor, which determines MKL's kernels."""
     match = re.search(r"vendor_id\s*: (\S+)", Path("/proc/cpuinfo").read_text())
     return match.group(1) if match else ""
 
@@ -214,7 +214,7 @@ def unpack(folder: Path) -> None:
     """Unpacks all golden files."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
-    # Parts on a node's own disk are known by the shared folder's name and path.
+    # Parts on a node's disk are identified by the shared folder's name and path.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()
     (folder / "local").rename(folder / "disk" / f"shared-{path}")
@@ -309,7 +309,7 @@ def answer(name: str) -> Any:
     """Runs a command of :data:`ANSWERS` in the current folder, which has the golden files.
 
     Returns:
-        Its output without what depends on time and place, parsed if it is JSON.
+        Output without parts that depend on time and place, parsed if it is JSON.
     """
     status, output, errors = command(ANSWERS[name])
     assert status == 0, errors
@@ -324,6 +324,6 @@ def answer(name: str) -> Any:
     if ANSWERS[name][:2] == [
         "job",
         "submit",
-    ]:  # the rest of the script does not depend on what was read
+    ]:  # the rest of the script does not depend on the files
         lines = [line for line in lines if line.startswith("#SBATCH")]
     return lines

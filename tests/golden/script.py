@@ -1,4 +1,4 @@
-"""Trains a small Pipeline; a script of ``train elastic``, and imported by ranks.
+"""Trains a small Pipeline; used as a script of ``train elastic``, and imported by ranks.
 
 Its argument is JSON with the arguments of :func:`train`.
 """
@@ -65,7 +65,7 @@ def train(
 
     Args:
         report_dir: Folder for the figures.
-        total: Number of steps of the whole training.
+        total: Number of steps of the whole training run.
         pipeline: Further arguments of the Pipeline.
         loop: Arguments of ``Pipeline.loop``; without them the script counts its steps.
         load: Folder of checkpoints to continue from, without ``loop``.

@@ -1,4 +1,4 @@
-"""The present code reads what was written by the code before it: see ``cases.py``."""
+"""Checks that the current code reads files that earlier code wrote; see ``cases.py``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-# These files are read through modules of the package; all others through its commands.
+# These files are read by modules of the package; all other files are read by its commands.
 from megatron.adaptive.planner.measured_module import MeasuredModule
 from tests.multiprocess.launch import forking
 
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
 
-# Figures of the same runs on several machines; on any other one those of the first nearly hold.
+# Figures of the same runs on several machines; on other machines the first figures hold nearly.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
 EXPECTED = next(
     (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
 )
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
-# Sums in another order: another processor, another torch.
+# Tolerance for sums in a different order, with another processor or another torch.
 NEAR = 1e-5
 NEWER = "newer"
 REFUSED = {
@@ -52,7 +52,7 @@ REFUSED_PIPELINE = Job(
         "load": f"{NEWER}-pipeline-1",
     },
 )
-# Job that reads each file whose version is too new.
+# Jobs that read the files whose version is too new.
 REFUSED_BY_RANKS = {
     f"{NEWER}-single/iter_0000002": "refused-checkpoint",
     f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
@@ -78,7 +78,7 @@ def raise_version(path: Path, key: str, by: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all golden files, and with copies of a version to come."""
+    """Returns a folder with all golden files, and with copies that have a future version."""
     folder = tmp_path_factory.mktemp("golden")
     cases.unpack(folder)
     for name in ("single", "pipeline-1", "corpus"):
@@ -96,7 +96,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of golden files as the present one, without a launcher's variables."""
+    """Enters the folder of golden files, without a launcher's variables, and returns it."""
     monkeypatch.chdir(golden)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -105,7 +105,7 @@ def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """Gives this machine the name under which parts on a node's own disk were written."""
+    """Sets the name of the node on whose disk the golden parts were written."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TESTS_ALL_MOCK_DATA", "1")
         patch.setenv("MEGATRON_ADAPTIVE_NODE", "node-a")
@@ -114,7 +114,7 @@ def node() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]]:
-    """What all jobs said, and the figures of those that are to succeed."""
+    """Returns the output of all jobs, and the figures of jobs that must succeed."""
     jobs = [*cases.run_jobs_of(cases.RUNS), *cases.resume_jobs(), *cases.pipeline_jobs()]
     said = run_jobs(golden, [*jobs, *cases.run_jobs_of(REFUSED), REFUSED_PIPELINE])
     done = [job for job in jobs if said[job.name][0] == 0]
@@ -122,9 +122,9 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Compares figures: bit for bit on a machine of the same kind, otherwise up to rounding.
+    """Compares figures: bit by bit on the same kind of machine, otherwise up to rounding.
 
-    Checksums of what was loaded are compared everywhere.
+    Checksums of loaded data are compared on all machines.
     """
     if results == expected:
         return
@@ -171,16 +171,16 @@ def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
 def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
     if name == "status":
-        # The job is older than --progress-dir and left only logs, which say no progress any more.
+        # The job is older than --progress-dir and left only logs, which no longer show progress.
         for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
             del expected[figure]
     alike(cases.answer(name), expected, name)
 
 
 def alike(actual: Any, expected: Any, where: str) -> None:
-    """Compares values read from JSON, figures up to rounding."""
+    """Compares values from JSON; figures are compared up to rounding."""
     if isinstance(expected, dict) and isinstance(actual, dict):
-        assert set(actual) >= set(expected), where  # a later one may say more
+        assert set(actual) >= set(expected), where  # later versions may add keys
         for key, value in expected.items():
             alike(actual[key], value, f"{where}.{key}")
     elif isinstance(expected, list) and isinstance(actual, list):
@@ -235,13 +235,13 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "srun starts it" in errors  # this message follows all checks of settings
+    assert "srun starts it" in errors  # this message comes after all checks of settings
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
-    """With the checkpoint, the model that was measured, the state and the claim of its manager."""
+    """Checks the checkpoint, the measured model, the state and the manager's lease."""
     done = subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *cases.elastic_words("elastic-script", 5)],
         cwd=golden,
@@ -274,7 +274,7 @@ def newer_trace(folder: Path) -> Path:
 
 
 Make = Callable[[Path], Path]
-# Each kind of file: function that makes one of a later version, command that reads it, version.
+# Each kind of file: function that writes a later version, command that reads it, version.
 REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (

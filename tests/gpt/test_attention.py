@@ -1,4 +1,4 @@
-"""Attention by torch's kernels equals attention with its scores written out."""
+"""Compares attention by torch's kernels with attention that computes all scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.adaptive.gpt.attention import Documents, LocalAttention  # noqa: E
 
 HEADS, WIDTH = 4, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float64: 1e-12}
-"""Largest difference of numbers around 1: some units in the last place of each type."""
+"""Largest difference of numbers near 1: a few units in the last place of each type."""
 
 
 def make_attention(backend: str, **settings: Any) -> LocalAttention:
@@ -71,10 +71,10 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Has every attention take a kernel, as it would on a GPU."""
+    """Makes every attention use a kernel, as on a GPU."""
 
     def choose(case: AttentionCase) -> Kernel:
-        # Documents one after another are each a case of its own.
+        # Packed documents are separate cases.
         return Kernel.CAUSAL if kernel is Kernel.MASKED and case.is_packed else kernel
 
     monkeypatch.setattr(attention, "kernel_for", choose)
@@ -93,7 +93,7 @@ def packed_by_documents(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Computes what torch documents of ``varlen_attn``, whose kernel only GPUs have."""
+    """Computes what torch documents for ``varlen_attn``, whose kernel exists only for GPUs."""
     assert ends.dtype is other_ends.dtype is torch.int32
     bounds = ends.tolist()
     assert longest == other_longest == max(b - a for a, b in itertools.pairwise(bounds))
@@ -112,7 +112,7 @@ def packed_by_documents(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestEqual:
-    """Outputs and gradients of every variant that a kernel takes."""
+    """Compares outputs and gradients of every variant that kernels support."""
 
     @pytest.mark.parametrize("groups", [HEADS, 2, 1])
     @pytest.mark.parametrize("length", [1, 7, 12])
@@ -275,12 +275,12 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
     module.eval()
     whole = module(*inputs)
     assert torch.equal(whole, module(*inputs))
-    # The mean of 400 draws is near its expectation.
+    # The mean of 400 draws is close to its expectation.
     assert (mean - whole).abs().mean() < 3 * (first - whole).abs().mean() / 20
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """megatron-core keeps the setting in environment variables, and refuses to change them."""
+    """Checks models that need different values of megatron-core's environment variables."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")
@@ -291,7 +291,7 @@ def test_models_of_one_process_take_different_kernels(build: Callable[..., list[
 
 
 def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Returns the bytes of the different memories that a backward will read."""
+    """Returns the bytes of all distinct memory that a backward will read."""
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

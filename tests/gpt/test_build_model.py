@@ -1,4 +1,4 @@
-"""The model that settings ask for: megatron-core's configuration, layers and first weights."""
+"""Tests the model that settings describe: configuration, layers and initial weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Weights = Callable[..., dict[str, torch.Tensor]]
 
 @pytest.fixture
 def weights(build: Callable[..., list[Any]]) -> Weights:
-    """A function that returns the parameters of the one chunk of a rank, by name."""
+    """Returns a function that returns the parameters of a rank's only chunk, by name."""
 
     def run(flags: str = "", pp_rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
         (chunk,) = build(f"--init-method-std 0.5 {flags}", pp_rank, ranks)
@@ -60,7 +60,7 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, 3) == draws(1, 3)
     numbers = [*draws(1, 3), *draws(1, 4), *draws(2, 3), *draws(1, None)]
     assert len(set(numbers)) == len(numbers)
-    # Outside of layers a later chunk continues the counts of an earlier one.
+    # Outside of layers a later chunk continues the counts of earlier chunks.
     assert draws(1, None, outside=1) == draws(1, None, count=3)[1:]
     assert draws(1, None)[0] not in draws(1, 0)
 
@@ -104,7 +104,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """The layout is written chunk by chunk, from the first rank to the last."""
+    """Checks the layout, written chunk by chunk from the first rank to the last."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
@@ -114,7 +114,7 @@ def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: s
 
 
 class Identity(torch.nn.Module):
-    """A chunk that knows its position in the pipeline, and returns its input."""
+    """A chunk that has a position in the pipeline, and returns its input."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Identity(torch.nn.Module):
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
 def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
-    """megatron-core's own wrapper would send 32 bits from the last rank of a V."""
+    """Checks the last rank of a V, for which megatron-core's own wrapper would send 32 bits."""
     core = core_config(
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
@@ -161,7 +161,7 @@ def test_settings_reach_megatron_core() -> None:
 
 @pytest.fixture
 def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A function that returns the configuration of a GPU with Transformer Engine."""
+    """Returns a function that returns the configuration for a GPU with Transformer Engine."""
 
     def run(flags: str = "", *, apex: bool, engine_rotates: bool = True) -> Any:
         monkeypatch.setattr(parallel_layers, "_grad_accum_fusion_available", apex)
@@ -181,7 +181,7 @@ def fusions(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 def test_gradient_accumulation_is_fused_only_where_its_kernels_are(
     apex: bool, fusions: Callable[..., Any]
 ) -> None:
-    """The output layer is megatron-core's, and refused to be built without apex."""
+    """Checks the output layer, which megatron-core cannot build with this fusion without apex."""
     core = fusions(apex=apex)
     assert core.gradient_accumulation_fusion == apex
     layer = ColumnParallelLinear(
@@ -202,7 +202,7 @@ def test_rotation_is_fused_only_where_its_kernel_is(fusions: Callable[..., Any])
 def test_apex_norms_no_model_that_it_refuses(
     flags: str, build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With apex and without Transformer Engine a model with RMSNorm could not be built."""
+    """Checks a model with RMSNorm, with apex and without Transformer Engine."""
     monkeypatch.setattr(local_layers, "LayerNormImpl", FusedLayerNorm)
     (chunk,) = build(f"--normalization RMSNorm {flags}")
     norms = [module for name, module in chunk.named_modules() if name.endswith("layernorm")]
@@ -212,7 +212,7 @@ def test_apex_norms_no_model_that_it_refuses(
 def test_grouped_products_without_their_package_are_refused(
     build: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Only releases before 0.17 use that package; test_releases trains experts with later ones.
+    # Only releases before 0.17 use that package; test_releases trains experts with later releases.
     name = "megatron.core.transformer.moe.grouped_gemm_util"
     grouped_gemm_util = pytest.importorskip(name, reason="this megatron-core needs no grouped_gemm")
     flags = "--bf16 --disable-bias-linear --num-experts 2 --moe-grouped-gemm"
@@ -231,7 +231,7 @@ def test_outputs_are_freed_only_where_sends_keep_them(schedule: str, chunks: int
     core = core_config(flags, world_size=2)
     assert core.deallocate_pipeline_outputs == (schedule != "megatron")
     if chunks > 1:
-        # gloo mixes up two messages of one pair in a batch.
+        # gloo confuses two messages of a pair of ranks in a batch.
         assert not core.batch_p2p_comm
         assert core.overlap_p2p_comm
 

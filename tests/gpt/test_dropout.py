@@ -1,4 +1,4 @@
-"""Dropout depends on step, microbatch and layer alone."""
+"""Checks that dropout depends only on step, microbatch and layer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TRACKED = "model-parallel-rng"
 
 
 def draw() -> tuple[float, float]:
-    """Numbers for replicated and for split tensors."""
+    """Returns random numbers for replicated and for split tensors."""
     replicated = float(torch.rand((), device=accelerator.current_device()))
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return replicated, float(torch.rand((), device=accelerator.current_device()))
 
 
 class Drawing(TransformerLayer):  # type: ignore[misc]
-    """A layer that multiplies with random numbers and writes down which."""
+    """A layer that multiplies with random numbers and records them."""
 
     def __init__(self, number: int, *, forks: bool = True) -> None:
         torch.nn.Module.__init__(self)
@@ -48,7 +48,7 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """What is drawn under a key: outside of layers (0) or in a layer."""
+    """Returns a function that draws under a key, outside of layers (0) or in a layer."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -68,7 +68,7 @@ def test_a_seed_tells_its_key() -> None:
     seeds = [_stir(key) for key in keys]
     assert [_settle(seed) for seed in seeds] == keys
     assert all(0 <= seed < 1 << 64 for seed in seeds)
-    # A CPU generator starts from the lower half.
+    # A CPU generator uses the lower half as its seed.
     assert len({_stir(step << 40) % (1 << 32) for step in range(1000)}) == 1000
 
 
@@ -153,7 +153,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks that split the sequence would drop the same elements of their different parts."""
+    """Checks that ranks that split the sequence do not drop the same elements of their parts."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     keys, plain, layer = DropoutKeys(5, enabled=True), Drawing(3), Drawing(3, forks=False)
     keys.attach([plain, layer])
@@ -164,7 +164,7 @@ def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
         output = tensor_parallel.checkpoint(layer, False, hidden)
     keys.apply(step=1, microbatch=1)
     before = torch.get_rng_state()
-    # The fork is over, so it no longer shows the layer's generator.
+    # The fork has ended, so it no longer provides the layer's generator.
     output.backward()
     assert layer.drawn == [plain.drawn[0][1:]] * 2
     assert torch.equal(torch.get_rng_state(), before)

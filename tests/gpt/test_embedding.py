@@ -1,4 +1,4 @@
-"""Ranks that exchange gradients of embeddings, wherever layers lie."""
+"""Tests which ranks exchange gradients of embeddings, for all placements of layers."""
 
 from __future__ import annotations
 

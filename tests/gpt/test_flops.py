@@ -1,4 +1,4 @@
-"""The formula against the matrix products that megatron-core's model really makes."""
+"""Compares the FLOPs formula with the matmuls of megatron-core's model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
-    """Operations of one forward and backward of the real model on one sequence, per token."""
+    """Returns the operations per token of one forward and backward of the real model."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator
@@ -41,7 +41,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
     device = accelerator.detect(0, backend="gloo")
     core = transformer_config(cfg, device)
     (chunk,) = build_chunks(cfg, core, device, placement_of(cfg), PADDED_VOCAB_SIZE)
-    model: Any = chunk.eval()  # a training model keeps further losses for the log
+    model: Any = chunk.eval()  # a model in training mode stores more losses for the log
     tokens = torch.arange(length)[None]
     mask = torch.ones(length, length).triu(1).bool()[None, None]
     with FlopCounterMode(display=False) as counter:
@@ -70,7 +70,7 @@ def counted_flops(cfg: TrainerConfig) -> float:
 def test_equals_the_real_models_matrix_products(flags: str) -> None:
     cfg = settings(flags)
     model = cfg.model
-    # The plain attention kernel also computes the scores that the causal mask throws away.
+    # The plain attention kernel also computes the scores that the causal mask discards.
     masked_scores = model.num_attention_heads * model.kv_channels * model.seq_length
     masked_half = 6 * (model.num_layers + (model.mtp_num_layers or 0)) * masked_scores
     assert flops_per_token(cfg) + masked_half == counted_flops(cfg)
@@ -124,4 +124,4 @@ def test_work_of_unlike_layers_counts_what_they_do() -> None:
     )
     first, rest = stage_work(cfg, 1)  # the first and third of four layers have experts
     assert first > 1
-    assert rest == pytest.approx(first + 2, abs=0.01)  # one token's logits besides
+    assert rest == pytest.approx(first + 2, abs=0.01)  # plus the logits of one token

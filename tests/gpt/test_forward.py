@@ -1,4 +1,4 @@
-"""The loss of a microbatch."""
+"""Tests for the loss of a microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining the job and leaving it, more than once in a process."""
+"""Tests for joining and leaving the job, more than once in a process."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_process_of_its_own_needs_no_launcher() -> None:
         ("", 4, 3),
         ("--pipeline-model-parallel-size 2", 8, 7),
         (f"{CHUNKED} loop --model-chunks 2 --partition 2-0-0-0", 4, 3),
-        # The last stage of a V is on the first pipeline rank with two chunks, on the last with
-        # three.
+        # The last stage of a V with two chunks is on the first pipeline rank, with three chunks on
+        # the last.
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 2, 0),
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0", 4, 1),
         (f"{CHUNKED} v --model-chunks 2 --partition 2-0-0-0 --tensor-model-parallel-size 2", 8, 3),

@@ -1,4 +1,4 @@
-"""Layers of each rank and chunk, for every placement of stages."""
+"""Tests for the layers of each rank and chunk, for all placements of stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: tuple[PlacementKind, ...] = ("loop", "v")
 
 
 def shapes() -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    """Placements with even and uneven partitions, those with empty stages among them."""
+    """Yields placements with even and uneven partitions, some of them with empty stages."""
     draw = random.Random(1)
     for kind in KINDS:
         for ranks in (1, 2, 3, 4):
@@ -46,7 +46,7 @@ def name_of(value: object) -> str:
 def test_every_layer_is_once_in_its_stage(
     placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> None:
-    """The embedding is in the first stage and the loss in the last."""
+    """Checks that the embedding is in the first stage and the loss in the last."""
     layout = PlacedLayout(placement, stages_of(layers_per_stage))
     seen: list[int] = []
     for stage, layers in enumerate(layers_per_stage):
@@ -59,7 +59,7 @@ def test_every_layer_is_once_in_its_stage(
             assert layout.get_num_layers_to_build(kind, chunk, rank) == (stage == holder)
     assert seen == list(range(sum(layers_per_stage)))
     assert not layout.validate_layer_layout(len(seen), None)
-    if placement.kind == "loop":  # megatron-core's own
+    if placement.kind == "loop":  # compare with megatron-core's own layout
         stages = [["decoder"] * layers for layers in layers_per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")

@@ -1,4 +1,4 @@
-"""Steps whose sequences are cut into slices give the losses and gradients of whole microbatches."""
+"""Compares losses and gradients of steps with sliced sequences with whole microbatches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REL = 1e-6  # tolerance of 32-bit numbers
 
 
 class Numbers(NamedTuple):
-    """What a training step and an evaluation of one run gave."""
+    """Results of a training step and an evaluation of one run."""
 
     evaluated: float
     loss: float
@@ -72,7 +72,7 @@ Train = Callable[[str], tuple[Run, Numbers]]
 
 @pytest.fixture
 def train() -> Iterator[Train]:
-    """A function that builds a run of one process, evaluates it and trains it for a step."""
+    """Yields a function that builds a run of one process, evaluates it and trains it for a step."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -229,7 +229,7 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
     assert cut < whole  # slices hold fewer scores than a whole sequence
-    # Each slice is measured: of equal length, a later one stores the scores of more keys.
+    # Each slice is measured: at equal length, a later slice stores the scores of more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")
     forward_backward = run.forward_backward
     sizes = [forward_backward._meter.bytes_of(number) for number in range(8)]
@@ -240,8 +240,8 @@ def test_windows_keep_what_later_slices_see(train: Train) -> None:
     run, _ = train(f"{WINDOWS} --sequence-slices 4 --recompute-granularity selective")
     slices = run.slices
     assert slices is not None
-    # The two layers with a window keep 40 of a slice's 64 tokens, and the third keeps all. There
-    # are two samples, and keys and values of two groups of 8.
+    # The two layers with a window keep 40 of a slice's 64 tokens, and the third layer keeps all.
+    # There are two samples, and keys and values of two groups of 8.
     assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
     run, _ = train(f"{WINDOWS} --sequence-slices 4")
     assert run.slices is not None
@@ -256,7 +256,7 @@ def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
         first = max(0, start - 40)
         seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
         assert torch.equal(seen, whole[first : start + 32])
-        # No more than the window, and what a slice holds beside it.
+        # Only the window is kept, plus one slice.
         assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
 
 

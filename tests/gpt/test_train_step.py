@@ -1,4 +1,4 @@
-"""Training and evaluation steps of a whole run in one process."""
+"""Tests for training and evaluation steps of a whole run in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Start = Callable[[str], Run]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """A function that builds a run of one process, which lasts until the next one or the end."""
+    """Yields a function that builds a run of one process, after closing the previous run."""
     runs: list[Run] = []
 
     def end() -> None:
@@ -68,7 +68,7 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    MTPLossLoggingHelper.tracker["values"] = torch.ones(2)  # left by another model
+    MTPLossLoggingHelper.tracker["values"] = torch.ones(2)  # left over from another model
     first, second = train(run)
     assert not torch.equal(first_weight(run), before)
     for result in (first, second):
@@ -111,7 +111,7 @@ def test_evaluation_leaves_the_weights_alone(start: Start) -> None:
         step.evaluate(make_loader(run, run.samples.valid, 0), 2, 4)["lm loss"] for _ in range(2)
     ]
     assert torch.equal(first_weight(run), before)
-    # Without dropout, or the second pass would differ.
+    # There is no dropout, otherwise the second pass would differ.
     assert losses[0] == losses[1]
     assert all(parameter.grad is None for parameter in run.chunks[0].parameters())
 
@@ -161,7 +161,7 @@ REMEDIES = (
     ("fail", "kind", "said"),
     [
         (full, DeviceMemoryError, rf"{OUT_OF_MEMORY}.* Tried to allocate 2.00 GiB; {REMEDIES}"),
-        (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),  # a CPU says it otherwise
+        (too_much, DeviceMemoryError, f"{OUT_OF_MEMORY}.*{REMEDIES}"),  # a CPU has its own message
         (broken, RuntimeError, "^a bug$"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Ranks that set up a job, train and take everything down, several times.
+"""Runs one of several ranks, which repeatedly set up a job, train, and close everything.
 
-Usage: ``closing_rank.py RESULT FLAG ...``. Rank 0 writes what all ranks together held each time,
-before they closed and afterwards, as a JSON list of pairs of objects with ``allocated_bytes``,
-``device_bytes`` and ``shared_bytes``: tensors on the GPU, all that is taken of it, and mapped
+Usage: ``closing_rank.py RESULT FLAG ...``. Rank 0 writes the memory that all ranks together held
+each time, before and after closing, as a JSON list of pairs of objects with ``allocated_bytes``,
+``device_bytes`` and ``shared_bytes``: tensors on the GPU, total GPU memory in use, and mapped
 shared memory of the host. The first two are 0 without a GPU.
 """
 
@@ -34,10 +34,10 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Sets up the model, its channels and its data, takes some steps, and takes all of it down.
+    """Sets up the model, its channels and its data, takes some steps, and closes everything.
 
     Returns:
-        Bytes that this process held before it took them down.
+        Bytes that this process held before closing.
     """
     job = meshes.join(config)
     run = build_run(job)
@@ -54,7 +54,7 @@ def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
 
 
 def give_back(is_cuda: bool) -> None:
-    """Gives memory that nothing refers to back to the GPU."""
+    """Returns unused cached memory to the GPU."""
     gc.collect()
     if is_cuda:
         torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def give_back(is_cuda: bool) -> None:
 
 
 def held(is_cuda: bool) -> dict[str, int]:
-    """Returns the bytes that this process holds; those of the whole GPU, which ranks may share."""
+    """Returns the bytes that this process holds, and the bytes in use on the whole GPU."""
     give_back(is_cuda)
     maps_text = Path("/proc/self/smaps").read_text(encoding="utf-8")
     sizes = {"allocated_bytes": 0, "device_bytes": 0, "shared_bytes": 0}
@@ -78,7 +78,7 @@ def held(is_cuda: bool) -> dict[str, int]:
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
-    """Waits for all ranks, which come here for the given time with this key."""
+    """Waits until all ranks have called this with this key the given number of times."""
     store.add(key, 1)
     end_s = time.monotonic() + 60
     while store.add(key, 0) < times * ranks:
@@ -99,7 +99,7 @@ def main() -> None:
     for _ in range(TIMES):
         before = train_once(meshes, config)
         give_back(is_cuda)
-        # A rank that is behind, or ahead, holds memory of the GPU that both share.
+        # A rank that is behind or ahead would hold memory of the shared GPU.
         meet(store, "left", len(seen) + 1, environment.world_size)
         seen.append((before, held(is_cuda)))
         meet(store, "measured", len(seen), environment.world_size)

@@ -1,8 +1,8 @@
-"""Says where tests run: on a GPU, and jobs that need none in a rehearsal on a CPU as well.
+"""Decides where tests run: on a GPU, or in a rehearsal on a CPU if they do not need a GPU.
 
-The ordinary suite trains jobs like these on the CPU anyway, and skips them. With
-``GPU_CHECK_REHEARSAL``, which ``scripts/gpu_check.sh --rehearse`` sets, they run there all the
-same: their code is then known to be right before a GPU is at hand.
+The ordinary suite trains similar jobs on the CPU and skips these. With ``GPU_CHECK_REHEARSAL``,
+which ``scripts/gpu_check.sh --rehearse`` sets, they run on the CPU as well, so that errors in their
+code are found before a GPU is available.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Jobs that run on a GPU: those that are compared with one process, and the whole trainer.
+"""Defines jobs that run on a GPU: comparisons with one process, and the whole trainer.
 
-All jobs of ``tests/multiprocess/worker.py`` of one world size share their processes: on a GPU a
-process takes ten seconds to start.
+All jobs of ``tests/multiprocess/worker.py`` with the same world size share their processes, because
+starting a process on a GPU takes ten seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .device import HAS_GPU
 STEPS = 3
 BASE = (
     f"{SMALL_GPT} --num-layers 8 --train-iters {STEPS} --attention-dropout 0 --hidden-dropout 0"
-    # Each stage would draw its weights from a generator of its own on the device.
+    # Otherwise each stage would draw its weights from a separate generator on the device.
     " --use-cpu-initialization"
 )
 TRAINER = (
@@ -30,21 +30,21 @@ TRAINER = (
 )
 ALONE = "--pipeline-schedule megatron"
 FP32 = 1e-4
-"""Largest relative difference: sums on a GPU have no fixed order."""
+"""Largest relative difference; the order of sums on a GPU varies."""
 HALF = 2e-2
-"""Largest relative difference with two or three digits."""
+"""Largest relative difference of types with two or three digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuJob:
-    """One job, and what its losses must be.
+    """One job, and the losses that it must have.
 
     Attributes:
-        flags: Flags of the trainer beyond ``BASE``.
+        flags: Trainer flags in addition to ``BASE``.
         ranks: Number of processes.
-        like: Name of the job with the same losses; empty for a job that others are compared with.
-        rel: Largest relative difference of a loss or gradient norm from those of ``like``.
-        moves: Layers of each stage from after an iteration on, by that iteration.
+        like: Name of the job with the same losses; empty for a job that is itself the reference.
+        rel: Largest relative difference of a loss or gradient norm from the job ``like``.
+        moves: Layers of each stage after an iteration, by that iteration.
     """
 
     flags: str
@@ -54,7 +54,7 @@ class GpuJob:
     moves: dict[str, list[int]] | None = None
 
     def case(self, name: str) -> dict[str, Any]:
-        """Returns the job as ``worker.py`` takes it."""
+        """Returns the job in the format of ``worker.py``."""
         flags = f"{BASE} --pipeline-model-parallel-size {self.ranks} {self.flags}".split()
         case = {"name": name, "flags": flags, "steps": STEPS, "evaluate_after": STEPS}
         return {**case, "after": None, "moves": self.moves or {}}
@@ -65,8 +65,8 @@ class GpuJobs:
 
     Args:
         table: Jobs by name.
-        new_folder: Function that makes a folder of a name.
-        limit_s: Time limit of all jobs of one world size on a GPU; three times that on a CPU.
+        new_folder: Function that creates a folder with a name.
+        limit_s: Timeout of all jobs of one world size on a GPU; three times as long on a CPU.
     """
 
     def __init__(self, table: dict[str, GpuJob], new_folder: Any, limit_s: float) -> None:
@@ -77,18 +77,18 @@ class GpuJobs:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
 
     def losses(self, name: str) -> list[float]:
-        """Returns the losses of a job, which all jobs of its size train for."""
+        """Returns the losses of a job; the first call trains all jobs with the same world size."""
         seen = self._runs(self._table[name].ranks, name)
         losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
         assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
         return losses_of_rank[0]
 
     def check(self, name: str) -> None:
-        """Compares a job with the one that it must be like.
+        """Compares a job with its reference job.
 
         Raises:
-            AssertionError: losses, gradient norms, the norm of the parameters or the validation
-                loss differ by more than the job's limit, or training got nowhere.
+            AssertionError: Losses, gradient norms, the norm of the parameters or the validation
+                loss differ by more than the job's limit, or training made no progress.
         """
         job = self._table[name]
         losses, expected = self.losses(name), self.losses(job.like)
@@ -103,7 +103,7 @@ class GpuJobs:
 
 
 def compared(table: dict[str, GpuJob]) -> list[str]:
-    """Returns the names of the jobs that are compared with another one."""
+    """Returns the names of the jobs that are compared with another job."""
     return [name for name, job in table.items() if job.like]
 
 

@@ -1,4 +1,4 @@
-"""Tensors from process to process on one GPU, over CUDA IPC: contents, order, and no waits."""
+"""Tests sending tensors between processes on one GPU over CUDA IPC: contents, order, no waits."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def check_contents(rank: int, transport: NativeTransport, device: torch.device) 
     held = []
     for number in range(200):
         torch.cuda._sleep(rng.randrange(300_000))
-        size = (1, 1000, 1 << 18, 3 << 18)[number % 4]  # the last is larger than a slot
+        size = (1, 1000, 1 << 18, 3 << 18)[number % 4]  # the last size is larger than a slot
         tensor = torch.full((size,), float(number), device=device)
         transport.send(1 - rank, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        torch.full((size,), -1.0, device=device)  # takes the memory, once it is free
+        torch.full((size,), -1.0, device=device)  # reuses the memory once it is free
         if number >= 4:
             held.append((number - 4, take(transport)))
         if len(held) == 3:
@@ -110,7 +110,7 @@ def check_no_waits(rank: int, transport: NativeTransport, device: torch.device) 
 
 
 def check_that_sending_returns(rank: int, transport: NativeTransport, device: torch.device) -> None:
-    """Handing over returns while the device still computes what is sent."""
+    """Checks that sending returns while the device still computes the sent tensor."""
     tensor = torch.ones(1 << 16, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)

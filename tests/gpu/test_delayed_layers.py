@@ -1,4 +1,4 @@
-"""Real layers of Transformer Engine leave their weight gradients for W."""
+"""Checks that layers of Transformer Engine defer their weight gradients to W."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that share a GPU have the losses of one process: a V, split backwards, the rule."""
+"""Compares losses of two ranks that share a GPU with one process: V, split backwards, rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of the whole trainer is killed, on a GPU where there is one."""
+"""Tests killing a rank of the whole trainer, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 100.0
 
 
 def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
-    """A process that reads data for the killed rank keeps none of its connections open."""
+    """Checks that a reader process of the killed rank does not keep its connections open."""
     log = tmp_path / "output.txt"
     command = [
         str(ROOT / "pretrain_gpt.py"),
@@ -32,7 +32,7 @@ def test_a_killed_rank_ends_the_other_which_names_it(tmp_path: Path) -> None:
         readers = first.children(recursive=True)
         assert "pt_data_worker" in [reader.name() for reader in readers]
         first.send_signal(signal.SIGKILL)
-        # Its own status, and that of the rank that waits for it.
+        # The rank that waits for the killed rank exits with status 2.
         ended = ranks.server.wait(ranks.keys[1:], LIMIT_S)
         assert ended == {ranks.keys[1]: 2}, tail(log)
         for process in (second, *readers):

@@ -1,4 +1,4 @@
-"""Memory of a GPU: what a job took is given back, and a lack of it says what to lower."""
+"""Tests that a job returns its GPU memory, and that an out-of-memory error names remedies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
     torchrun(CLOSING, arguments, world_size=2, log=tmp_path / "output.txt", limit_s=LIMIT_S)
     first, second, *_, last = json.loads(result.read_text())
     (_, kept), (working, left) = second, last
-    # The first time also loads what stays: kernels, workspaces, communicators.
+    # The first run also loads kernels, workspaces and communicators, which stay in memory.
     for name, slack in SLACK_BYTES.items():
         assert left[name] <= kept[name] + slack, (name, first, second, last)
     if HAS_GPU:
@@ -42,7 +42,7 @@ def test_memory_is_given_back_at_close(transport: str, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_too_large_a_batch_says_what_to_lower(tmp_path: Path) -> None:
-    # Logits of one microbatch alone take a multiple of any GPU's memory.
+    # The logits of one microbatch exceed the memory of any GPU.
     huge = (
         "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 2048"
         " --max-position-embeddings 2048 --micro-batch-size 4096 --global-batch-size 4096"

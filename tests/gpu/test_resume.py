@@ -1,7 +1,7 @@
-"""Trains in two ranks, on a GPU if there is one, with checkpoints and traces, and resumes.
+"""Tests two ranks that train with checkpoints and traces, on a GPU if there is one, and resume.
 
-Checkpoints are written behind training, the run is traced, processes read the data ahead,
-and tensors go through shared memory, all at once; then the run continues from a checkpoint.
+Checkpoints are written in the background, the run is traced, processes read the data ahead, and
+tensors go through shared memory, all at the same time. Then the run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ITERATIONS, SAVED = 6, 3
 
 
 def test_a_traced_run_saves_beside_its_steps_and_goes_on(tmp_path: Path) -> None:
-    """Processes that read data were used on GPUs alone, beside threads and channels, untested."""
+    """Checks reader processes together with threads and channels, as they are used on GPUs."""
     whole, resumed = tmp_path / "whole.txt", tmp_path / "resumed.txt"
     common = f"--train-iters {ITERATIONS}"
     saving = f"{common} --save saved --save-interval {SAVED} --async-save --trace-dir traces"

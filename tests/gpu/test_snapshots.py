@@ -1,10 +1,10 @@
-"""Copies of the state in the memory of nodes, made of what a GPU holds."""
+"""Tests in-memory copies of the state that a GPU holds."""
 
 from __future__ import annotations
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # before what follows imports megatron-core
+accelerator.install()  # before the following imports load megatron-core
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 from tests.checkpoint.test_snapshots import (  # noqa: E402

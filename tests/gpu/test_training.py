@@ -1,4 +1,4 @@
-"""Training on a GPU by up to four ranks that share it: losses are those of one process."""
+"""Compares losses of up to four ranks that share a GPU with losses of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16 = "--bf16"
 FP16 = "--fp16 --initial-loss-scale 1024"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LENGTHS = "--variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
-# Tensor ranks share each of two stages; the flag of stages comes last and counts.
+# Tensor-parallel ranks share each of two stages; the later flag for stages takes effect.
 TENSOR = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
 REPLICAS = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 JOBS = {
@@ -24,7 +24,7 @@ JOBS = {
     "alone, dropout": GpuJob(flags=f"{ALONE} {DROPOUT}"),
     "alone, bf16": GpuJob(flags=f"{ALONE} {BF16}"),
     "alone, fp16": GpuJob(flags=f"{ALONE} {FP16}"),
-    # The whole batch at once: no padding is ever a token of the loss.
+    # The whole batch at once, so padding is never counted as a token of the loss.
     "alone, lengths": GpuJob(flags=f"{ALONE} {LENGTHS} --micro-batch-size 8"),
     "1f1b": GpuJob(flags="--pipeline-schedule 1f1b", ranks=2, like="alone"),
     "megatron": GpuJob(flags=ALONE, ranks=2, like="alone"),

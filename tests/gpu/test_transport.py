@@ -1,4 +1,4 @@
-"""Tensors of a GPU through the channels of the extension: contents, order, and no waits."""
+"""Tests sending GPU tensors through channels of the extension: contents, order, and no waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["shm", "tcp"])
 def ends(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Ends]:
-    """The sender and the receiver, with host memory between them."""
+    """Yields the sender and the receiver, with host memory between them."""
     options = {"slot_bytes": 1 << 20, "reservable": 2}
     made = open_transports(request.param, device=device, **options)
     yield made
@@ -48,7 +48,7 @@ def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype
 
 
 def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
-    """Kernels of random lengths before and after; memory is given back and used at once."""
+    """Checks kernels of random duration before and after; freed memory is reused immediately."""
     sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):
@@ -57,7 +57,7 @@ def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None
         tensor = torch.full((size,), float(number), device=device)
         sender.send(1, label(number), tensor)
         tensor.data = torch.empty(1, device=device)
-        torch.full((size,), -1.0, device=device)  # takes the memory, once it is free
+        torch.full((size,), -1.0, device=device)  # reuses the memory once it is free
         if number >= 4:
             check(receiver, number - 4)
     for number in range(56, 60):
@@ -74,7 +74,7 @@ def check(receiver: Transport, number: int) -> None:
 
 
 def test_nothing_waits_for_the_device(ends: Ends, device: torch.device) -> None:
-    """Handing over and taking return while the device still computes what comes before."""
+    """Checks that sending and receiving return while the device is still computing."""
     sender, receiver = ends
     tensor = torch.ones(1 << 18, device=device)
     sender.send(1, label(0), tensor)

@@ -1,4 +1,4 @@
-"""Parts of a program that measures: one that fails is a missed goal, and the others run."""
+"""Tests for programs that measure: a failed part is a missed goal, and the other parts run."""
 
 from __future__ import annotations
 

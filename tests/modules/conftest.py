@@ -1,4 +1,4 @@
-"""Shares the keepers of snapshots, and trainings of which one runs at a time."""
+"""Fixtures of the tests: snapshot keepers, and training runs, of which one exists at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["keepers"]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]]:
-    """A function that begins a training, and ends the one before."""
+    """Returns a function that begins a training run, after closing the previous run."""
     made: list[Training] = []
     monkeypatch.delenv("MEGATRON_ADAPTIVE_JOB", raising=False)
 
@@ -33,7 +33,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]
     def end() -> None:
         while made:
             made.pop().pipeline.close()
-        gc.collect()  # cycles keep process groups, with their sockets
+        gc.collect()  # reference cycles keep process groups and their sockets alive
 
     yield make
     end()

@@ -1,4 +1,4 @@
-"""Families of ``transformers`` models, built small with random weights, and batches for each."""
+"""Small ``transformers`` models of many families with random weights, and batches for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 64, 12
-IMAGE, START = 60, 58  # special tokens; ordinary ones are below 56
+IMAGE, START = 60, 58  # special tokens; ordinary tokens are below 56
 Batch = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
@@ -61,7 +61,7 @@ def random_values(*shape: int) -> torch.Tensor:
 
 
 def text() -> Batch:
-    """Returns sentences. Only those of the second microbatch are padded, one on the left."""
+    """Returns sentences. Only the second microbatch is padded, one of its sentences on the left."""
     ids = random_ids(LENGTH, 3)
     mask = torch.ones_like(ids)
     mask[2, 9:] = 0
@@ -70,14 +70,14 @@ def text() -> Batch:
 
 
 def gaps() -> Batch:
-    """Returns sentences of which every other word is to be guessed."""
+    """Returns sentences in which every second word is masked."""
     batch = text()
     batch["labels"][:, ::2] = -100
     return batch
 
 
 def translations() -> Batch:
-    """Returns sentences, and others as labels."""
+    """Returns sentences, and different sentences as labels."""
     return {**text(), "labels": random_ids(8, 4)}
 
 
@@ -92,7 +92,7 @@ def images() -> Batch:
 
 
 def captions() -> Batch:
-    """Returns images with sentences that end with the token of the end."""
+    """Returns images with sentences that end with the end token."""
     ids = random_ids(LENGTH, 3)
     ids[:, -1] = 2
     return {"input_ids": ids, "pixel_values": random_values(3, 8, 8)}
@@ -101,14 +101,14 @@ def captions() -> Batch:
 def images_in_text(
     num_tokens: int, *shape: int, types: str | None = None, grid: tuple[int, ...] | None = None
 ) -> Callable[[], Batch]:
-    """Returns a function that makes sentences with an image each.
+    """Returns a function that creates sentences with one image each.
 
     Args:
-        num_tokens: Number of tokens that stand for an image.
+        num_tokens: Number of tokens that represent an image.
         shape: Shape of an image's pixels.
         types: Name of the batch entry with the type of each token, text or image.
-        grid: Numbers of frames, rows and columns of patches, if the model needs them. Such a model
-            reads them to compute the positions of a sentence, so all sentences have one length.
+        grid: Numbers of frames, rows and columns of patches, if the model needs them. A model with
+            a grid computes the positions of a sentence from it, so all sentences have equal length.
     """
 
     def make() -> Batch:
@@ -152,12 +152,12 @@ PIXELS: Config = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 
 
 def decoder(blocks: int, **options: Any) -> Config:
-    """Returns the configuration of a decoder with grouped queries."""
+    """Returns the configuration of a decoder with grouped-query attention."""
     return {**SIZES, "num_hidden_layers": blocks, "num_key_value_heads": 2, **options}
 
 
 def vision(blocks: int, **options: Any) -> Config:
-    """Returns the configuration of a tower for images."""
+    """Returns the configuration of an image encoder."""
     sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 48}
     return {**sizes, **PIXELS, "num_hidden_layers": blocks, **options}
 
@@ -174,7 +174,7 @@ def causal(name: str, model_class: str, model_type: str | None = None, **options
 
 
 def rope(**options: Any) -> Config:
-    """Returns the configuration of rotary positions."""
+    """Returns the configuration of rotary position embeddings."""
     return {"rope_type": "default", "rope_theta": 1e4, **options}
 
 
@@ -260,7 +260,7 @@ def llava(images: int, layers: int) -> Config:
 
 
 def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int], Config]:
-    """Returns the function for the configuration of a Qwen model with images."""
+    """Returns a function that returns the configuration of a Qwen model with images."""
 
     def config(images: int, layers: int) -> Config:
         positions = rope(mrope_section=sections)
@@ -438,4 +438,4 @@ FAMILIES = (
         make_batch=text,
     ),
 )
-"""All families that the tests hold, in the order of the table."""
+"""All families that the tests cover, in the order of the table."""

@@ -1,7 +1,7 @@
-"""One of two ranks: trains models of ``transformers`` without cut points, and the whole models too.
+"""Runs one of two ranks, which trains ``transformers`` models as pipelines and as whole models.
 
-Usage: ``family_worker.py FOLDER FAMILY ...``. Writes the names of families that trained as the
-whole model did to ``FOLDER/RANK.json``.
+Usage: ``family_worker.py FOLDER FAMILY ...``. Writes the names of families for which both agree to
+``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations

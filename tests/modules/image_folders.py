@@ -1,7 +1,7 @@
-"""Folders of vision-language models with their own processors, small and with random weights.
+"""Creates folders of small vision-language models with their own processors and random weights.
 
-The folders have the layout of published models: settings of images in ``preprocessor_config.json``,
-those of videos in ``video_preprocessor_config.json`` or together with those of images.
+The folders have the layout of published models: image settings are in ``preprocessor_config.json``,
+video settings in ``video_preprocessor_config.json`` or together with the image settings.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ImageFolder:
 
     Attributes:
         processor: Class of the processor.
-        images: Class of the image processor, without its ending ``Pil``.
+        images: Class of the image processor, without the suffix ``Pil``.
         settings: Settings of the image processor.
-        image_text: Text that stands for an image in the chat template.
+        image_text: Placeholder of an image in the chat template.
         tokens: Tokens of the tokenizer that concern images and videos.
-        named: Those of these tokens that the tokenizer has by name.
-        ids: Settings of the model that hold the ids of tokens.
+        named: Tokens among ``tokens`` that the tokenizer stores by name.
+        ids: Settings of the model that contain token ids.
         processor_settings: Settings of the processor itself, for ``processor_config.json``.
-        video: Settings of the video processor; ``None`` if there is none.
+        video: Settings of the video processor; ``None`` without a video processor.
         slicing: Method of recording that the family needs.
         needs: Packages that transformers imports for the processor.
     """
@@ -63,7 +63,7 @@ class ImageFolder:
 
     @property
     def ids_token(self) -> str:
-        """Returns the token that stands for a part of an image."""
+        """Returns the token that represents a part of an image."""
         return self.ids["image_token_id"]
 
 
@@ -182,7 +182,7 @@ def make_tokenizer(described: ImageFolder) -> transformers.PreTrainedTokenizerFa
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """Writes the folder of a model, and returns its path."""
+    """Writes a model's folder, and returns its path."""
     described = IMAGE_FOLDERS[name]
     tokenizer = make_tokenizer(described)
     tokenizer.save_pretrained(folder)
@@ -208,7 +208,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes conversations and texts with up to two images of different sizes; returns the file."""
+    """Writes conversations and texts with up to two images of different sizes; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"wide": (20, 10), "tall": (9, 17), "small": (8, 8)}
     for number, (image, size) in enumerate(sizes.items()):

@@ -1,4 +1,4 @@
-"""One of two ranks: fine-tunes a vision-language model that has a processor of its own.
+"""Runs one of two ranks, which fine-tunes a vision-language model with its own processor.
 
 Usage: ``image_worker.py FOLDER SLICING``. Reads ``FOLDER/model`` and ``FOLDER/data/train.jsonl``,
 and writes ``FOLDER/tuned``. Prints the losses.

@@ -1,4 +1,4 @@
-"""A rank of two that begins and ends a job as many times as its argument says."""
+"""Runs one of two ranks, which joins and closes a job as many times as its argument says."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ accelerator.install()
 from megatron.adaptive.modules.mesh import join_job, make_mesh  # noqa: E402
 
 if __name__ == "__main__":
-    if os.environ["AGENT_STORE"] == "False":  # the launcher has no store for ranks
+    if os.environ["AGENT_STORE"] == "False":  # the launcher does not provide a store to ranks
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = os.environ["OTHER_PORT"]
     for turn in range(int(sys.argv[1])):
         mesh = make_mesh(join_job(20.0), 2)
-        time.sleep(0.05 * (mesh.rank ^ turn % 2))  # either comes first
+        time.sleep(0.05 * (mesh.rank ^ turn % 2))  # the ranks alternate in arriving first
         assert mesh.gather(mesh.rank + turn) == [turn, turn + 1]
         tensor = torch.ones(1)
         torch.distributed.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Small models with cut points, each with something that makes cutting hard."""
+"""Small models with cut points, each with a property that makes cutting difficult."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WIDTH, WORDS = 8, 16
 
 
 class Knotty(nn.Module):
-    """Two shared weights, tensors that skip stages, dropout, a running mean, unequal blocks.
+    """Has shared weights, skip connections across stages, dropout, a running mean, unequal blocks.
 
-    ``ids [n, s] int64``, ``mask [n, s] bool`` and ``label [n, s] int64`` make a loss.
+    Computes the loss from ``ids [n, s] int64``, ``mask [n, s] bool`` and ``label [n, s] int64``.
     """
 
     def __init__(self, blocks: int = 8, dropout: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class Knotty(nn.Module):
 
 
 class Tower(nn.Module):
-    """Pieces of which everything can be counted: ``x [n, width]`` to a loss."""
+    """A model whose costs can be computed by hand; computes a loss from ``x [n, width]``."""
 
     def __init__(self, width: int = 16, layers: int = 3) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def make_batch(samples: int, seed: int = 0, length: int = 5) -> dict[str, torch.
 
 
 class Net(nn.Module):
-    """With a buffer that each forward changes, and dropout: ``x [n, 4]`` to a loss."""
+    """Has dropout and a buffer that each forward changes; computes a loss from ``x [n, 4]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class Net(nn.Module):
 
 
 def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
-    """Returns the batch of a step for the model."""
+    """Returns the batch of a step for :class:`Net`."""
     return {"x": torch.randn(samples, 4, generator=torch.Generator().manual_seed(step))}
 
 
 class Training:
-    """A pipeline of it in this process, with a scheduler, and the losses of its steps."""
+    """A pipeline of :class:`Net` in this process, with a scheduler and the losses of its steps."""
 
     def __init__(
         self, samples: int = 4, precision: Any = None, optimizer: Any = torch.optim.AdamW
@@ -113,7 +113,7 @@ class Training:
             Net(), batch_of(0, samples), micro_batch_size=2, mixed_precision=precision
         )
         self.optimizer = optimizer(self.pipeline.parameters(), lr=0.1)
-        # Its first steps overflow in fp16: the optimizer has no state then.
+        # The first steps overflow in fp16, so the optimizer has no state then.
         self.pipeline.set_optimizer(self.optimizer, initial_loss_scale=2.0**40)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
         self.state: dict[str, Any] = {"scheduler": self.scheduler}
@@ -128,7 +128,7 @@ class Training:
         before: Callable[[int], object] = lambda step: None,
         **options: Any,
     ) -> None:
-        """Trains, and ends before step ``last`` without saving, as a killed process does."""
+        """Trains, and stops before step ``last`` without saving, like a killed process."""
         for step in self.pipeline.loop(total, folder=folder, state=self.state, **options):
             if step == last:
                 break
@@ -143,8 +143,9 @@ IMAGE = WORDS - 1
 class Viewer(nn.Module):
     """An encoder of images of different sizes and a decoder of text of any length.
 
-    ``ids [n, s] int64`` with ``IMAGE`` where an image belongs. ``patches [p, 6]`` are those of all
-    images, and ``sizes [images] int64`` how many each has; both are absent without images.
+    ``ids [n, s] int64`` contains ``IMAGE`` at the position of an image. ``patches [p, 6]`` are the
+    patches of all images, and ``sizes [images] int64`` their numbers of patches; both are absent
+    without images.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -202,7 +203,7 @@ def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Blocks without cut points, one of which the forward pass never calls; ``x [n, 8]``."""
+    """Has blocks without cut points, one of which is never called; the input is ``x [n, 8]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +224,7 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """No repeated blocks."""
+    """A model without repeated blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""One of two ranks of pipelines whose segments may move, and whose settings may differ.
+"""Runs one of two ranks of pipelines whose segments may move, and whose settings may differ.
 
-Usage: ``moving_worker.py FOLDER PROGRAM``. The process group belongs to this program.
+Usage: ``moving_worker.py FOLDER PROGRAM``. This program creates the process group itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEARCH_WAIT_S = 12.0
 
 
 def tied() -> Tower:
-    """Returns a model whose first two layers have one weight."""
+    """Returns a model whose first two layers share a weight."""
     torch.manual_seed(3)
     model = Tower(WIDTH, layers=4)
     model.layers[1].weight = model.layers[0].weight
@@ -55,7 +55,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def settings_that_differ_are_named(folder: Path) -> None:
-    """Ranks waited for groups or messages of the others until their time limit."""
+    """Checks that different settings of the ranks are an error, not a wait until the timeout."""
     is_second = dist.get_rank() == 1
     groups = process_groups()
 
@@ -101,7 +101,7 @@ def settings_that_differ_are_named(folder: Path) -> None:
 
 
 def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
-    """The move raised the failure on all ranks, and no later save took its place."""
+    """Checks that a move succeeds after a failed save, and that later saves succeed."""
     checkpoints, aside = folder / "checkpoints", folder / "aside"
     whole = tied()
     reference = sgd(whole.parameters())
@@ -118,7 +118,7 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
             if dist.get_rank() == 0:
                 if step == 1:
                     checkpoints.rename(aside)
-                    checkpoints.touch()  # no folder can be made here
+                    checkpoints.touch()  # creating a folder here fails
                 elif step == 3:
                     checkpoints.unlink()
                     aside.rename(checkpoints)
@@ -131,12 +131,12 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
         assert pipeline.partition == (1, 3)
         assert pipeline.shared_weights == (("layers.0.weight", "layers.1.weight"),)
     assert sorted(PipelineFolder(checkpoints).steps()) == [4, 6]
-    # The group for the shared weight, made by the move, belongs to the pipeline.
+    # The group for the shared weight was created by the move and belongs to the pipeline.
     assert process_groups() == groups
 
 
 def a_slow_search_ends_before_other_ranks_stop_to_wait(folder: Path) -> None:
-    """The other rank waits for the result as long as for any message."""
+    """Checks that a search stops before the timeout with which other ranks wait for its result."""
     vars(judgement)["propose"] = lambda *_: time.sleep(600)
     with make(
         partition="2-2", repartition="auto", repartition_interval=4, timeout_s=SEARCH_WAIT_S

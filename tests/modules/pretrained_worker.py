@@ -1,8 +1,8 @@
-"""One of two ranks: trains models from folders of transformers, and saves them again.
+"""Runs one of two ranks, which trains models from transformers folders, and saves them again.
 
-Usage: ``pretrained_worker.py FOLDER PROGRAM ...``. ``FOLDER`` holds the models of
-``test_pretrained.py``. The names of the programs that passed, and the error that ended the list, go
-to ``FOLDER/RANK.json``.
+Usage: ``pretrained_worker.py FOLDER PROGRAM ...``. ``FOLDER`` contains the models of
+``test_pretrained.py``. Writes the names of the programs that passed, and the error that stopped the
+run, to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[
 
 
 def require_equal(pipeline: Pipeline, model: Any) -> None:
-    """Pipeline and model take the same steps."""
+    """Checks that the steps of the pipeline and the whole model are equal."""
     batches = [make_batch(seed) for seed in range(3)]
     losses, norms = reference(model, batches)
     for batch, loss, norm in zip(batches, losses, norms, strict=True):

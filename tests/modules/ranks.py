@@ -1,4 +1,4 @@
-"""The stages of a model with cut points on the real executor, all ranks in one process."""
+"""Runs the stages of a model with cut points on the real executor, all ranks in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_example(name: str) -> ModuleType:
 
 
 class Case:
-    """A model with its tapes, and what the whole model does with a batch.
+    """A model with its tapes, and the results of the whole model for a batch.
 
     Args:
         model: Model with cut points.
@@ -82,7 +82,7 @@ class Case:
         return self.shape.microbatch(self.batch, number, CPU)
 
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Losses and gradients of the whole model in one process, without the pipeline."""
+        """Returns losses and gradients of the whole model in one process, without the pipeline."""
         model = copy.deepcopy(self.model)
         forward = dataclasses.replace(self.forward, model=model)
         losses = []
@@ -102,7 +102,7 @@ class Case:
         split_backward: bool | None = None,
         forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Losses and summed gradients of the pipeline."""
+        """Returns losses and summed gradients of the pipeline."""
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
         )
@@ -160,7 +160,7 @@ class Case:
 
 
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Gradients by name, zeros left out."""
+    """Returns gradients by name, without zero gradients."""
     return {
         name: tensor.grad.clone()
         for name, tensor in tensors.items()
@@ -171,7 +171,7 @@ def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def assert_same(
     gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
 ) -> None:
-    """Each gradient differs by at most ``tolerance`` times its own norm."""
+    """Checks that each gradient differs by at most ``tolerance`` times its norm."""
     assert sorted(gradients) == sorted(expected)
     for name, reference in expected.items():
         error = float((gradients[name] - reference).norm() / reference.norm())

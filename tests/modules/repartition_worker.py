@@ -1,8 +1,8 @@
-"""One of the ranks of a pipeline whose segments move; compares it with the whole model.
+"""Runs one of the ranks of a pipeline whose segments move, and compares it with the whole model.
 
 Usage: ``repartition_worker.py FOLDER SCHEDULE PARTITION``. Each block sleeps, so the first
-partition is slow. After each move blocks sleep longer, so it does not pay, and one is taken back.
-Writes the partitions that the pipeline had to ``FOLDER/RANK.json``.
+partition is slow. After each move blocks sleep longer, so the move does not pay off, and one move
+is undone. Writes the pipeline's partitions to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLEEP_S = [0.002]
 
 
 class Sleep(torch.autograd.Function):
-    """Takes a while in both directions."""
+    """Sleeps for some time in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,10 +46,10 @@ class Sleep(torch.autograd.Function):
 
 
 class SlowLinear(torch.nn.Linear):
-    """A layer that takes a while."""
+    """A layer that sleeps for some time."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product."""
+        """Returns the output of the linear layer."""
         return super().forward(Sleep.apply(x))
 
 
@@ -63,7 +63,7 @@ def sleeping_model() -> torch.nn.Module:
 
 
 def marked(model: torch.nn.Module) -> torch.nn.Module:
-    """Gives each parameter an attribute for the optimizer, and returns the model."""
+    """Adds an attribute for the optimizer to each parameter, and returns the model."""
     for number, parameter in enumerate(model.parameters()):
         vars(parameter)["shrink"] = 1 - 0.001 * number
     return model
@@ -73,7 +73,7 @@ class Shrinking(torch.optim.AdamW):
     """An optimizer that reads an attribute of each parameter."""
 
     def step(self, closure: Any = None) -> Any:
-        """Updates the parameters, and shrinks them."""
+        """Updates the parameters, and scales them down."""
         super().step(closure)
         with torch.no_grad():
             for group in self.param_groups:
@@ -82,7 +82,7 @@ class Shrinking(torch.optim.AdamW):
 
 
 def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Returns an optimizer with two groups of parameters, which have names."""
+    """Returns an optimizer with two groups of named parameters."""
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     groups = [
         [(name, parameter) for name, parameter in trained if (parameter.dim() > 1) is is_matrix]
@@ -94,7 +94,7 @@ def adam(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimiz
 
 
 def require_names(pipeline: Pipeline) -> None:
-    """Checks that the optimizer has the parameters that are trained here, each by its name."""
+    """Checks that the optimizer has exactly this rank's trained parameters, with their names."""
     pairs = [
         pair
         for group in pipeline._update.optimizer.param_groups
@@ -115,7 +115,7 @@ class Reference:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
-        """Returns the mean loss over microbatches, after a step if ``trains``."""
+        """Returns the mean loss over microbatches, and makes a step if ``trains``."""
         total = 0.0
         self.optimizer.zero_grad()
         self.model.train(trains)
@@ -142,9 +142,9 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 
 
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
-    """Trains until segments have moved and gone back; returns the partitions."""
+    """Trains until segments have moved and moved back; returns the partitions."""
     model = sleeping_model()
-    # A copy of a parameter lacks its attributes.
+    # A copy of a parameter does not have its attributes.
     reference = Reference(marked(copy.deepcopy(model)))
     batches = [make_batch(8, seed) for seed in range(3)]
     seconds = SLEEP_S[0]
@@ -184,7 +184,7 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
             if len(partitions) > 2 and partitions[-1] == partitions[-3]:
                 break
         if pipeline.replicas == 1:
-            # Each replica has running means of its own microbatches.
+            # Each replica has a running mean of its own microbatches.
             expected = reference.loss_of(batches[0], trains=False)
             assert pipeline.eval(batches[0]) == pytest.approx(expected, rel=1e-6)
         pipeline.load(folder / "checkpoints")

@@ -1,4 +1,4 @@
-"""Which cut points a model without any gets."""
+"""Tests for the cut points that a model without cut points gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layers(count: int, width: int = WIDE) -> nn.ModuleList:
 
 
 class Block(nn.Module):
-    """Has a list inside, which does not count."""
+    """Contains a nested list, which must be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its lists one after the other, as far as ``modules`` are callable in a row."""
+    """Calls its lists one after the other, as far as its modules fit together."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of a model of several resolutions."""
+    """A stage of a model with several resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_cut_points_are_between_the_blocks(model: nn.Module, text: str) -> None:
 
 
 class Odd(nn.Module):
-    """Calls one block twice, one only in training, and one never."""
+    """Calls one block twice, one block only in training, and one block never."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Microbatches with shapes of their own: lengths, images of different numbers and sizes, none."""
+"""Tests for microbatches of different shapes: text lengths, numbers and sizes of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened() -> Iterator[list[Pipeline]]:
 def expected(
     model: torch.nn.Module, microbatches: list[dict[str, torch.Tensor]], weights: list[float]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the whole model, without a pipeline."""
+    """Returns loss and gradients of the whole model, without a pipeline."""
     loss = sum(
         weight / sum(weights) * model(**part)
         for part, weight in zip(microbatches, weights, strict=True)
@@ -66,7 +66,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
         whole = viewer()
         loss, gradients = expected(whole, step, items)
         assert pipeline.step(step, num_items=items)[0] == pytest.approx(loss, rel=1e-5)
-        # A step without images gives the encoder no gradient, as in the model itself.
+        # A step without images gives the encoder no gradient, as in the whole model.
         require_equal(pipeline, gradients)
         whole.eval()
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
 
 
 def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
-    """The loss has the same bits; gradients are added up in another order."""
+    """Checks that the loss is bitwise equal; gradients are summed in a different order."""
     kinds = [*SAMPLE, viewed(0, 40, 4)]
     step = [kinds[kind] for kind in (2, 0, 1, 2, 1)]
     _, gradients = expected(viewer(), step, [1.0] * 5)
@@ -92,7 +92,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
             labels = {label for of_stage in pipeline.costs for label in of_stage}
     assert set(losses) == {losses[0]}
     assert orders["given"] == (0, 1, 2, 3, 4)
-    # Cheap microbatches are first and last, and equal ones keep their order.
+    # Cheap microbatches are first and last, and equal microbatches keep their order.
     assert orders["work"] == (2, 1, 3, 0, 4)
     assert sorted(orders["time"]) == [0, 1, 2, 3, 4]
     entries = {"ids", "patches", "sizes"}
@@ -100,7 +100,7 @@ def test_an_order_by_cost_leaves_the_loss_as_it_is() -> None:
 
 
 class Scorer(torch.nn.Module):
-    """``x [n, 4]`` and ``y [n] int64`` make the mean loss of the rows with a label."""
+    """Computes the mean loss of rows with a label from ``x [n, 4]`` and ``y [n] int64``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Scorer(torch.nn.Module):
 
 
 class Mean(Scorer):
-    """Keeps a running mean, for microbatches of some lengths only."""
+    """Keeps a running mean, but only for microbatches of a minimum length."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Mean(Scorer):
 
 
 def test_an_order_by_cost_leaves_running_means_as_they_are(opened: list[Pipeline]) -> None:
-    """Their values depend on the order of the microbatches, and evaluations use them."""
+    """Checks that such models are rejected, because evaluations use the running means."""
     parts = [{"x": torch.randn(n, 4), "y": torch.arange(n) % 3} for n in (9, 2, 3, 2)]
     rule: Any
     for rule in ("work", "time"):
@@ -206,7 +206,7 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """The model runs once for it, and once more when the other mode needs the same shapes."""
+    """Checks that the model runs once per recording, and once more for the other mode."""
     modes = []
     model = viewer()
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
@@ -258,7 +258,7 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
 
 
 class Branching(torch.nn.Module):
-    """Takes a branch by the value of an entry."""
+    """Chooses a branch by the value of an entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_values_that_decide_must_be_named(opened: list[Pipeline]) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Looks at a mask, if there is any, unless it is exported."""
+    """Reads values of an optional mask, except while it is exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class Looking(torch.nn.Module):
 
 
 def test_later_recordings_are_made_as_that_of_the_sample() -> None:
-    """Because random numbers depend on the positions of calls, which depend on the method."""
+    """Checks the method: random numbers depend on the position of calls, which depends on it."""
     forward = Forward(Looking())
     x = torch.ones(2, 4)
     way = Forwards.of(forward, {"x": x, "mask": x}, "auto").way
@@ -318,7 +318,7 @@ def test_an_entry_that_no_stage_uses_is_told(
 
 
 def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None:
-    """Without cut points of its own, with a mask that its code looks at."""
+    """Checks a model without cut points that reads the values of a mask."""
     transformers = pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_a_vision_language_model_of_transformers(opened: list[Pipeline]) -> None
 
 
 def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
-    """It is refused with the line that looks at them; numbers of real images are shapes."""
+    """Checks that the error names the line that reads values; the number of images is a shape."""
     pytest.importorskip("transformers", reason="bash prerequisite.sh --examples")
     family = next(family for family in FAMILIES if family.name == "smolvlm")
 
@@ -380,7 +380,7 @@ def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
 
 
 def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
-    """The encoder of images has no optimizer state in the first checkpoint."""
+    """Checks the case in which the image encoder has no optimizer state in the first checkpoint."""
     steps = [[viewed(0, 5), viewed(0, 6)], [viewed(2, 5)], [viewed(0, 5), viewed(1, 4)]]
 
     def run(total: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -400,7 +400,7 @@ def test_a_loop_of_lists_continues_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: bool) -> None:
-    """Its mean over no items is not a number."""
+    """Checks a microbatch whose mean loss is NaN because it has no items."""
     labeled = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     unlabeled = {"x": torch.randn(2, 4), "y": torch.tensor([-100, -100])}
     loss, gradients = expected(Scorer(), [labeled], [1.0])
@@ -412,7 +412,7 @@ def test_a_microbatch_without_items_adds_nothing(opened: list[Pipeline], split: 
 
 
 class Doubling(torch.nn.Module):
-    """Changes an entry of the batch in place, and compares it with another."""
+    """Changes an entry of the batch in place, and compares it with another entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ class Doubling(torch.nn.Module):
 
 
 def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> None:
-    """If a recording of a new length changed its microbatch, the step would train on that."""
+    """Checks that recording a new length does not change the microbatch used for training."""
     x, y = torch.ones(2, 4), torch.zeros(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": y}]))
     assert torch.equal(x, torch.ones(2, 4))
@@ -436,7 +436,7 @@ def test_a_recording_leaves_the_microbatch_as_it_is(opened: list[Pipeline]) -> N
 
 
 def test_a_tensor_under_two_names_counts_as_two_entries(opened: list[Pipeline]) -> None:
-    """Labels are often the same tensor as the tokens, but not in every microbatch."""
+    """Checks labels that are the same tensor as the tokens only in the sample."""
     x = torch.ones(2, 4)
     opened.append(Pipeline(Doubling(), [{"x": x, "y": x}]))
     loss = float(Doubling()(x.clone(), torch.zeros(2, 4)).detach())
@@ -456,7 +456,7 @@ def test_an_entry_may_be_a_scalar(opened: list[Pipeline]) -> None:
 
 
 class Drawing(Scorer):
-    """Draws random numbers of Python."""
+    """Draws random numbers with Python's generator."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Returns the loss."""
@@ -472,7 +472,7 @@ def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> Non
 
 @pytest.mark.parametrize("split", [False, True])
 def test_hooks_on_parameters_run(opened: list[Pipeline], split: bool) -> None:
-    """A deferred weight gradient would not pass through autograd, which runs the hooks."""
+    """Checks that hooks run, which a deferred weight gradient would bypass."""
     part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     whole, model = Scorer(), Scorer()
     opened.append(Pipeline(model, [part], split_backward=split))

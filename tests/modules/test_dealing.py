@@ -1,4 +1,4 @@
-"""Which replica gets which microbatches, as each replica computes it alone."""
+"""Tests for the distribution of microbatches over replicas, which each replica computes alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACEMENT = Placement(num_ranks=RANKS, num_chunks=1, kind="loop")
 
 
 def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
-    """A microbatch of this content."""
+    """Returns a microbatch with this content."""
     entries = {"ids": torch.zeros(1, tokens, dtype=torch.int64)}
     return entries | ({"images": torch.zeros(images, 3, 4, 4)} if images else {})
 
@@ -36,7 +36,7 @@ def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
 def balance_of(
     replica: int, sample_work: Mapping[Signature, Any], **options: Any
 ) -> ContentBalance:
-    """What a replica decides with, without other processes."""
+    """Returns the object with which a replica decides, without other processes."""
     mesh: Any = SimpleNamespace(
         rank=replica,
         dp_rank=replica,
@@ -52,7 +52,7 @@ def balance_of(
 def dealt(
     batch: Sequence[Any], sample_work: Mapping[Signature, Sequence[float]], **options: Any
 ) -> list[DealtList]:
-    """What each replica takes of a batch."""
+    """Returns each replica's share of a batch."""
     shares = []
     for replica in range(REPLICAS):
         balance = balance_of(replica, sample_work, **options)
@@ -77,7 +77,7 @@ def test_costly_microbatches_are_spread_and_cheap_ones_fill_up() -> None:
 
 
 def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
-    """Without images, nothing of what the sample with images shows might cost anything."""
+    """Checks that text has a cost even if the sample consists of images only."""
     images = {Signature.of({"images": torch.zeros(2, 3, 4, 4)}): (5.0, 5.0)}
     shares = dealt([part(10) for _ in range(9)], images)
     assert [len(share) for share in shares] == [3, 3, 3]
@@ -86,7 +86,7 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 
 
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
-    """``share`` does not know whether its list is for a step or for an evaluation."""
+    """Checks that a step rejects the list; ``share`` does not know what the list is for."""
     limits = {"group": 2, "least": 2}
     message = "microbatches .* at least 6, and a multiple of 2"
     for count in (4, 9):
@@ -101,7 +101,7 @@ def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
 
 
 def test_the_partition_does_not_change_what_is_dealt() -> None:
-    """Work is fitted to the whole model: parts of it would be fitted with other errors."""
+    """Checks that costs are fitted to the whole model; fits of its parts would differ."""
     parts = [part(tokens, images) for tokens, images in ((10, 0), (25, 1), (7, 3), (90, 2))]
     rng = random.Random(3)
     batch = [part(rng.randrange(5, 99), rng.randrange(5)) for _ in range(24)]
@@ -117,7 +117,7 @@ def test_the_partition_does_not_change_what_is_dealt() -> None:
 
 
 def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None:
-    """Entries of equal sizes would otherwise take most of the cost, equal for all."""
+    """Checks that entries of equal size do not hide the cost of entries that differ."""
     fixed = {f"entry{number}": torch.zeros(64) for number in range(20)}
     sample = {Signature.of({**fixed, **part(10)}): (10.0, 10.0)}
     batch = [{**fixed, **part(30)}, *({**fixed, **part(10)} for _ in range(9))]
@@ -126,7 +126,7 @@ def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None
 
 
 def test_a_list_that_was_changed_in_place_is_refused() -> None:
-    """Its random numbers would be those of other microbatches."""
+    """Checks the error; the random numbers would otherwise belong to other microbatches."""
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)
@@ -179,7 +179,7 @@ def test_digests_see_shapes_types_and_whole_numbers() -> None:
 
 
 def test_digests_are_alike_wherever_labels_are() -> None:
-    """A rank may have moved to its GPU what another has on the host."""
+    """Checks digests of labels that one rank has moved to its GPU and another has on the host."""
     host = {**part(4), "labels": torch.ones(4, dtype=torch.int64)}
     moved = {**host, "labels": host["labels"].to("meta")}
     wrong = {**host, "labels": torch.zeros(4, dtype=torch.int64)}
@@ -207,7 +207,7 @@ def test_another_order_on_a_rank_is_named() -> None:
 def test_a_better_partition_for_what_is_trained_is_told_once(
     images: int, better: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four segments see images and two read text; only the sample has images."""
+    """Checks a model with four segments for images and two for text; only the sample has images."""
     work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
     seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
     balance = balance_of(0, work, dealing="time", partition=(4, 2))

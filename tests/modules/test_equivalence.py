@@ -1,4 +1,4 @@
-"""Every example under every schedule: losses and gradients are those of the whole model."""
+"""Checks that every example has the whole model's losses and gradients under every schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 
-# Schedules with the chunks that they run here; one microbatch more than a round of four.
+# Schedules with their number of chunks here; there is one microbatch more than a round of four.
 SCHEDULES: list[tuple[str, int | None]] = [
     ("1f1b", None),
     ("adaptive", None),
@@ -30,12 +30,12 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
-    # Those of a user.
+    # A user's schedule.
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
 TRIED = {"forward-only", *(name for name, _ in SCHEDULES)}
-# A schedule that is new to the table is tried too.
+# Schedules that were newly added to the table are tested as well.
 SCHEDULES += [(name, None) for name in policy_names() if name not in TRIED]
 NO_DROPOUT: dict[str, Any] = {
     "mlp": {},
@@ -67,7 +67,7 @@ def case_of(name: str) -> tuple[Case, Any]:
     return case, case.expected()
 
 
-# Every schedule with every model and both sizes, and every model with both sizes.
+# Every schedule runs with every model and both sizes.
 CASES = [
     (name, (2, 4)[(index + turn) % 2], *scheduled)
     for turn, scheduled in enumerate(SCHEDULES)

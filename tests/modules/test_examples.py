@@ -1,4 +1,4 @@
-"""The examples as programs."""
+"""Tests that run the examples as programs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     command += ["--save", str(tmp_path), "--write-profile", str(tmp_path / "profile.json")]
     done = subprocess.run(
         [sys.executable, *command],
-        env=forking(),  # the launcher, not its ranks
+        env=forking(),  # forks the launcher, not its ranks
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "plan: " in done.stdout  # neither size was given
+    assert "plan: " in done.stdout  # no size was set
     assert profile_file.load(tmp_path / "profile.json")["model"]["name"] == "Mlp"
     losses = [float(printed) for printed in re.findall(r"step \d: loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 6
@@ -45,7 +45,7 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     evaluated = re.findall(r"evaluation: loss ([0-9.]+)", done.stdout)
     loaded = alone(tmp_path, "--steps", "1", "--micro-batch-size", "2", "--load", str(tmp_path))
     assert loaded.returncode == 0, loaded.stderr
-    # The first step on one process has the loss that two evaluated last: nothing is random here.
+    # The first step on one process has the last evaluation loss of two, as nothing is random here.
     assert re.findall(r"step (\d): loss ([0-9.]+)", loaded.stdout) == [("7", evaluated[0])]
 
 

@@ -1,4 +1,4 @@
-"""A model on the meta device is recorded like the same model with weights."""
+"""Checks that a model on the meta device is recorded like the same model with weights."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from .test_recorder import (
 
 
 def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Module:
-    """Moves parameters to the meta device in place; parameters that are tied stay tied."""
+    """Moves parameters to the meta device in place; tied parameters stay tied."""
     names = [] if buffers_too else [name for name, _ in model.named_buffers()]
     keep_only(model, names, CPU)
     return model
 
 
 def ids_in(model: torch.nn.Module) -> dict[str, int]:
-    """The Python object of each tensor of a model."""
+    """Returns the id of each tensor of a model."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: id(tensor) for name, tensor in named}
 
 
 def facts(tape: Tape) -> list[Any]:
-    """What a tape says, without the addresses of tensors."""
+    """Returns the content of a tape without the addresses of tensors."""
     values = [
         (value.shape, value.dtype, value.requires_grad, value.source, value.name, value.varies)
         for value in tape.values
@@ -95,7 +95,7 @@ def test_random_calls_are_found_without_random_numbers() -> None:
     state = torch.get_rng_state()
     forwards = Forwards.of(Forward(on_meta(Model(noisy))), {"x": torch.ones(2, 4)}, "auto")
     assert torch.equal(torch.get_rng_state(), state)
-    # The tape lacks F.dropout in evaluation, because it returns its argument there.
+    # The evaluation tape has no F.dropout, because it returns its argument there.
     for tape, expected in (
         (forwards.training, [True, True, False, True]),
         (forwards.evaluation, [True, False, True]),
@@ -138,7 +138,7 @@ def test_values_that_depend_on_weights_are_refused() -> None:
         Forwards.of(Forward(on_meta(Model(chosen))), batch, "auto")
     with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) looks at the"):
         Forwards.of(Forward(on_meta(Model(branching))), batch, "auto")
-    # The sample's values may decide: they are there, unlike those of the weights.
+    # The sample's values may be read: unlike the weights, they exist.
     forwards = Forwards.of(Forward(on_meta(Model(branching))), batch, "record")
     assert forwards.training.cuts == ["cuts.0", "cuts.1"]
 
@@ -168,7 +168,7 @@ def test_a_part_of_a_model_is_recorded_again_with_other_shapes() -> None:
 
 
 def test_ranks_keep_the_buffers_that_code_of_the_model_reads() -> None:
-    """A later recording reads them again, on ranks whose stages do not use them."""
+    """Checks that a later recording can read them, on ranks whose stages do not use them."""
 
     def sized(model: Model, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) * int(model.table.max()) * int(model.size)
@@ -207,7 +207,7 @@ def test_a_profile_needs_no_weights() -> None:
     (part,) = profile.parts
     assert [row.parameters for row in part.samples] == [256] * 4
     assert [row.output_bytes for row in part.samples] == [128, 128, 128, 0]
-    # Segments in the middle make the same calls, so they are measured once.
+    # Inner segments make the same calls, so they are measured once.
     assert part.samples[1].durations_s == part.samples[2].durations_s
     assert part.samples[0].durations_s != part.samples[1].durations_s
     assert all(parameter.is_meta for parameter in model.parameters())

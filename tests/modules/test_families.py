@@ -1,7 +1,7 @@
-"""Models of ``transformers`` without cut points: stages give losses and gradients of the whole.
+"""Checks losses and gradients of ``transformers`` models without cut points.
 
-The default run tries each family on two ranks in one placement. ``FAMILIES=all`` tries each on one,
-two and four ranks in all placements, which takes minutes.
+The default run tests each family on two ranks with one placement. ``FAMILIES=all`` tests each
+family on one, two and four ranks with all placements, which takes minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cutpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """Describes how stages are placed, and whether backwards are split."""
+    """Describes the placement of stages, and whether backwards are split."""
 
     schedule: str
     chunks: int | None
@@ -70,10 +70,10 @@ def case_of(family: Family) -> Case:
 def require_same(
     stage_gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> None:
-    """Checks gradients against those of the whole model.
+    """Checks that gradients equal the whole model's gradients.
 
-    Some gradients are zero but for rounding, such as those of biases of keys before a softmax. They
-    must be as small, compared with the largest gradient.
+    Some gradients are zero except for rounding, for example the gradients of key biases before a
+    softmax. They must be similarly small, relative to the largest gradient.
     """
     largest = max(float(gradient.norm()) for gradient in expected.values())
     for name in {*stage_gradients, *expected}:
@@ -129,7 +129,7 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
 
 @pytest.mark.multiprocess
 def test_families_train_on_two_processes(tmp_path: Path) -> None:
-    """Tied embeddings, an encoder and a decoder, and images; or all families."""
+    """Checks families with tied embeddings, encoder and decoder, and images; or all families."""
     chosen = ["qwen2", "t5", "llava"]
     if ALL:
         chosen = [family.name for family in FAMILIES]

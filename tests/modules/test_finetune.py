@@ -1,4 +1,4 @@
-"""Fine-tuning: which samples a process encodes."""
+"""Tests which samples each process encodes during fine-tuning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..support.tuned_models import make_tokenizer
 
 
 class SecondOfTwo:
-    """Replaces the pipeline of the second of two replicas, and keeps the numbers of items."""
+    """Replaces the pipeline of the second of two replicas, and records the numbers of items."""
 
     replicas = 2
     steps = 0
@@ -30,7 +30,7 @@ class SecondOfTwo:
         self.evaluated: list[list[float]] = []
 
     def set_optimizer(self, make: Any, *, clip_norm: float) -> None:
-        """Accepts an optimizer that nothing uses."""
+        """Accepts an optimizer and ignores it."""
 
     def loop(self, total: int, **settings: Any) -> Iterable[int]:
         return range(total)
@@ -52,7 +52,7 @@ class SecondOfTwo:
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process without room to keep samples encoded those of all replicas again at each use."""
+    """Checks a process without cache for samples, which encodes its samples again at each use."""
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"text": "a" * (number + 2)}) for number in range(11)]
     path.write_text("\n".join(lines))
@@ -77,7 +77,7 @@ def test_a_process_encodes_only_samples_of_its_replica(
     assert [len(items) for items in pipeline.trained] == [2, 2]
     assert len(encoded) == 4 + 1
     assert run._evaluate() == pytest.approx(2.0)
-    # An evaluation of one sample is repeated for the second replica, and counts once.
+    # An evaluation of one sample repeats the sample for the second replica, and counts it once.
     run._held_out = run._held_out[:1]
     assert run._evaluate() == pytest.approx(2.0)
     assert pipeline.evaluated[-1] == [0.0]

@@ -1,4 +1,4 @@
-"""Random models, randomly cut: gradients are those of the whole."""
+"""Checks gradients of random models with random cut points."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WIDTH = 4
 
 
 class Tangle(nn.Module):
-    """Operations that take any earlier results, some shared, frozen, without gradient or in place.
+    """Random operations on earlier results: shared, frozen, without gradient or in place.
 
     Args:
-        seed: says which model.
+        seed: Seed of the random model.
         operations: Number of operations; on average, a cut point follows every second one.
     """
 

@@ -1,4 +1,4 @@
-"""Processes of a Pipeline do not outlive their launcher."""
+"""Checks that processes of a Pipeline do not outlive their launcher."""
 
 from __future__ import annotations
 

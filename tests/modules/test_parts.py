@@ -1,4 +1,4 @@
-"""Batches, messages, partitions, shared weights and the loss scale, each by itself."""
+"""Unit tests for batches, messages, partitions, shared weights and the loss scale."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
 
 
 class Scaled(torch.nn.Parameter):
-    """A parameter whose constructor needs more than values."""
+    """A parameter whose constructor needs an extra argument."""
 
     def __new__(cls, values: torch.Tensor, scale: float) -> Scaled:
         parameter: Scaled = torch.Tensor._make_subclass(cls, values, require_grad=True)
@@ -131,7 +131,7 @@ def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
 
 
 class Sly(torch.nn.Module):
-    """Computes with numpy behind torch's back."""
+    """Computes with numpy, invisibly to torch."""
 
     def __init__(self) -> None:
         super().__init__()

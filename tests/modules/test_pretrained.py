@@ -1,4 +1,4 @@
-"""``Pipeline.from_pretrained`` and ``save_pretrained``; two ranks run ``pretrained_worker.py``."""
+"""Tests for ``Pipeline.from_pretrained`` and ``save_pretrained``, some with two ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCH["labels"] = BATCH["input_ids"]
 
 
 def save_models(folder: Path) -> None:
-    """Saves models with random weights: tied ones in several files, and one with experts."""
+    """Saves models with random weights: tied weights in several files, and a model with experts."""
     torch.manual_seed(0)
     tied = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(tied).save_pretrained(folder / "tied", max_shard_size="40KB")
@@ -50,7 +50,7 @@ def save_models(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The saved models."""
+    """Returns the folder with the saved models."""
     folder = tmp_path_factory.mktemp("pretrained")
     save_models(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Processors of vision-language models: without torchvision, and fine-tuning with their samples."""
+"""Tests for processors of vision-language models, and for fine-tuning with their samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(folder: Path, data: Path) -> tuple[Any, SampleFile]:
 
 @pytest.mark.parametrize("name", IMAGE_FOLDERS)
 def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
-    """The model takes them, and learns no token that stands for an image."""
+    """Checks that the model accepts the samples, and that no image placeholder is learned."""
     require_packages(name)
     described = IMAGE_FOLDERS[name]
     folder = write_folder(name, tmp_path / "model")
@@ -54,10 +54,10 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
     for index, answer in ((0, "a b<end>"), (1, "aa b<end>"), (2, "aaa b<end>"), (4, "a small one")):
         labels = samples[index]["labels"][0]
         learned = processor.tokenizer.convert_ids_to_tokens(labels[labels >= 0])
-        # A text is learned as a whole, but for the tokens that the processor puts in for an image.
+        # A text is learned as a whole, except for tokens that the processor inserts for an image.
         assert "".join(learned).endswith(answer)
         assert not {described.ids_token, "<image_soft_token>"} & set(learned)
-    # Two images of different sizes, of which each has its own tokens.
+    # Two images of different sizes, each with its own number of tokens.
     ids = samples[2]["input_ids"][0].tolist()
     token = processor.tokenizer.convert_tokens_to_ids(described.ids_token)
     assert ids.count(token) > samples[1]["input_ids"][0].tolist().count(token) > 0
@@ -67,7 +67,7 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(processors._has("torchvision"), reason="torchvision reads these settings")
 @pytest.mark.parametrize("layout", ["own file", "with images", "one file"])
 def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
-    """Without torchvision nothing reads them, and the saved folder needs them."""
+    """Checks that settings that are unused without torchvision are in the saved folder."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     expected = dict(IMAGE_FOLDERS["qwen3_vl"].video or {})
     if layout == "with images":
@@ -86,7 +86,7 @@ def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
 
 
 def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -> None:
-    """Before, a tokenizer without a limit of tokens, whose number is 10**30, was no JSON."""
+    """Checks a folder in which only the model's type identifies the processor."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     path = folder / "preprocessor_config.json"
     document = json.loads(path.read_text())
@@ -99,7 +99,7 @@ def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -
 def test_packages_that_prevent_a_processor_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is missing, and a torchvision that does not fit torch."""
+    """Checks a missing package, and a torchvision that does not fit torch."""
     from transformers.models.smolvlm import processing_smolvlm
 
     folder = write_folder("smolvlm", tmp_path / "model")
@@ -118,7 +118,7 @@ def test_packages_that_prevent_a_processor_are_named(
     [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("config.json", "[]")],
 )
 def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> None:
-    # transformers raised KeyError or AttributeError, which ended programs with a traceback.
+    # transformers raises KeyError or AttributeError here, which programs do not handle.
     folder = write_folder("qwen2_5_vl", tmp_path / "model")
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match="no tokenizer or processor that transformers can read"):
@@ -129,11 +129,11 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, name: str, text: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    # One family shows how ranks share samples with images.
+    # One family is enough to test how ranks share samples with images.
     [name if name == "internvl" else pytest.param(name, marks=LONG) for name in IMAGE_FOLDERS],
 )
 def test_a_family_is_tuned_with_images_on_two_processes(tmp_path: Path, name: str) -> None:
-    """Losses are those of transformers, before the first step and of the saved folder."""
+    """Checks that losses equal transformers' losses before the first step and after saving."""
     require_packages(name)
     before = write_folder(name, tmp_path / "model")
     data = write_data(tmp_path / "data", name, count=8)

@@ -1,4 +1,4 @@
-"""Profiles of a model, measured in this process alone."""
+"""Tests for profiles of a model, measured in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
         row = 4 * WIDE * sample.micro_batch
         assert sample.parameters == WIDE * WIDE
         assert sample.output_bytes == (row if sample.segment < 2 else 0)
-        # The input of the product and the output of the sigmoid.
+        # The input of the matmul and the output of the sigmoid.
         assert sample.kept_bytes == 2 * row
         assert sample.split_s is not None
         assert min(sample.forward_s, sample.backward_s, *sample.split_s) > 0
@@ -48,7 +48,7 @@ def test_the_model_stays_as_it_is() -> None:
         assert torch.equal(tensor, before[name]), name
     assert all(bool((tensor.grad == 1).all()) for tensor in model.parameters())  # type: ignore[union-attr]
     assert model.training
-    # Embedding and mixer are used by the first and by the last piece.
+    # The first and the last segment use embedding and mixer.
     shared = WORDS * WIDTH + WIDTH * WIDTH + WIDTH
     described = profile.document()["model"]
     assert (described["tied_parameters"], described["tied_layers"]) == (shared, [0, 8])
@@ -90,7 +90,7 @@ def test_the_planner_reads_what_is_written(
 
 
 def test_backwards_are_given_as_they_run() -> None:
-    sample = {"x": torch.randn(1, WIDE)}  # microbatches may be larger than it
+    sample = {"x": torch.randn(1, WIDE)}  # microbatches may be larger than the sample
     profile = Profiler(Tower(), sample, split_backward=False, micro_batch_sizes=[3, 2]).run()
     assert profile.micro_batch_sizes == (2, 3)
     assert profile.samples[-1].kept_bytes == 2 * 4 * WIDE * 3

@@ -1,4 +1,4 @@
-"""What a recorded forward holds, and which forwards are refused."""
+"""Tests for the content of a recorded forward, and for forwards that are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
-    """Three layers and two cut points around what a test gives."""
+    """Three layers and two cut points; the test supplies the forward."""
 
     def __init__(self, body: Body, cuts: int = 2) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def several(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Two types cross, one of them skips, one is split into a list."""
+    """Sends two types across a cut, one of which skips a stage, and one is split into a list."""
     left, right = model.first(x).chunk(2, dim=-1)
     kept = (x > 0).to(torch.float64) * right.double().mean()
     left, right = model.cuts[0](left, right)
@@ -131,7 +131,7 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
-    """Shapes of what crosses a border of three stages."""
+    """Returns the shapes of the tensors that cross a border of three stages."""
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
     return [tape.values[number].shape for number in plans[border].sent]
@@ -139,7 +139,7 @@ def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
 
 def test_only_what_is_needed_crosses() -> None:
     assert positions_of(plain, 0) == [(2, 4)]
-    assert positions_of(buffers, 0) == [(2, 4)]  # places are made again where they are used
+    assert positions_of(buffers, 0) == [(2, 4)]  # each stage recreates positions
     assert sorted(positions_of(several, 0)) == [(2, 2), (2, 2), (2, 4)]
     assert sorted(positions_of(several, 1)) == [(2, 4), (2, 4)]
 
@@ -326,14 +326,14 @@ def test_a_hook_on_the_backward_pass_of_a_module_is_named() -> None:
 
 
 def grown(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """A table of positions that grows with the batch."""
+    """Extends a table of positions when the batch grows."""
     if len(model.table) < 6:
         model.register_buffer("table", torch.arange(6.0))
     return plain(model, x + model.table[:4])
 
 
 def cut_off(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """No gradient flows into the first layer, and one through a frozen layer to the batch."""
+    """Blocks the first layer's gradient; a gradient reaches the batch through a frozen layer."""
     x = x.requires_grad_()
     y = model.first(x) * 1
     return model.last(model.cuts[1](model.middle(model.cuts[0](y.detach_() + x))))
@@ -376,7 +376,7 @@ def test_random_numbers_of_models_with_own_cut_points_stay_those_of_an_export() 
 
 
 def mapping(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Maps functions that capture a tensor of the batch, and one that has a gradient."""
+    """Maps functions that capture a tensor of the batch and a tensor with a gradient."""
     is_large = x.abs() > 0.5
     rows, columns = torch.arange(len(x)), torch.arange(4)
     with TransformGetItemToIndex():
@@ -460,11 +460,11 @@ def using_first(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
-    """Each rank has its own copy, so others would use old values."""
+    """Checks the error; each rank has its own copy, so other ranks would use old values."""
     cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
     with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
         BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)
-    # Here one rank has all stages.
+    # A single rank has all stages here.
     BufferUse(placement=Placement(num_ranks=1, num_chunks=3)).add(cut)
 
 

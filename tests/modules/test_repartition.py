@@ -1,4 +1,4 @@
-"""Segments that move between the processes of a running pipeline, with their optimizer state."""
+"""Tests for segments that move between the ranks of a running pipeline, with optimizer state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMIT_S = 200.0
 def test_segments_move_and_go_back_and_numbers_stay(
     tmp_path: Path, schedule: str, partition: str, ranks: int
 ) -> None:
-    """Losses, parameters, running means and checkpoints are those of the whole model."""
+    """Checks losses, parameters, running means and checkpoints against the whole model."""
     log = tmp_path / "log"
     command = [str(WORKER), str(tmp_path), schedule, partition]
     status = run_ranks(command, world_size=ranks, log=log, limit_s=LIMIT_S)
@@ -129,7 +129,7 @@ def test_a_difference_between_optimizers_names_option_and_ranks() -> None:
 
 @pytest.fixture
 def pipeline() -> Iterator[Pipeline]:
-    """A pipeline of this process alone."""
+    """Returns a pipeline that runs in this process only."""
     with Pipeline(knotty(), make_batch(4), micro_batch_size=2) as pipeline:
         pipeline.set_optimizer(torch.optim.SGD(pipeline.named_parameters(), lr=0.1))
         yield pipeline
@@ -173,7 +173,7 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     returns: bool,
     line: str,
 ) -> None:
-    """Steps of 40 samples took 1 s before the move, which had to save 6%."""
+    """Checks moves that had to save 6% of steps that took 1 s for 40 samples."""
     balancer = balancer_of(pipeline)
 
     def run(samples: int, span_s: float) -> Move | None:

@@ -1,4 +1,4 @@
-"""SampleFile for fine-tuning: what is learned, where images come from, and wrong lines by name."""
+"""Tests for SampleFile: learned tokens, sources of images, and errors that name a line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
 def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """However the template writes the tag around them."""
+    """Checks all ways in which a template may write the generation tag."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
     line = {"messages": [QUESTION, ANSWER]}
@@ -54,7 +54,7 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
 
 
 def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
-    """Some models name only input_ids as their input."""
+    """Checks tokenizers whose model input is only input_ids."""
     tokenizer = make_tokenizer()
     lines = ({"text": "one two"}, {"messages": [QUESTION, ANSWER]})
     expected = list(read(tmp_path, *lines, processor=tokenizer))
@@ -67,7 +67,7 @@ def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_id", [True, False])
 def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bool) -> None:
-    """Neither in a text, nor if the template marks no answers or the image as part of one."""
+    """Checks plain texts, templates without marked answers, and images in a marked answer."""
     Image.new("RGB", (9, 9), (250, 0, 0)).save(tmp_path / "a.png")
     processor = make_processor()
     token = processor.image_token_id
@@ -93,7 +93,7 @@ def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bo
 
 
 def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
-    """If only the configuration names them, in either of the two forms that are in use."""
+    """Checks tokens that only the configuration names, in both formats that are in use."""
     config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
     sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
     assert num_learned([sample]) == [1.0]
@@ -115,7 +115,7 @@ def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:
 
 
 def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
-    """Also in a text model's list of parts, which has only texts."""
+    """Checks all formats, including a text model's list of text parts."""
     (tmp_path / "images").mkdir()
     Image.new("RGBA", (9, 9), (250, 0, 0, 9)).save(tmp_path / "images" / "a.png")
     path = str(tmp_path / "images" / "a.png")
@@ -207,7 +207,7 @@ def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_the_digest_differs_if_a_line_or_an_image_does(tmp_path: Path) -> None:
-    """Not if the samples are only encoded in another way, or reached by a link."""
+    """Checks that the digest ignores how samples are encoded, and links in paths."""
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.png"
     (tmp_path / "b.png").symlink_to(image)

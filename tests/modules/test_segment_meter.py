@@ -1,4 +1,4 @@
-"""Times of segments: those that a clock in the model itself gives each block, to the nanosecond."""
+"""Tests for segment times, with a clock that the blocks of the model advance themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD_NS, BACKWARD_NS = 100, 1000
 
 
 class Clock:
-    """A clock that moves only if a block says so."""
+    """A clock that only blocks advance."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -48,7 +48,7 @@ CLOCK = Clock()
 
 
 class Costly(torch.autograd.Function):
-    """Passes a tensor on, and moves the clock by the cost of the block in both passes."""
+    """Returns its input, and advances the clock by the block's cost in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cost: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Costly(torch.autograd.Function):
 
 
 class Skipping(torch.nn.Module):
-    """Blocks of rising cost; the first one's result and a mask are used by all later ones."""
+    """Blocks of rising cost; all later blocks use the first block's result and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns a stage of two, with the first two or the last three segments."""
+    """Returns one of two stages, with the first two or the last three segments."""
     tape = case.forwards.training
     plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
     held = tensors_of(case.model)
@@ -164,7 +164,7 @@ def test_segments_of_a_rank_and_their_kinds() -> None:
     v_shape = Placement(num_ranks=2, num_chunks=2, kind="v")
     assert segments_of((1, 2, 1, 3), v_shape, 0) == [0, 4, 5, 6]
     assert segments_of((1, 2, 1, 3), v_shape, 1) == [1, 2, 3]
-    # The blocks are equal, but the first makes the mask and the last the loss.
+    # The blocks are equal, but the first segment creates the mask and the last computes the loss.
     kinds = segment_kinds(make_case().forwards.training)
     assert len(kinds) == BLOCKS
     assert kinds[1] not in (kinds[0], kinds[-1])
@@ -191,7 +191,7 @@ class Counting(torch.nn.Module):
 
 @pytest.mark.parametrize("detail", ["layers", "collectives"])
 def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path: Path) -> None:
-    """Tracing refused the model, as if each segment were a stage."""
+    """Checks that tracing does not treat each segment as a stage."""
     batch = {"x": torch.randn(4, WIDTH)}
     with Pipeline(
         Counting(), batch, micro_batch_size=2, trace_dir=str(tmp_path), trace_detail=detail
@@ -205,7 +205,7 @@ def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path:
 
 
 class CountingFirst(Counting):
-    """Blocks of which the first two change one buffer."""
+    """Blocks of which the first two change a buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the loss."""
@@ -219,7 +219,7 @@ class CountingFirst(Counting):
 
 @pytest.mark.parametrize("weights", [None, [9.0, *[1.0] * (BLOCKS - 1)]])
 def test_segments_that_change_one_buffer_stay_together(weights: list[float] | None) -> None:
-    """Also if other costs would divide them; without costs, measuring them was refused."""
+    """Checks the partition with costs that would separate them, and with measured costs."""
     batch = {"x": torch.randn(4, WIDTH)}
     torch.manual_seed(1)
     model = CountingFirst()
@@ -234,7 +234,7 @@ def test_segments_that_change_one_buffer_stay_together(weights: list[float] | No
 
 
 class Shared(Counting):
-    """Blocks of which the first changes a buffer, and the second reads it under another name."""
+    """Blocks of which the first changes a buffer, and the second reads it by a different name."""
 
     alias: torch.Tensor
 
@@ -257,7 +257,7 @@ class Shared(Counting):
 
 @pytest.mark.parametrize("only_evaluation", [False, True])
 def test_segments_that_read_a_changed_buffer_are_with_it(only_evaluation: bool) -> None:
-    """Under another name, or only in evaluation; such models were divided, or refused."""
+    """Checks a buffer that is read under a different name, or only in evaluation."""
     batch = {"x": torch.randn(4, WIDTH)}
     weights = [9.0, *[1.0] * (BLOCKS - 1)]
     model = Shared(only_evaluation=only_evaluation)

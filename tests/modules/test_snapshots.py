@@ -1,4 +1,4 @@
-"""Copies of a pipeline's state, kept by real keepers, become a checkpoint to go on from."""
+"""Checks that training resumes from copies of a pipeline's state, which real keepers store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """An object of the user's whose state grows."""
+    """A user's object whose state grows."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -38,7 +38,7 @@ Make = Callable[..., Training]
 def run(
     training: Training, folder: Path, last: int, before: Callable[[int], object] = lambda step: None
 ) -> None:
-    """Trains, and ends before a step as a killed process does."""
+    """Trains, and stops before a step like a killed process."""
 
     def write(step: int) -> None:
         before(step)
@@ -49,7 +49,7 @@ def run(
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, keepers: list[SnapshotKeeper], trained: Make) -> Make:
-    """Starts a training on node ``a``, as its agent would."""
+    """Returns a function that starts a training run on node ``a``, as its agent would."""
     settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
     encoded = json.dumps({**settings, "limit_bytes": None, "address": keepers[0].address})
 
@@ -87,9 +87,9 @@ def test_training_goes_on_bit_for_bit_from_copies(
     said = capsys.readouterr().out
     assert "copies of the state are kept in memory: every step 0.0 MiB are copied" in said
     assert "warning" not in said
-    keepers[0].close()  # the node is lost with all that it kept
+    keepers[0].close()  # the node is lost with all its copies
     source = left_with(keepers[1])
-    assert source.step in (3, 4)  # the fourth was on its way
+    assert source.step in (3, 4)  # the copy of the fourth step was in transit
     write_out(source, folder, is_pipeline=True)
     later = make(**kind)
     run(later, folder, TOTAL)
@@ -105,13 +105,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_weights_that_change_while_they_are_copied_are_told_of(
     make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """What a copy held was neither the step before nor the one after."""
+    """Checks that such a copy is discarded; it belongs neither to the step before nor after."""
     training, gate = make(), threading.Event()
 
     def change(step: int) -> None:
         copies: Any = training.pipeline._loop._snapshots  # type: ignore[union-attr]
         if step == 3:
-            copies._pool.submit(gate.wait, 60.0)  # the next copy comes late
+            copies._pool.submit(gate.wait, 60.0)  # the next copy is delayed
         elif step == 4:
             with torch.no_grad():
                 training.pipeline.model.last.weight.mul_(2.0)

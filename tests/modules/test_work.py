@@ -1,4 +1,4 @@
-"""The arithmetic of recorded calls, counted from their shapes."""
+"""Tests for operation counts of recorded calls, computed from shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.adaptive.modules.recordings import segment_work  # noqa: E402
 
 
 class Mixed(nn.Module):
-    """A convolution, attention and a product, one in each segment."""
+    """Model with a convolution, an attention layer and a matmul, each in its own segment."""
 
     def __init__(self, *, frozen: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mixed(nn.Module):
 
 
 def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
-    """Returns the work of the three segments for one sequence."""
+    """Returns the operation counts of the three segments for one sequence."""
     forward = Forward(model=model, loss=None, arguments=None, decisive_entries=())
     forwards = Forwards.of(forward, {"x": torch.randn(1, 4, length)}, slicing)
     return list(segment_work(forwards.training))
@@ -46,7 +46,7 @@ def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
 def test_products_convolutions_and_attention_count_their_multiplications(slicing: str) -> None:
     length = 512
     see, mix, say = work_of(Mixed(), length, slicing)
-    # Forward, and a gradient of each operand that needs one: not of the batch.
+    # Counts the forward, and gradients of operands that need one; the batch does not.
     assert see == pytest.approx(2 * length * 32 * 12, rel=0.3)
     assert mix == pytest.approx(3 * length * 32 * 96 + 3 * 2 * length * length * 32, rel=0.1)
     assert say == pytest.approx(3 * length * 32 * 8, rel=0.3)

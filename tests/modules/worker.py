@@ -1,7 +1,7 @@
-"""One of four ranks: runs programs on the public ``Pipeline``, one after the other.
+"""Runs one of four ranks, which runs programs on the public ``Pipeline`` one after the other.
 
-Usage: ``worker.py FOLDER PROGRAM ...``. Each program compares its results with the expected ones;
-the names of those that did, and the error that ended the list, go to ``FOLDER/RANK.json``.
+Usage: ``worker.py FOLDER PROGRAM ...``. Each program checks its results. Writes the names of the
+programs that passed, and the error that stopped the run, to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
-    """Changes a parameter whose gradient is zero, but not one that has none."""
+    """Returns an optimizer that changes a parameter with a zero gradient, but not without one."""
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
 
@@ -75,7 +75,7 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Trains the whole model in this process alone; returns losses and norms."""
+    """Trains the whole model in this process alone; returns losses and gradient norms."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -96,7 +96,7 @@ def reference(
 
 
 def require_same(named: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
-    """These parameters and buffers are those of the whole model."""
+    """Checks that parameters and buffers equal the whole model's."""
     expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, tensor in named:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
@@ -109,7 +109,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def require_refused(action: Callable[[], object], *phrases: str) -> None:
-    """An error of one line with these words, the same kind on every rank."""
+    """Checks that each rank raises the same kind of error, in one line with these phrases."""
     try:
         action()
     except AdaptiveError as error:
@@ -147,7 +147,7 @@ def a_model_on_meta_gets_memory_for_its_part_only() -> None:
 def clipped_steps_on_four_ranks() -> None:
     batches, whole = [make_batch(12, seed) for seed in range(3)], knotty()
     losses, norms = reference(whole, batches, clip=0.05)
-    assert min(norms) > 0.05  # the limit is in force
+    assert min(norms) > 0.05  # gradients are clipped
     whole.eval()
     test = make_batch(4, 9)
     halves = [{n: tensor[s : s + 2] for n, tensor in test.items()} for s in (0, 2)]
@@ -210,7 +210,7 @@ def dropout_does_not_depend_on_the_cut() -> None:
 
 
 class Sharp(torch.nn.Module):
-    """Gradients between its stages that fp16 cannot hold at a large loss scale."""
+    """A model whose gradients between stages overflow in fp16 at a large loss scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def reference_of(
 
 
 def microbatches_have_shapes_of_their_own() -> None:
-    """Images of different numbers and sizes, or none, under schedules in a loop and a V."""
+    """Checks images of different numbers and sizes, with loop and V schedules."""
     images = ([3, 0, 8, 1, 2, 0, 0, 1], [0, 0, 0, 0], [0, 5, 0, 1])
     steps = [[viewed(n, 3 + n, n) for n in counts] for counts in images]
     steps[1][2] = viewed(0, 300)  # its messages are larger than the buffers of the channels
@@ -319,7 +319,7 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and what ran where in each step."""
+    """Trains with dropout; returns losses, parameters, and placement and order of each step."""
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
@@ -336,7 +336,7 @@ def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def microbatches_are_ordered_and_dealt_by_cost() -> None:
-    """Dropout too is that of the microbatch, wherever and whenever it runs."""
+    """Checks that dropout does not depend on where and when a microbatch runs."""
     losses, _, _ = _trained_by_cost(pipeline_size=4, schedule="1f1b")
     two: dict[str, Any] = {"pipeline_size": 2, "partition": "4-4"}
     timed, _, _ = _trained_by_cost(order="time", dealing="time", **two)
@@ -347,7 +347,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # Dealt in turns, one replica would train both costly microbatches of the second step.
+    # In turns, one replica would train both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
@@ -357,7 +357,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
 
 
 def disagreement_on_dealt_microbatches_is_named() -> None:
-    """Each refusal is on all ranks before the step, which can then be trained."""
+    """Checks that all ranks raise before the step, which can then be trained."""
     rank = dist.get_rank()
     with make(pipeline_size=2, dealing="work") as pipeline:
         dictionary = make_batch(4)
@@ -385,7 +385,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         )
         refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
-        if rank == 1:  # another model decides its order
+        if rank == 1:  # a different rule decides the order
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
@@ -397,7 +397,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
 
 
 def what_differs_between_ranks_is_named() -> None:
-    """Otherwise ranks would wait for messages that never come."""
+    """Checks the errors; ranks would otherwise wait for messages that are never sent."""
     rank = dist.get_rank()
 
     def frozen() -> Pipeline:
@@ -414,7 +414,7 @@ def what_differs_between_ranks_is_named() -> None:
 
 
 class Failing(torch.nn.Module):
-    """Refuses its sample on rank 3, and on the others after that."""
+    """Raises in its forward, on rank 3 first, and on the other ranks later."""
 
     def __init__(self, raised: Path) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ class Failing(torch.nn.Module):
 
 
 def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
-    """The process group is the caller's, so its time limit would hide the error."""
+    """Checks that the error is not hidden by the timeout of the caller's process group."""
     raised = Path(sys.argv[1]) / "raised"
     model = Failing(raised)
     sample = {"x": torch.ones(2, WIDTH)}
@@ -442,7 +442,7 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
 
 
 def replicas_with_batches_of_another_kind_are_named() -> None:
-    """Without this check they would wait for one another until their time limit."""
+    """Checks the errors; the replicas would otherwise wait for each other until the timeout."""
     batch = make_batch(4)
     with make(pipeline_size=2) as pipeline:
         second = pipeline.replica == 1
@@ -473,7 +473,7 @@ def steps_are_traced() -> None:
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    assert len(messages) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both ways
+    assert len(messages) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both directions
 
 
 def segments_and_collectives_are_traced() -> None:
@@ -545,7 +545,7 @@ def blocks_and_shared_weights_are_found() -> None:
 
 
 def wrong_settings_are_named_on_every_rank() -> None:
-    """And the next pipeline works."""
+    """Checks the errors, and that a later pipeline works."""
     for options, phrases in (
         (
             {"schedule": "interleaved", "chunks": 3},
@@ -615,7 +615,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
 
 
 def memory_keeps_the_model_from_one_process() -> None:
-    """Memory for half of the parameters with what Adam keeps."""
+    """Checks that the plan has several stages if memory fits only half of the model."""
     torch.manual_seed(4)
     wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
     limit = 0.6 * 16 * sum(entry.numel() for entry in wide.parameters())
@@ -653,7 +653,7 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Two groups with options of their own."""
+    """Returns an optimizer of two groups with different options."""
     flat = [entry for entry in parameters if entry.dim() < 2]
     wide = [entry for entry in parameters if entry.dim() >= 2]
     groups = [{"params": wide}, {"params": flat, "weight_decay": 0.0, "lr": 0.02}]
@@ -674,21 +674,21 @@ def training_goes_on_in_any_other_shape() -> None:
         pipeline.save(folder)
     for options in ({"pipeline_size": 2, "partition": "2-7"}, {"pipeline_size": 1}):
         torch.manual_seed(9)
-        other = type(knotty())(dropout=0.3)  # other weights
+        other = type(knotty())(dropout=0.3)  # different weights
         with make(model=other, **options) as pipeline:
             pipeline.set_optimizer(adamw)
             assert pipeline.load(folder, step=3) == {"epoch": 3}
             assert pipeline.eval(batches[0]) == pytest.approx(evaluated, rel=1e-5)
             assert train(pipeline, batches[3:]) == pytest.approx(expected, rel=1e-5)
             assert pipeline.steps == 5
-            pipeline.save(folder)  # takes the place of the former one
+            pipeline.save(folder)  # replaces the previous checkpoint
     require_broken_checkpoints_refused(folder)
     with make(model=knotty(dropout=0.3), schedule="zb-v", pipeline_size=2) as pipeline:
         pipeline.set_optimizer(adamw)
         pipeline.load(folder, step=3)
         assert train(pipeline, batches[3:4]) == pytest.approx(expected[:1], rel=1e-5)
         pipeline.save(folder, keep=2)
-    # Steps 3, 4 and 5 were saved; two stay, and nothing half-written does.
+    # Steps 3, 4 and 5 were saved; two remain, and no incomplete checkpoint does.
     kept = sorted(path.name for path in folder.iterdir() if path.name != ".lease")
     assert kept == ["step_00000004", "step_00000005"]
 
@@ -718,7 +718,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
                 whole.write_bytes(content)
             dist.barrier()
             require_refused(lambda: load(folder, optimizer=False, step=5), *phrases)
-        load(folder, optimizer=False)  # the newest that is whole
+        load(folder, optimizer=False)  # the newest complete checkpoint
     with make(model=knotty(blocks=9)) as larger:
         require_refused(
             lambda: larger.load(folder, optimizer=False), "the checkpoint lacks it", "blocks.8"
@@ -726,7 +726,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
 
 
 def checkpoints_go_over_the_nodes_own_disks() -> None:
-    """Four nodes, one for each rank; what is on their disks goes to the folder of all."""
+    """Checks four nodes with one rank each, whose disks are copied to the shared folder."""
     folder, rank = Path(sys.argv[1]), dist.get_rank()
     shared, disk = folder / "shared", folder / "disk"
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{rank}"
@@ -743,7 +743,7 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
                 assert step == len(losses)
                 losses[step], _ = pipeline.step(pipeline.share(batches[step]))
 
-    alike = {"partition": "2-2-2-3"}  # the stages of one are those of the next
+    alike = {"partition": "2-2-2-3"}  # both runs have the same stages
     go_on(5, **alike)
     (local,) = disk.glob(f"shared-*/node-{rank}")
     assert sorted(path.name for path in local.iterdir()) == ["iter_0000004", "iter_0000005"]
@@ -753,11 +753,11 @@ def checkpoints_go_over_the_nodes_own_disks() -> None:
         "step_00000005",
     ]
     dist.barrier()
-    if rank == 3:  # rank 3 alone needs this file; others would notice its content
+    if rank == 3:  # only rank 3 needs this file; a rank that reads it here would fail
         (last,) = shared.glob("step_00000005/__3_0.distcp")
         last.write_bytes(bytes(last.stat().st_size))
     dist.barrier()
-    go_on(6, **alike)  # each has its own part
+    go_on(6, **alike)  # each rank reads from its own disk
     go_on(7, pipeline_size=2, partition="2-7")  # this shape needs files of other ranks
     del os.environ["MEGATRON_ADAPTIVE_NODE"]
     with make(model=knotty(dropout=0.3), batch_size=8, seed=77) as pipeline:
@@ -780,7 +780,7 @@ def main() -> None:
         report = json.dumps({"done": done, "error": error})
         (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(report)
         if error:
-            os._exit(1)  # others wait for what does not come
+            os._exit(1)  # other ranks wait for messages that are never sent
     dist.destroy_process_group()
 
 

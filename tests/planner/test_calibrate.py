@@ -1,4 +1,4 @@
-"""What a profile learns from traces of made-up runs whose durations are known."""
+"""Tests profiles that are calibrated with traces of synthetic runs with known durations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_layers_are_found_from_stages(
 ) -> None:
     profile = _fitted(12 * chunks, _traced(tmp_path, **changes))
     layer = profile.times("transformer", "A", 1, 2)
-    # A rank's forward of 10 ms over 4 layers in each of its chunks; the head is two more.
+    # A rank's forward of 10 ms has 4 layers in each of its chunks; the head counts as two more.
     each = 0.0025 / chunks
     assert layer.forward_s == pytest.approx(each, rel=0.03)
     assert layer.backward_s == pytest.approx(2 * each, rel=0.03)

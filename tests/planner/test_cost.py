@@ -1,4 +1,4 @@
-"""Stages of unequal widths: planned as they are run, and handed to the trainer."""
+"""Tests for stages of unequal widths: their plans, and how the trainer runs them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.small_clusters import Problem, random_problem
 
 
 def problem() -> Problem:
-    """One with three GPUs on nodes of their own at least."""
+    """Returns a problem with at least three nodes of one GPU each."""
     for seed in range(100):
         drawn = random_problem(seed)
         if len(drawn.cluster.nodes) >= 3 and all(kind.gpus == 1 for kind in drawn.cluster.types):
@@ -35,7 +35,7 @@ def problem() -> Problem:
 
 
 def plan_of(inputs: Problem, sizes: tuple[int, ...], waves: int = 4) -> Plan:
-    """Stages of so many GPUs, each a node, as the search has them."""
+    """Returns a plan with stages of these numbers of GPUs, each GPU on its own node."""
     nodes = iter(range(len(inputs.cluster.nodes)))
     wave = Widths(sizes).round_size
     places = tuple(
@@ -60,7 +60,7 @@ def test_the_run_has_microbatches_of_one_size() -> None:
     assert dealt_widths(run) == Widths((2, 1))
     assert as_run(run) == run
     assert held_of(run, Widths((2, 1))) == (2.0, 1.0)
-    # Plans that the trainer cannot run stay the same, and so do equal stages.
+    # Plans that the trainer cannot run remain unchanged, and so do plans with equal stages.
     for other in (replace(searched, distributed_optimizer=True), plan_of(problem(), (1, 1))):
         assert as_run(other) == other
 

@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face: sizes, which layers are unlike, what is refused."""
+"""Tests for Hugging Face configurations: sizes, kinds of layers, and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GEMMA = _sizes(
     vocab_size=256000,
     sliding_window=4096,
 )
-# Published configurations, and parameters as the models of transformers have them.
+# Published configurations, and numbers of parameters of the models in transformers.
 PUBLISHED = {
     "Llama-3-8B": (
         _sizes("llama", 4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256),
@@ -125,7 +125,7 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
     model = read(config, tmp_path)
     assert model.parameters == pytest.approx(parameters, rel=1e-3)
     assert model.num_counted == config["num_hidden_layers"]
-    # Models that the trainer would build in another way have no arguments for it.
+    # The trainer has no arguments for models that it would build differently.
     differs = config["model_type"] == "phi"
     assert bool(model.arguments) != differs
 
@@ -133,19 +133,19 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
 def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> None:
     plain = read(V3, tmp_path)
     more = read({**V3, "num_nextn_predict_layers": 1}, tmp_path)
-    # An expert layer, the product that joins two states, and norms: 11.6 B; embedding and head of
-    # the model are used again.
+    # An expert layer, the matrix that joins two states, and norms have 11.6 B parameters; embedding
+    # and head of the model are reused.
     layer = plain.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
     assert more.parameters - plain.parameters == pytest.approx(layer)
     assert more.layers == plain.layers
     assert more.layers.count("transformer") == 3
     assert more.kinds["head"].forward_flops > 2 * plain.kinds["head"].forward_flops
-    # Spread over ranks, of that layer too.
+    # The experts of that layer are spread over ranks as well.
     assert more.kinds["head/256"].parameters < more.kinds["head"].parameters / 4
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    # Bounded scores would be written out, those outside of the window too.
+    # With bounded scores all scores would be stored, including those outside of the window.
     gemma = {**GEMMA, "attn_logit_softcapping": None}
     model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
@@ -171,7 +171,7 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     spread = even.kinds["experts/8"]
     assert spread.parameters == pytest.approx(layer.parameters - 7 * 3 * hidden * inner)
     assert spread.forward_flops == layer.forward_flops
-    # All ranks wait for the busiest; on one rank there is none.
+    # All ranks wait for the busiest rank; this does not apply to a single rank.
     assert skewed.kinds["experts"] == layer
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)
@@ -213,14 +213,14 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     assert row.prediction.seconds == min(prediction.seconds for prediction in seen.values())
     held = [seen[ranks].stages[0].memory.parameter_bytes for ranks in (2, 8)]
     assert held[1] < held[0] / 2
-    # Two ranks are on one node, where the network does not matter; eight are on two.
+    # Two ranks are on one node, where the network does not matter; eight are on two nodes.
     longer = {
         ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"]
         - prediction.parts["tp"]
         for ranks, prediction in seen.items()
     }
     assert longer[1] == longer[2] == 0 < longer[8]
-    # The search and a prediction count the same.
+    # The search and a prediction count alike.
     for ranks, prediction in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks

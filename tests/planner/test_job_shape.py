@@ -1,4 +1,4 @@
-"""The shape of a job whose processes are there: against every shape there is."""
+"""Tests the shape that is chosen for running processes, compared with all possible shapes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """A job on nodes of so many GPUs; microbatches of 1 take longer than half of those of 2."""
+    """Returns a job on nodes of these GPU counts; larger microbatches are more efficient."""
     kinds = [
         LayerKind(
             name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
@@ -133,7 +133,7 @@ def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
 
 def test_memory_is_a_limit() -> None:
     whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
-    # Six pieces of 1.6 GB with Adam.
+    # Six pieces of 1.6 GB each, including Adam's state.
     assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
     limit = whole.needed_bytes * 0.6
     options = choose_option(job(parameters=1e8, memory=limit), most=4)

@@ -1,4 +1,4 @@
-"""Layers estimated from data sheets."""
+"""Tests for layer times that are estimated from data sheets."""
 
 from __future__ import annotations
 
@@ -46,17 +46,20 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # If less is kept, a backward has all activations of one layer at a time.
+        # If less is kept, a backward needs all activations of one layer at a time.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
-        # Head and embedding are never computed again.
+        # Head and embedding are never recomputed.
         assert table.kept_bytes[-1] >= 2 * model.kinds["head"].activation_bytes / 8
     assert tables[1].kept_bytes[1] < tables[0].kept_bytes[1]
     assert tables[1].backward_s[1] == pytest.approx(tables[0].backward_s[1])
 
 
 def test_estimates_are_near_what_others_measured() -> None:
-    """Seconds of a layer of OPT-350M, 2,048 tokens, fp32, as published with Sailor (SOSP 2025)."""
+    """Compares estimates with seconds of an OPT-350M layer published with Sailor (SOSP 2025).
+
+    The measurements are for 2,048 tokens in fp32.
+    """
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
         "--max-position-embeddings 2048 --vocab-size 50304".split(),
@@ -113,15 +116,15 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
-    # GPUs of a part of a node, of a node, of nodes on a leaf, on a pod with a quarter of the
-    # bandwidth, on two pods; and of two types.
+    # GPUs in a part of a node, in a node, in nodes of a leaf, of a pod with a quarter of the
+    # bandwidth, and of two pods; then GPUs of two types.
     assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
     assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)
     assert sent([(1, 0)], [(2, 5)]) == (5e-6, 1e6 / 50e9)
     assert sent([(2, 0)], [(3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(6, 0)], [(7, 0)]) == (40e-6, 1e6 / 1.25e9)
     assert sent([(0, 0)], [(1, 0)]) == (40e-6, 1e6 / 1.25e9)
-    # The slowest replica counts, and those that leave a node share its way out.
+    # The slowest replica counts, and replicas that leave a node share its network link.
     assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
 

@@ -1,4 +1,4 @@
-"""Models by name, by arguments and by files: how large they are, and what is refused."""
+"""Tests for models by name, by arguments and by files: their sizes, and errors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_every_preset_can_be_made() -> None:
     for name in preset_names():
         assert preset(name, "fp16").precision.element_bytes == 2
     assert preset("gpt2", "fp32").parameters == preset("gpt2", "bf16").parameters
-    assert preset("gpt2-xl").max_tp == 25  # heads divide by it
+    assert preset("gpt2-xl").max_tp == 25  # divides the number of heads
 
 
 def test_activations_are_those_of_the_literature() -> None:
-    """Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h) bytes of a 16-bit layer."""
+    """Compares with Korthikanti et al. 2022, equation 1: s b h (34 + 5 a s / h) bytes per layer."""
     model = preset("gpt3-175b", "fp16", attention="unfused")
     length, hidden, heads = 2048, 12288, 96
     layer = model.kinds["transformer"]
@@ -86,7 +86,7 @@ SEVEN_B = (
 
 
 def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
-    """With dropout, scores of 8 microbatches in 4 layers were 86 of 104 GB of activations."""
+    """Checks that stored scores, which can be most of the activations, are not counted."""
     unfused, kernel, fused = (
         arguments_model(SEVEN_B.split(), "7B", "bf16", attention=kind)
         for kind in ("unfused", "kernel", "fused")
@@ -94,7 +94,7 @@ def test_kernels_of_the_trainers_own_layers_keep_no_scores() -> None:
     assert [model.attention for model in (unfused, kernel, fused)] == ["unfused", "kernel", "fused"]
     held = [8 * 4 * model.kinds["transformer"].kept_bytes(1) for model in (unfused, kernel, fused)]
     pairs = 32 * 4096**2
-    # Probabilities before and after dropout and its mask; one number for each row instead.
+    # Probabilities before and after dropout and its mask are replaced by one number per row.
     assert held[0] - held[1] == 8 * 4 * (pairs * (2 + 2 + 1) - 32 * 4096 * 4)
     assert 103e9 < held[0] < 105e9
     assert held[1] == held[2] < 19e9

@@ -1,4 +1,4 @@
-"""Profile files: reading, merging, other models, and measurements per cut point."""
+"""Tests for profile files: reading, merging, other models, and measurements per cut point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose sequences are cut into slices: time, memory, and models that cannot be cut."""
+"""Tests for plans with sliced sequences: time, memory, and models that cannot be sliced."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_slices_are_chosen_if_there_are_few_sequences() -> None:
     whole, cut = (proposed(80e9, 2, slices).rows[0] for slices in ((1,), (1, 2, 4, 8)))
     assert whole.plan.slices == 1
     assert cut.plan.slices > 1
-    # There are half as many sequences as ranks, so ranks wait for much of the step.
+    # There are half as many sequences as ranks, so ranks are idle for much of the step.
     assert cut.prediction.seconds < 0.85 * whole.prediction.seconds
     assert sum(cut.prediction.parts.values()) == pytest.approx(cut.prediction.seconds)
     inputs = inputs_with()
@@ -85,7 +85,7 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
     row = proposed(7.5e9, 4, (1, 8)).rows[0]
     assert row.plan.slices == 8
     assert row.prediction.fits
-    # The default limit does not fit, so the plan has a lower one, and the trainer takes it.
+    # The default limit does not fit, so the plan has a lower limit, which the trainer accepts.
     assert row.plan.cap is not None
     assert not predict(replace(row.plan, cap=None), inputs_with(7.5e9)).fits
 
@@ -97,28 +97,28 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
     assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # A limit of one sequence holds as many slices as one has, the longest ones of two, and
-        # keys and values once more.
+        # A limit of one sequence holds as many slices as a sequence has. These are the longest
+        # slices of two sequences, plus keys and values.
         assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes
     assert in_flight("adaptive", 4, 1, 8, 8, 1.5) == (12.0,) * 4
     assert in_flight("adaptive", 4, 1, 8, 8)[0] < 8 * in_flight("adaptive", 4, 1, 8)[0]
     assert in_flight("1f1b", 4, 1, 8, 4) == (7.0, 6.0, 5.0, 4.0)
-    # A simulated step holds no more than is counted.
+    # A simulated step holds no more than the counted memory.
     plan = plan_with(8, batch=8)
     peak = max(simulated(plan, StageSums.of(plan, inputs, OURS)).peak_units)
     assert peak * 8 <= in_flight("adaptive", 4, 1, 8, 8)[0] + 1e-6
 
 
 def test_the_workspace_is_that_of_the_longest_slice() -> None:
-    """Logits of the first slice ran out of memory in plans that should fit."""
+    """Checks that plans have room for the logits of the first slice, which is the longest."""
     inputs = inputs_with()
     share = inputs.model.attention_share
     plan = plan_with(8)
     table = layer_table(inputs, inputs.cluster.groups[0].type, tp=1, micro_batch=1, settings=plan)
     first = slice_ends(8192, 8, 1, share)[0]
     assert first > 1.2 * 8192 / 8
-    # Each logit is there in 32 bits, and its gradient in 16.
+    # Each logit is stored in 32 bits, and its gradient in 16 bits.
     assert table.workspace_bytes[-1] == pytest.approx(first * 32000 * 6)
 
 
@@ -210,7 +210,7 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
 def test_bad_numbers_of_slices(
     more: str, slices: tuple[int, ...], schedules: tuple[str, ...], text: str
 ) -> None:
-    # A single stage never cuts sequences.
+    # A single stage never slices sequences.
     options = replace(TRIED, slices=slices, schedules=schedules, pp=(1,), tp=(4,))
     with pytest.raises(ConfigError, match=text):
         propose(inputs_with(more=more), Request(global_batch=2, options=options))

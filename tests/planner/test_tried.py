@@ -1,4 +1,4 @@
-"""Profiles fitted to tried ranks predict these ranks as they were measured."""
+"""Checks that profiles fitted to tried ranks predict the measurements of these ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_tried_rank_is_predicted_as_it_was_measured(recompute: str) -> None:
     assert stages.durations_s[1:, 0].sum() == pytest.approx(backward_s)
     assert stages.optimizer_s[0] == pytest.approx(0.5)
     assert stages.memory[0].total_bytes == pytest.approx(1e9)
-    # The layers of the other rank are as much slower than alone: 2 layers and the head.
+    # The layers of the other rank are slower by the same factor: 2 layers and the head.
     assert stages.durations_s[0, 1] == pytest.approx(14.0)
 
 

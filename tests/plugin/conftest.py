@@ -1,4 +1,4 @@
-"""Shares fixtures: token files, and the releases of megatron-core."""
+"""Makes fixtures available here: token files, and the releases of megatron-core."""
 
 from __future__ import annotations
 

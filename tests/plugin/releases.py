@@ -17,7 +17,7 @@ real = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 @pytest.fixture(scope="module", params=[pytest.param(version, marks=real) for version in VERSIONS])
 def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where ranks import that megatron-core from."""
+    """Yields the path from which ranks import a release of megatron-core."""
     if request.param == INSTALLED:
         yield str(ROOT)
         return

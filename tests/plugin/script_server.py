@@ -1,4 +1,4 @@
-"""Forks ranks as the fork server of a node does, with Megatron-LM's trainer imported as well.
+"""Forks ranks like a node's fork server, with Megatron-LM's trainer already imported.
 
 Usage: ``script_server.py DESCRIPTOR``, with a Megatron-LM on ``PYTHONPATH``.
 """
@@ -21,11 +21,11 @@ _import_of_nodes = rank_forkserver._import
 
 
 def _import() -> None:
-    """Imports what ranks need. Ranks report a failure, which happens to them too."""
+    """Imports modules that ranks need. Errors are ignored, because ranks report them as well."""
     _import_of_nodes()
     allow_old_python()
     device = importlib.import_module("megatron.adaptive.accelerator")
-    # Megatron-LM takes help texts from the source of its classes, which is a third of a start.
+    # Megatron-LM reads the source of its classes for help texts, which takes a third of a start.
     vars(inspect)["getsource"] = functools.cache(inspect.getsource)
     with contextlib.suppress(Exception), device.quiet_imports():
         importlib.import_module("megatron.training.training")

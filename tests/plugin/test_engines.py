@@ -1,4 +1,4 @@
-"""Models of one process have engines and settings of their own."""
+"""Checks that each model of a process has its own engine and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     actor, critic = model(2), model()
     engines.give(critic, Settings(schedule="1f1b", timeout_s=5.0))
     first = engines.engine_of(actor, SHARED, None)
-    second = engines.engine_of(critic[0], SHARED, None)  # one chunk needs no list
+    second = engines.engine_of(critic[0], SHARED, None)  # a single chunk needs no list
     assert first is not second
     assert engines.engine_of(actor, SHARED, None) is first
     assert engines.engine_of(actor[1:], SHARED, None) is first
@@ -68,7 +68,7 @@ def test_two_settings_for_one_model(
 ) -> None:
     chunks = model(2)
     engines.give(chunks, Settings(schedule="1f1b"))
-    engines.give(chunks, Settings(schedule="1f1b"))  # twice is once
+    engines.give(chunks, Settings(schedule="1f1b"))  # a repeated call has no effect
     with pytest.raises(ConfigError, match=rf"^install\(\) was called {line}"):
         engines.give(chunks[:num_chunks], Settings(schedule=schedule))
 
@@ -104,7 +104,7 @@ def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> N
 def test_a_program_with_its_own_loop_may_pause(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Generating samples between two calls took longer than steps: a hang was reported."""
+    """Checks that a long pause between two calls, in which samples are generated, is no hang."""
     engine = engines.engine_of(model(), SHARED, None)
     assert engine._evidence()["may_pause"]
     training: Any = types.ModuleType("megatron.training")
@@ -130,7 +130,7 @@ def test_a_program_with_its_own_loop_may_pause(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """A traced step ended with an error if a microbatch lacked the first one's key."""
+    """Checks microbatches with different keys as well, in a traced step."""
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
     assert _mean_loss(total, 2) is None  # another replica reported no loss

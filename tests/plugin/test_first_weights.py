@@ -1,4 +1,4 @@
-"""First weights drawn by layer: the same wherever a layer is, with no other change."""
+"""Checks initial weights drawn by layer, which do not depend on a layer's position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.adaptive.plugin.first_weights import FirstWeights, is_by_layer  # 
 
 @pytest.fixture
 def by_layer(one_process: None) -> Iterator[list[bool]]:
-    """Weights are drawn by layer while the list holds ``True``."""
+    """Yields a list; weights are drawn by layer while it contains ``True``."""
     switch = [True]
     weights = FirstWeights(lambda: switch[0])
     original = GPTModel.__init__
@@ -58,7 +58,7 @@ def build(layers: int, *, cpu: bool, mtp: bool = False, experts: bool = False) -
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        # megatron-core's depends on how many layers there are.
+        # megatron-core's default depends on the number of layers.
         output_layer_init_method=lambda weight: torch.nn.init.normal_(weight, 0.0, 0.02),
         **more,
     )
@@ -85,7 +85,7 @@ def test_a_layer_has_its_weights_in_every_model(
 ) -> None:
     torch.manual_seed(1)
     long = build(3, cpu=cpu, **kind)
-    torch.manual_seed(2)  # state of another pipeline rank
+    torch.manual_seed(2)  # random state of another pipeline rank
     torch.rand(5)
     short = build(2, cpu=cpu, **kind)
     assert is_by_layer(short)
@@ -93,7 +93,7 @@ def test_a_layer_has_its_weights_in_every_model(
     assert {name: long_weights[name] for name in short_weights} == short_weights
     matrices = [tuple(row) for name, row in long_weights.items() if "weight" in name]
     drawn = [row for row in matrices if len(set(row)) > 1]
-    assert len(set(drawn)) == len(drawn) > 8  # no two are alike
+    assert len(set(drawn)) == len(drawn) > 8  # no two weights are equal
 
 
 @pytest.mark.parametrize("cpu", [True, False])

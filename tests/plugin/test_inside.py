@@ -1,4 +1,4 @@
-"""Programs that own their training loop see the numbers of megatron-core's own schedule."""
+"""Compares programs with their own training loop with megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = {
         "critic": {"schedule": "gpipe", "trace_dir": "traces"},
     },
 }
-ONE = {"models": {"critic": {"schedule": "dfc"}}}  # all others stay with megatron-core
+ONE = {"models": {"critic": {"schedule": "dfc"}}}  # other models use megatron-core's schedule
 REPLICAS: list[dict[str, Any]] = [
     {"program": "actor", "runs": {"whole": WHOLE, "own": OWN}},
     {"program": "policy", "runs": {"split": SPLIT, "gloo": {"settings": {"transport": "gloo"}}}},
@@ -41,7 +41,7 @@ CHUNKS: list[dict[str, Any]] = [
     {
         "program": "bridge",
         "shape": {"vp": 2},
-        # 3 microbatches on 2 pipeline ranks, which megatron-core's own loop refuses.
+        # 3 microbatches on 2 pipeline ranks, which megatron-core's own loop rejects.
         "runs": {"split": SPLIT, "odd": {**WHOLE, "shape": {"drops_last": True}}},
     },
 ]
@@ -68,7 +68,7 @@ def run(
     """Runs each case without ``install()`` and with the settings of each of its runs, in one job.
 
     Returns:
-        What the ranks saw with the settings, after it was compared with what they saw without.
+        Results of the ranks with the settings, after a comparison with the results without.
     """
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -98,7 +98,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
     for number, schedule in (("", "1f1b"), (", for model 2", "adaptive"), (", for model 3", "gpi")):
         assert f"schedule {schedule}" in said
         assert number in said
-    # Each model has a trace of its own, and only steps that train are traced.
+    # Each model has a separate trace, and only training steps are traced.
     actor = read_run(tmp_path / "traces of the actor")
     assert sorted(actor.ranks) == [0, 1, 2, 3]
     counts = [4, 2, 4, 2], [2, 2, 2, 2]  # the second replica has fewer microbatches
@@ -106,7 +106,7 @@ def test_unequal_microbatches_on_two_replicas(python_path: str, tmp_path: Path) 
         actions = trace.table().of_kind("F")
         expected = dict(enumerate(counts[rank % 2], start=1))
         assert Counter(actions.iteration.tolist()) == expected
-    # The reference and the critic were given the same folder.
+    # The reference and the critic were configured with the same folder.
     for folder in ("traces", "traces-model-2"):
         assert sorted(read_run(tmp_path / folder).ranks) == [0, 1, 2, 3]
 
@@ -125,5 +125,5 @@ def test_workers_that_replay_choices_or_call_from_other_threads(
 
 @pytest.mark.parametrize("python_path", [pytest.param("0.19.2", marks=real)], indirect=True)
 def test_process_groups_of_the_program(python_path: str, tmp_path: Path) -> None:
-    """Without ``parallel_state``, and with neighbouring ranks in one pipeline."""
+    """Checks a program without ``parallel_state``, whose pipelines consist of adjacent ranks."""
     run(FOREIGN, 4, tmp_path, python_path)

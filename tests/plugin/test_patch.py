@@ -1,4 +1,4 @@
-"""Where the replacement is put, when it hands over, and that all comes back."""
+"""Tests where the replacement is installed, when it delegates, and that it can be removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def taken_back() -> Iterator[None]:
 
 @pytest.fixture
 def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that took the name at its own import, as Megatron-LM's do."""
+    """Returns a module that imported the function by name, like Megatron-LM's modules."""
     module: Any = types.ModuleType("somebody.training")
     module.get_forward_backward_func = ORIGINAL
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -114,7 +114,7 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
 def test_megatron_cores_own_loop_keeps_outputs_until_gloo_has_sent_them(
     monkeypatch: pytest.MonkeyPatch, loop: str, ranks: dict[str, Any], fails: bool
 ) -> None:
-    """Two chunks of megatron-core 0.17 on a CPU: a loss that is not a number."""
+    """Checks two chunks on a CPU, for which megatron-core 0.17 would compute a NaN loss."""
     config = types.SimpleNamespace(deallocate_pipeline_outputs=True)
     chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
     for chunk in chunks:

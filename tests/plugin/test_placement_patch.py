@@ -1,4 +1,4 @@
-"""Tests the answers that megatron-core gets about stages in a V, and the refusals."""
+"""Tests the answers that megatron-core gets about stages in a V, and unsupported settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings and flags of the plugin."""
+"""Tests for the plug-in's settings and flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_choice_is_possible(name: str) -> None:
     spec = schedule_spec(name)
     assert settings.kind == ("v" if spec.is_v_only else "loop")
     assert settings.is_rule == (spec.kind == "rule" or name == "auto")
-    # Split if the order needs it; "by default" leaves it to the model.
+    # Backwards are split if the order needs it; "by default" leaves the choice to the model.
     decided = {"always": True, "never": False, "on request": False, "by default": None}
     assert settings.splits is decided[spec.splits_backward]
 

@@ -1,4 +1,4 @@
-"""A user's program gives the same numbers with the plugin's two lines as without them."""
+"""Checks that a user's program gives the same numbers with and without the plug-in's two lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_aux_loss_coeff":
 SPREAD = {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
 TWO_RANKS: list[dict[str, Any]] = [
     {
-        # A microbatch of evaluation is smaller: tensors between stages change their shape.
+        # A microbatch of evaluation is smaller, so tensors between stages change their shape.
         "shape": {"pp": 2, "timers": True, "eval_micro_batch_size": 1},
         "runs": {
             "adaptive": {},
@@ -67,7 +67,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both begin with weights of a loop; one continues in a loop, the other in a V.
+        # Both start with weights of a loop; one run continues in a loop, the other in a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -76,7 +76,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All begin with new weights; the others are compared with a loop, instead of "plain".
+        # All runs start with new weights; they are compared with "loop" instead of "plain".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -145,9 +145,10 @@ def run(
     fresh: bool = True,
     python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
-    """Runs each case in megatron-core's own loop and then with the plugin, in one job.
+    """Runs each case in megatron-core's own loop and then with the plug-in, in one job.
 
-    In fresh processes the plug-in comes first, as in a user's, and their interpreters end.
+    In fresh processes the plug-in is installed first, as in a user's program, and the processes
+    exit normally.
     """
     cases_path, results_path = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}
@@ -161,7 +162,7 @@ def run(
         [str(cases_path), str(results_path)],
         world_size=world_size,
         log=folder / "output.txt",
-        limit_s=300.0,  # for a machine that runs other tests beside it
+        limit_s=300.0,  # the machine may run other tests at the same time
         fresh=fresh,
         python_path=python_path,
     )
@@ -183,7 +184,7 @@ def check_numbers(results: list[dict[str, Any]]) -> None:
 
 
 def numbers_of(seen: Any) -> list[float]:
-    """Returns all numbers of a rank, in order."""
+    """Returns all numbers of a rank in order."""
     if isinstance(seen, dict):
         return numbers_of(list(seen.values()))
     if isinstance(seen, list):
@@ -197,7 +198,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     results = run(TWO_RANKS, 2, tmp_path)
     by_layer = results.pop(4)["runs"]
     with_dropout = results.pop(2)["runs"]
-    # The numbers are others than Megatron-LM's, and the same in every order.
+    # The numbers differ from Megatron-LM's, and are the same in every order.
     assert numbers_of(with_dropout["interleaved"]) != numbers_of(with_dropout.pop("plain"))
     assert with_dropout["adaptive"] == with_dropout["interleaved"] == with_dropout["breadth-first"]
     assert by_layer["loop"] != by_layer["plain"]  # drawn by rank
@@ -212,7 +213,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "messages": "p2p_communicator was given with another pipeline than the step's process "
         "groups: the engine connects the ranks of these groups; make it with their pp group or use "
         "schedule megatron",
-        "again": "",  # another model has channels of its own
+        "again": "",  # a second model has its own channels
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0: ranks of a job "
         "share their settings; start all of them with the same ones",
     }
@@ -225,14 +226,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
     assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     assert said.count("megatron.adaptive: auto takes ") == 1
-    # Nobody closed the last run's trace: the interpreter's end did.
+    # No code closed the last run's trace; it was closed when the interpreter exited.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]
     for rank in traced.ranks.values():
-        # Evaluation is not traced; the actions are three kinds of each microbatch.
+        # Evaluation is not traced; each microbatch has three kinds of actions.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # The work around them is seen from outside; this user reads data on every rank.
+        # Other work is recorded from outside; this program reads data on every rank.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -241,7 +242,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert step.start_ns[0] < actions.start_ns[actions.iteration == 2].min()
         assert table.of_kind("reduce").end_ns[0] <= update.start_ns[0]
         assert update.end_ns[0] <= step.end_ns[0]
-        # Three evaluations follow the third step, and a checkpoint.
+        # Three evaluations and a checkpoint follow the third step.
         after = rank.table([3])
         assert [int(after.where(kind).sum()) for kind in ("evaluate", "checkpoint")] == [3, 1]
         assert step.end_ns[0] <= table.of_kind("step").end_ns[0]
@@ -258,7 +259,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert Counter(own_schedule_table.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(
         range(1, 7), 2 * 8
     )
-    # The progress of the run is the trainer's.
+    # The progress file is written by the trainer.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (
         *("ended", "the program ended"),
@@ -292,8 +293,8 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
         actions = actions.take(np.lexsort((actions.start_ns, actions.iteration)))
         same = np.diff(actions.iteration) == 0
         within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
-    assert within > 0  # forwards that began within a backward, or the reverse
-    # 16 tokens of 2 samples, 4 microbatches, 2 replicas; each goes to 2 experts.
+    assert within > 0  # forwards that began during a backward, or the reverse
+    # 16 tokens of 2 samples, 4 microbatches, 2 replicas; each token goes to 2 experts.
     for iteration in (1, 2, 3):
         loads = [trace.experts[iteration] for trace in traced.ranks.values()]
         assert all(load.exchange_ns > 0 for load in loads)
@@ -306,7 +307,7 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path) -> None:
-    # Rank 0 evaluates next: its messages reached rank 1 when its interpreter was ending.
+    # Rank 0 evaluates next, so its messages reach rank 1 while rank 1's interpreter is exiting.
     case = {"shape": {"pp": 2}, "runs": {"adaptive": {}}, "fails_on": 1}
     with pytest.raises(AssertionError) as caught:
         run([case], 2, tmp_path)

@@ -1,4 +1,4 @@
-"""What is refused of a model, with its line."""
+"""Tests which features of a model are rejected, and the error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINE: Any = object()
 
 
 class Chunk(torch.nn.Module):
-    """A model chunk as far as its kind goes."""
+    """A fake model chunk that has only a kind and attributes."""
 
     def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """As far as its name goes."""
+    """A fake class of which only the name matters."""
 
 
 def configuration(**changes: Any) -> Any:

@@ -1,18 +1,18 @@
-"""Three programs that own their training loop and call megatron-core's schedule themselves.
+"""Defines three programs with their own training loop that call megatron-core's schedule.
 
-They know nothing of this package. Each calls ``get_forward_backward_func`` in the manner of a
-program that people train with:
+They do not use this package. Each calls ``get_forward_backward_func`` in the same way as a program
+that is used for training:
 
-- :func:`run_actor`, as verl's actor, critic and reference: several models, microbatches of unequal
-  lengths, outputs that are dictionaries, weights, gradients and optimizer state that are offloaded
-  between calls.
-- :func:`run_policy`, as NeMo-RL's policy: one model without a list, a generator of microbatches,
-  another length and another number of microbatches in every call and on every replica, gradients
-  that several calls add up before they are reduced.
-- :func:`run_bridge`, as Megatron Bridge's training step: one function for all steps, with process
+- :func:`run_actor`, like verl's actor, critic and reference: several models, microbatches of
+  unequal lengths, outputs that are dictionaries, and weights, gradients and optimizer state that
+  are offloaded between calls.
+- :func:`run_policy`, like NeMo-RL's policy: one model without a list, a generator of microbatches,
+  a different length and number of microbatches in every call and on every replica, gradients that
+  are accumulated over several calls before they are reduced.
+- :func:`run_bridge`, like Megatron Bridge's training step: one function for all steps, with process
   groups and a communicator of the program.
 
-Each returns what a rank saw: results of loss functions, norms of gradients and a digest of weights.
+Each returns a rank's results: results of loss functions, gradient norms, and a digest of weights.
 """
 
 from __future__ import annotations
@@ -69,15 +69,14 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """How a program divides its models.
+    """Division of a program's models.
 
     Attributes:
         pp: Number of pipeline ranks.
         vp: Number of chunks of a rank.
-        foreign: Whether the program makes its process groups itself, without ``parallel_state``.
-        overlap: Whether gradients are reduced while the backward still runs.
-        drops_last: Whether the last microbatch of a step of :func:`run_bridge`, whose loss is 0, is
-            left out.
+        foreign: Whether the program creates its process groups itself, without ``parallel_state``.
+        overlap: Whether gradients are reduced while the backward is still running.
+        drops_last: Whether a step of :func:`run_bridge` omits the last microbatch, whose loss is 0.
         steps: Number of training iterations.
     """
 
@@ -90,16 +89,16 @@ class Program:
 
 
 def make_groups(program: Program) -> ProcessGroupCollection:
-    """Makes the process groups of a program."""
+    """Creates the process groups of a program."""
     if not program.foreign:
         parallel_state.initialize_model_parallel(
             1, program.pp, program.vp if program.vp > 1 else None
         )
         return user.process_groups()
-    parallel_state._set_global_memory_buffer()  # megatron-core's attention asks for it
+    parallel_state._set_global_memory_buffer()  # megatron-core's attention needs it
     groups = ProcessGroupCollection()
     replicas = dist.get_world_size() // program.pp
-    # Neighbours in the pipeline are neighbours in rank, unlike in parallel_state.
+    # Adjacent pipeline stages have adjacent ranks, unlike in parallel_state.
     pipelines = [
         list(range(first * program.pp, (first + 1) * program.pp)) for first in range(replicas)
     ]
@@ -120,7 +119,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
-    """Makes a group of each list of ranks, and returns this rank's, ``None`` if there is none."""
+    """Creates a group of each list of ranks; returns this rank's group, or ``None``."""
     joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
@@ -132,7 +131,7 @@ def _subgroup(lists: Sequence[list[int]]) -> Any:
 def make_model(
     program: Program, groups: ProcessGroupCollection, *, seed: int, trains: bool = True, **more: Any
 ) -> Model:
-    """Builds a model, always the same for a seed.
+    """Builds a model, with the same weights for the same seed.
 
     Args:
         program: Division of the model.
@@ -187,7 +186,7 @@ def _make_trainable(model: Model, program: Program) -> None:
 
 
 def _for_each(functions: list[Any]) -> Any:
-    """Returns the only function, or the list of the functions of several chunks."""
+    """Returns the only function, or the list of functions if there are several chunks."""
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -290,7 +289,7 @@ class Reinforced:
         return [result[name].flatten().tolist() for result in seen]
 
     def learn(self, batches: list[Batch]) -> dict[str, Any]:
-        """Runs one update; returns what the loss function reported and the norm of gradients."""
+        """Runs one update; returns the result of the loss function and the gradient norm."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             if self._as_values:
@@ -307,7 +306,7 @@ class Reinforced:
 
 
 class Offloaded:
-    """Takes weights, gradients and optimizer state of a model away, and brings them back.
+    """Moves weights, gradients and optimizer state of a model away and back.
 
     Args:
         model: Model whose memory is needed between two calls.
@@ -322,7 +321,7 @@ class Offloaded:
         self._nbytes: list[int] = []
 
     def out(self) -> None:
-        """Frees the memory of the gradients, and moves weights and state to other memory."""
+        """Frees the memory of the gradients, and moves weights and state elsewhere."""
         self._kept = [weight.data.clone() for weight in self._weights]
         self._nbytes = [gradient.untyped_storage().nbytes() for gradient in self._gradients]
         for weight in self._weights:
@@ -334,7 +333,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Brings weights back, to another place. Gradients begin with 0."""
+        """Moves weights back to new memory. Gradients are zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -343,7 +342,7 @@ class Offloaded:
 
 
 def served_weights(model: Model) -> str:
-    """Returns a digest of all weights of a pipeline, as an inference engine receives them."""
+    """Returns a digest of all weights of a pipeline, as an inference engine would receive them."""
     digest = hashlib.sha256()
     ranks = dist.get_process_group_ranks(model.groups.pp)
     for source in ranks:
@@ -369,7 +368,7 @@ def served_weights(model: Model) -> str:
 
 
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains an actor and a critic against a reference, as verl does."""
+    """Trains an actor and a critic against a reference, like verl."""
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = {
@@ -385,7 +384,7 @@ def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> 
     seen: list[Any] = []
     for step in range(program.steps):
         seed = 1000 * step + 100 * replica
-        # Replicas have microbatches of other lengths, and another number of them.
+        # Replicas have different lengths and numbers of microbatches.
         whole = draw([(2, 9), (1, 31), (3, 5), (1, 17)][: 4 - 2 * (replica > 0)], seed)
         short = draw([(1, 7 + 3 * replica), (2, 12)], seed + 1)
         if step:
@@ -428,7 +427,7 @@ def policy_call(model: Model, batches: list[Batch], process: Any, *, forward_onl
 
 @contextlib.contextmanager
 def accumulating(model: Model, program: Program) -> Iterator[None]:
-    """Adds up gradients over several calls, and reduces them over replicas at the end."""
+    """Accumulates gradients over several calls, and reduces them over replicas at the end."""
     config = model.config
     former = config.no_sync_func
     config.no_sync_func = _for_each([contextlib.nullcontext for _ in model.chunks])
@@ -450,7 +449,7 @@ def _yield(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy, as NeMo-RL does."""
+    """Trains a policy, like NeMo-RL."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=5)
     prepare({"policy": model})
@@ -471,7 +470,8 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
     seen: list[Any] = []
     for step in range(program.steps):
-        # One replica pads to another length than before, while the others keep theirs.
+        # One replica pads to a different length than before, while the other replicas keep their
+        # length.
         length = 16 - 4 * replica * (step % 2)
         count = 6 if step == 0 else 4
         batches = draw([(2, length)] * count, 50 * step + replica)
@@ -503,7 +503,7 @@ def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
 
 def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns loss, number of tokens and what is logged, or the outputs' mean."""
+    """Returns loss, number of tokens and logged values, or the mean of the outputs."""
     if non_loss_data:
         return {"mean": output.detach().mean().item()}
     losses = -_log_probs(output, batch["tokens"]) * batch["weights"][:, 1:]
@@ -513,7 +513,7 @@ def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False)
 
 
 class BridgeStep:
-    """Runs a microbatch through a chunk, as an object that can be called."""
+    """Runs a microbatch through a chunk; a callable object."""
 
     def __call__(
         self, iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False
@@ -523,7 +523,7 @@ class BridgeStep:
 
 
 def run_bridge(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, as Megatron Bridge does."""
+    """Trains a model, like Megatron Bridge."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=3, calculate_per_token_loss=True)
     prepare({"model": model})

@@ -1,4 +1,4 @@
-"""Started by ``torchrun``: programs that own their loop, with and without ``install()``.
+"""Runs programs that own their loop, with and without ``install()``, as a rank of ``torchrun``.
 
 Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
@@ -7,7 +7,7 @@ Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "runs": {name: {"settings": {...} of install, "models": {model: {...} of install},
                      "shape": changes of the shape}, or null}}
 
-``RESULTS`` is written by rank 0: what each rank saw, for each case and run.
+Rank 0 writes ``RESULTS``: the results of each rank, for each case and run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.engine.process_context import destroy_groups, process_gro
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
-    """Runs a program from its start to its end."""
+    """Runs a program from start to end."""
     megatron.adaptive.uninstall()
     gc.collect()
     dist.barrier()
@@ -56,7 +56,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
 
 
 def main() -> None:
-    # A rank that hangs says where and ends, even if nobody is left to end it.
+    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Started by ``torchrun``: the user's program, with and without the plugin's two lines.
+"""Runs the user's program with and without the plug-in's two lines, as a rank of ``torchrun``.
 
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
@@ -10,10 +10,10 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
 Settings may have ``then``: settings of a second run, which continues from a checkpoint.
 
-``RESULTS`` is written by rank 0: for each case and run what each rank saw, and for each refused one
-its line; with ``again`` that of a second step, with new process groups, and with ``fewer chunks``
-that of a second step with the first chunk alone. A run with traces saves a
-checkpoint after its evaluation. The last run of all ends with the interpreter, its plugin still
+Rank 0 writes ``RESULTS``: each rank's results for each case and run, and the error line of each
+rejected run; with ``again`` the error of a second step with new process groups, and with ``fewer
+chunks`` the error of a second step with only the first chunk. A run with traces saves a checkpoint
+after its evaluation. The last run ends when the interpreter exits, with the plug-in still
 installed.
 """
 
@@ -41,33 +41,33 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts from the beginning, without the plugin if ``settings`` is ``None``."""
+    """Starts a new job, without the plug-in if ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
-    # Each has threads that wake up a hundred times a second.
+    # Each run has threads that wake up a hundred times a second.
     dist.barrier()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
         megatron.adaptive.install(**settings)
-        megatron.adaptive.install(**settings)  # twice is once
+        megatron.adaptive.install(**settings)  # a repeated call has no effect
     return regroup(shape)
 
 
 def regroup(shape: user.Shape) -> user.Job:
-    """Makes new process groups and a new model."""
+    """Creates new process groups and a new model."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     return user.setup(shape)
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Trains and evaluates; leaves plugin and process groups unchanged at the end."""
+    """Trains and evaluates; restores plug-in and process groups at the end."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # megatron-core's own loop would want another forward_step for it.
+    # megatron-core's own loop would need a different forward_step for this.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
@@ -118,7 +118,7 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    # A rank that hangs says where and ends, even if nobody is left to end it.
+    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

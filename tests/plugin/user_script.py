@@ -1,11 +1,11 @@
-"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM as docs/plugin.md says, and notes numbers.
+"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plug-in, and records numbers.
 
 Usage: ``user_script.py SCRIPT RESULTS FLAG ...``, as a rank of a job.
 
 The text of ``SCRIPT`` gets the lines of docs/plugin.md before it runs: ``install()`` at its top,
-and ``add_arguments`` as ``extra_args_provider``. The file itself does not change. One more line,
-before the script's main part, calls :func:`record`. It adds a line to ``RESULTS.RANK`` after each
-step and evaluation, with all numbers as hexadecimal floats and a digest of the rank's weights.
+and ``add_arguments`` as ``extra_args_provider``. The file itself does not change. One more line
+before the script's main part calls :func:`record`, which appends a line to ``RESULTS.RANK`` after
+each step and evaluation, with all numbers as hexadecimal floats and a digest of the rank's weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EDITS = (
 
 
 def allow_old_python() -> None:
-    """Lets Python 3.11 import Megatron-LM, which needs Python 3.12 from 0.17 on."""
+    """Makes Megatron-LM importable in Python 3.11, although it needs Python 3.12 from 0.17 on."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
 
@@ -47,7 +47,7 @@ def edited(text: str) -> str:
 
 
 def record(results: Path) -> None:
-    """Notes what each step and evaluation of Megatron-LM's trainer returns."""
+    """Records the results of each step and evaluation of Megatron-LM's trainer."""
     training: Any = sys.modules["megatron.training.training"]
 
     def note(**values: Any) -> None:
@@ -95,7 +95,7 @@ def _digest(chunks: Any) -> str:
 
 
 def main() -> None:
-    # A rank that hangs says where and ends, even if nobody is left to end it.
+    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     script, results = Path(sys.argv[1]), Path(sys.argv[2])
     allow_old_python()

@@ -1,7 +1,7 @@
-"""A training program in the shape of Megatron-LM's, which knows nothing of this package.
+"""Defines a training program in the style of Megatron-LM, which does not use this package.
 
-Like ``megatron.training.training`` it takes ``get_forward_backward_func`` from megatron-core at its
-own import, asks it for a function before training and again before each evaluation, and calls that
+Like ``megatron.training.training`` it imports ``get_forward_backward_func`` from megatron-core,
+asks it for a function before training and again before each evaluation, and calls that function
 with Megatron-LM's arguments. Models are megatron-core's own.
 """
 
@@ -49,29 +49,29 @@ VOCAB_SIZE = 64
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 Batch = dict[str, torch.Tensor]
-# megatron-core 0.15 does not know it.
+# megatron-core 0.15 does not have this argument.
 _KNOWN = signature(schedules.forward_backward_no_pipelining).parameters
 LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOWN}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a model is cut and what its configuration says.
+    """Division and configuration of a model.
 
     Attributes:
-        tp, pp, chunks: the cut; what is left of the processes are data-parallel replicas.
-        per_token: losses are averaged over the tokens of the whole batch.
-        overlap: gradients are reduced while the backward still runs.
-        deallocate: outputs are freed once they are sent, as Megatron-LM has it.
-        timers: megatron-core's timers run.
-        llama: the model is of Llama's kind instead of GPT's.
-        groups: process groups are handed to models and steps, as Megatron Bridge does.
+        tp, pp, chunks: Division of the model; the remaining processes are data-parallel replicas.
+        per_token: Whether losses are averaged over the tokens of the whole batch.
+        overlap: Whether gradients are reduced while the backward is still running.
+        deallocate: Whether outputs are freed once they are sent, as in Megatron-LM.
+        timers: Whether megatron-core's timers run.
+        llama: Whether the model is a Llama instead of a GPT.
+        groups: Whether process groups are passed to models and steps, as in Megatron Bridge.
         dropout: Probability of dropout in attention and hidden state.
-        eval_micro_batch_size: samples of a microbatch in evaluation.
-        tied: embedding and output layer share their weights.
-        mtp: there is a layer of multi-token prediction.
-        distributed: the optimizer's state is shared out over replicas.
-        more: further settings of the model.
+        eval_micro_batch_size: Number of samples of a microbatch in evaluation.
+        tied: Whether embedding and output layer share their weights.
+        mtp: Whether there is a multi-token prediction layer.
+        distributed: Whether the optimizer's state is sharded over replicas.
+        more: Further settings of the model.
     """
 
     tp: int = 1
@@ -93,7 +93,7 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Job:
-    """A model ready to train, with what its steps need."""
+    """A model that is ready for training, and the objects that its steps need."""
 
     shape: Shape
     config: Any
@@ -103,7 +103,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Makes process groups, model and optimizer, always the same."""
+    """Creates process groups, model and optimizer; the result is always the same."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -161,7 +161,7 @@ def configuration(shape: Shape) -> TransformerConfig:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": shape.per_token,
         "deallocate_pipeline_outputs": shape.deallocate,
-        # Without these, two messages of a pair are mixed up on gloo where a rank has two chunks.
+        # Without these, gloo confuses the two messages of a pair if a rank has two chunks.
         "overlap_p2p_comm": shape.chunks > 1,
         "batch_p2p_comm": shape.chunks == 1,
         "bias_activation_fusion": False,
@@ -175,7 +175,7 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
-    """Builds this rank's part of the model as Megatron-LM's ``get_model`` does."""
+    """Builds this rank's part of the model like Megatron-LM's ``get_model``."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
@@ -217,7 +217,7 @@ def process_groups() -> ProcessGroupCollection:
 
 
 def handed_over(job: Job) -> dict[str, Any]:
-    """Returns the arguments of a step besides model and data."""
+    """Returns the arguments of a step other than model and data."""
     if not job.shape.groups:
         return {}
     groups = process_groups()
@@ -226,7 +226,7 @@ def handed_over(job: Job) -> dict[str, Any]:
 
 
 def batches(micro_batch_size: int) -> Iterator[Batch]:
-    """Yields microbatches without end, different ones on each replica."""
+    """Yields an infinite sequence of microbatches, which differ between replicas."""
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     while True:
         size = (micro_batch_size, SEQ_LENGTH + 1)
@@ -264,7 +264,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
             parallel_state.is_pipeline_last_stage,
         )
     )
-    # Megatron-LM's get_batch and get_batch_on_this_tp_rank ask the same.
+    # Megatron-LM's get_batch and get_batch_on_this_tp_rank check the same condition.
     if not is_end or parallel_state.is_pipeline_first_stage():
         batch["labels"] = batch["mask"] = None
     looks_up_again = is_end and get_attr_wrapped_model(model, "config").mtp_num_layers
@@ -279,7 +279,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Takes ``steps`` steps; returns losses (on the last stage) and norms of gradients."""
+    """Runs ``steps`` steps; returns losses (on the last stage) and gradient norms."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -336,7 +336,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Averages the losses of the microbatches on ranks of the last stage; elsewhere empty."""
+    """Averages the losses of the microbatches on ranks of the last stage; empty on other ranks."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -346,7 +346,7 @@ def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def weights_norm(job: Job) -> float:
-    """Returns the norm of the weights of all ranks, copies included."""
+    """Returns the norm of the weights of all ranks, including copies."""
     weights = [weight for chunk in job.chunks for weight in chunk.parameters()]
     total = torch.stack([weight.detach().double().pow(2).sum() for weight in weights]).sum()
     dist.all_reduce(total)
@@ -362,14 +362,14 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
         f"model{number}": chunk.sharded_state_dict(metadata={"dp_cp_group": _replicas()})
         for number, chunk in enumerate(unwrap_model(job.chunks))
     }
-    # The distributed optimizer's state can be loaded with Transformer Engine or apex alone.
+    # Loading the distributed optimizer's state requires Transformer Engine or apex.
     if job.shape.distributed or not with_optimizer:
         return model
     return model | {"optimizer": job.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint as Megatron-LM does: replicas share the work."""
+    """Writes a checkpoint like Megatron-LM: replicas share the work."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Times of actions: what counts, and the spread of what does."""
+"""Tests for times of actions: which times count, and their spread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """Notes what is asked of it."""
+    """Records calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Outliers of a probe name the node at fault, and the figures with which it passes again."""
+"""Checks that outliers of a probe identify the failing node, and the limits for passing again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_slow_rank_is_the_fault_of_its_node_and_gives_the_limit() -> None:
     [
         ([1, 1, 9, 9, 1, 1, 1, 1], "abcdefghi", ["d"]),
         ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # c or d
-        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # a has no other link, b has a good one
+        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # a has no other link, b has a good link
         ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # within a node
     ],
 )
@@ -58,7 +58,7 @@ def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(
 ) -> None:
     blamed = failed(links([value * 1e-3 for value in times_ms]), nodes)
     assert [node.node for node in blamed] == at_fault
-    assert all(node.limits == {} for node in blamed)  # no node measures a link alone
+    assert all(node.limits == {} for node in blamed)  # a node alone does not measure links
 
 
 def test_nobody_is_at_fault_for_a_slow_group_of_several_nodes() -> None:

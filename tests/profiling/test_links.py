@@ -1,4 +1,4 @@
-"""Links: pairs to measure, latency and occupancy apart, curves of sizes."""
+"""Tests for links: pairs to measure, separate latency and occupancy, curves over sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, 
 
 
 class Wire:
-    """A channel to one peer: messages follow each other on the link, then take the latency."""
+    """A fake channel to one peer: messages occupy the link in turn, then take the latency."""
 
     name = "wire"
 
@@ -42,7 +42,7 @@ class Wire:
 def test_latency_and_occupancy_come_apart() -> None:
     first, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
     first.other, other.other = other, first
-    payload = torch.zeros(2000, dtype=torch.float32)  # 8 ms on the wire
+    payload = torch.zeros(2000, dtype=torch.float32)  # takes 8 ms on the wire
     links: dict[bool, Link] = {}
 
     def side(wire: Wire, leads: bool) -> None:
@@ -88,7 +88,7 @@ def test_the_leader_says_when_enough_time_has_passed() -> None:
     long_rounds = Rounds(burst=2, seconds=0.2)
     measure_link(first, 1, leads=True, payload=torch.zeros(1), timeout_s=10.0, rounds=long_rounds)
     follower.join()
-    assert rounds[-1] - rounds[0] >= 0.4  # short rounds, then long ones
+    assert rounds[-1] - rounds[0] >= 0.4  # short rounds, then long rounds
     assert len(rounds) > 40
 
 

@@ -1,4 +1,4 @@
-"""What a probe measures, in which turns, and which figures are outliers."""
+"""Tests for probes: their measurements, the order of measurements, and outliers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares the fixtures of tests that build a trainer."""
+"""Makes the fixtures of tests that build a trainer available here."""
 
 from __future__ import annotations
 

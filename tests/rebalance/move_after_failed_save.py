@@ -1,4 +1,4 @@
-"""The trainer, whose layers move after step 2 while the folder of checkpoints cannot be written."""
+"""Runs the trainer; layers move after step 2, when the checkpoint folder is not writable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Move  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 
-FAILS, MENDED = 2, 3  # steps whose checkpoint cannot be written, and can again
+FAILS, MENDED = 2, 3  # steps whose checkpoint cannot be written, and can be written again
 
 MOVE = Move(partition=(1, 3), present_s=1.0, step_s=0.5, why="test", before_s=1.0, former=(2, 2))
 
@@ -31,7 +31,7 @@ def main(checkpoints: Path) -> int:
         if self._all.is_first and progress.iteration == FAILS:
             self.saver.wait()
             checkpoints.rename(aside)
-            checkpoints.touch()  # no folder can be made here
+            checkpoints.touch()  # creating a folder here fails
         elif self._all.is_first and progress.iteration == MENDED:
             checkpoints.unlink()
             aside.rename(checkpoints)

@@ -1,4 +1,4 @@
-"""The trainer, whose simulations of schedules take longer than ranks wait for them."""
+"""Runs the trainer with simulations of schedules that exceed the waiting time of other ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.adaptive.schedule import choose_by_simulation as schedule_auto  # 
 
 
 def simulate_for_long(*_: Any) -> None:
-    """Stands for a simulation on processors that are busy."""
+    """Replaces a simulation, as if processors were busy."""
     time.sleep(600)
 
 
 if __name__ == "__main__":
     vars(schedule_auto)["evaluate"] = simulate_for_long
-    # Whole searches: a search whose bounds promise no gain simulates nothing.
+    # Replaces whole searches, because a search without possible gain does not simulate.
     vars(judgement)["propose"] = simulate_for_long
     for module in (auto_schedule, repartition):
         vars(module)["LIMIT_S"] = 0.5

@@ -1,4 +1,4 @@
-"""A checkpoint that could not be written behind training does not end a run whose layers move."""
+"""Checks that a failed background checkpoint does not stop a run whose layers move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves of stages free the former model and keep other groups; without room nothing moves."""
+"""Checks that moving stages frees the old model and keeps other groups, and needs host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents of a step are simulated as the trainer would pack and cut them."""
+"""Checks that simulations pack and cut a step's documents like the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chosen number of slices is used even if no time is left to compare more schedules."""
+"""Checks that the chosen number of slices is used even without time to compare more schedules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     def choose_late(
         *arguments: Any, quick: bool, until_s: float, **settings: Any
     ) -> ScheduleChoice:
-        # The quick comparisons take all time that there is.
+        # The quick comparisons take all of the time.
         until_s = math.inf if quick else time.monotonic()
         return choose(*arguments, quick=quick, until_s=until_s, **settings)
 
@@ -64,7 +64,7 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
         can_turn=False,
         timeout_s=1.0,
         numbers=(1, 2, 4),
-        # Each slice more adds as much as a whole microbatch, so whole ones are best.
+        # Each additional slice costs as much as a whole microbatch, so whole microbatches are best.
         trial=SliceTrial(
             num_slices=4,
             times=StageTimes(forward_s=(0.02, 0.02), backward_s=(0.02, 0.02), weight_s=(0.0, 0.0)),

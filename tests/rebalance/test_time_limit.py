@@ -1,4 +1,4 @@
-"""No rank waits longer than the limit for a choice that another one makes."""
+"""Checks that no rank waits longer than the timeout for a choice that another rank makes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_action_is_left_behind_at_the_limit() -> None:
 
 
 def test_a_search_ends_before_other_ranks_stop_to_wait_for_it() -> None:
-    # Both limits were 60 s with --distributed-timeout-minutes 1, so the other ranks gave up.
+    # The limit must be shorter than the timeout of 60 s, at which the other ranks give up.
     assert limit_of_search(60.0, datetime.timedelta(minutes=1)) == 30.0
     assert limit_of_search(60.0, datetime.timedelta(minutes=10)) == 60.0
 

@@ -1,4 +1,4 @@
-"""Orders that are improved for known times: valid, within memory, never slower."""
+"""Tests for orders that are improved for known times: valid, within memory, never slower."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def followed_s(schedule: Schedule, work: Workload) -> float:
     ).makespan_s
 
 
-# Two stages of a loop meet on no rank, those of a V do; links differ and are busy for a while.
+# A loop and a V connect stages differently; links differ and are busy for some time.
 @pytest.mark.parametrize(
     ("kind", "chunks", "pieces", "cap", "name"),
     [
@@ -88,7 +88,7 @@ def test_it_finds_a_proven_optimum() -> None:
     assert choice.outcomes[0].mean_s == pytest.approx(442.0)
     assert "auto takes annealed (v, 2 chunks, W in 1, cap 4)" in choice.reason
     assert "best fixed order zb-v" in choice.reason
-    # It is one of five microbatches; a step of others is chosen at run time.
+    # The order is for five microbatches; steps of other lengths decide at run time.
     for count, kind in ((5, Follow), (6, RulePolicy)):
         policies = make_policies(ANNEALED, placement, count, cap=4.0, hint=choice.best.hint)
         assert {type(policy) for policy in policies} == {kind}

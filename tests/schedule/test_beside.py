@@ -1,4 +1,4 @@
-"""Actions that start beside others: what they hide, how long they take, what is refused."""
+"""Tests for actions that overlap with others: hidden communication, durations, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMES = StageTimes.equal(
 @pytest.mark.parametrize(
     ("order", "pieces", "ends"),
     [
-        # F computes 3, B 3 beside its communication, F 3, B 3, then B waits for its last 2. Whole
+        # F computes 3, B 3 during F's communication, F 3, B 3, then B waits for its last 2. Whole
         # backwards compute 2.5 more in each part.
         ("F0-0 F0-1+ B0-0 B0-1", 0, [10.0, 27.0, 29.0, 44.0]),
         ("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1", 1, [10.0, 22.0, 24.0, 29.0, 39.0, 44.0]),
@@ -80,7 +80,7 @@ def test_codes_say_which_actions_are_paired() -> None:
     [
         (["F0-0+ B0-0"], "rank 0, position 1: B0-0 cannot be here: its own forward F0-0"),
         (["F0-0+"], "F0-0[+] and the action after it are no pair of an F and a B"),
-        # The backward on rank 0 needs what its partner gives rank 1.
+        # Rank 0's backward needs a gradient that rank 1 computes from the paired forward.
         (["F0-0 F0-1 F0-2+ B0-0 B0-1 B0-2", "F0-0 F0-1 F0-2 B0-0 B0-1 B0-2"], "deadlock"),
     ],
 )

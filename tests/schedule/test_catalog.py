@@ -1,4 +1,4 @@
-"""Names: what is known, and that an unknown name lists it."""
+"""Tests for names of schedules; an error about an unknown name lists the known names."""
 
 from __future__ import annotations
 

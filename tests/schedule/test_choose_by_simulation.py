@@ -1,4 +1,4 @@
-"""The choice of ``auto``: rules where they gain, fixed orders where not, within memory."""
+"""Tests for ``auto``: it chooses rules if they gain, otherwise fixed orders, within memory."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_unknown_names_and_no_draws() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which nothing was compiled yet, and nothing is."""
+    """Simulates a machine without compiled code, on which compiling fails the test."""
     monkeypatch.setattr(numba_kernels, "_loops", dict)
     monkeypatch.setattr(numba_kernels, "is_cached", lambda loop: False)
     monkeypatch.setattr(anneal, "is_cached", lambda loop: False)
@@ -172,7 +172,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_orders_to_anneal_are_compared_without_compiling() -> None:
-    # All loops were compiled to compare them, whatever time was left: 32 s instead of 3 s.
+    # Compiling loops only to compare them would take 32 s instead of 3 s.
     choice = pick()
     assert any(outcome.candidate.hint for outcome in choice.outcomes)
 
@@ -201,7 +201,7 @@ def test_partitions_of_a_small_job_are_compared_without_compiling() -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_a_small_job_is_decided_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "_compiled", lambda: SimpleNamespace(signatures=[]))
-    # The time that is left would not suffice to compile the annealing.
+    # The remaining time is too short to compile the annealing.
     choice = pick(until_s=time.monotonic() + anneal.COMPILE_S)
     assert choice.best.name == "zb-v"
     assert not any(outcome.candidate.hint for outcome in choice.outcomes)

@@ -1,4 +1,4 @@
-"""The length of slices is chosen from times that were measured with two other lengths."""
+"""Tests that choose the length of slices from measured times of two other lengths."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DOCUMENTS = [512, 64, 64, 64, 32, 32]
 
 
 def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]]:
-    """Returns one step in which each document is a row of its own."""
+    """Returns one step in which each document is a row by itself."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return [[rule.cut(-(-length // tokens) * tokens, [length]) for length in documents]]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices of such steps, the same for all kinds and stages."""
+    """Returns the times of all slices of these steps, equal for all kinds and stages."""
     works = [
         cut.work(index)
         for tokens in lengths
@@ -65,7 +65,7 @@ def choice(parts: CostParts, setting: Setting = SETTING, until_s: float = math.i
 def test_slices_of_two_lengths_tell_all_parts_of_the_time(parts: CostParts) -> None:
     rows = measured(parts, 64, 128)[ActionKind.F, 0]
     assert fit(rows) == pytest.approx(parts, abs=1e-12)
-    # An action that was interrupted does not count.
+    # An interrupted action is ignored.
     late = [*rows, Timed(64, 64**2, 1.0)]
     assert fit(late) == pytest.approx(parts, abs=1e-12)
 
@@ -90,7 +90,7 @@ def test_short_slices_are_chosen_if_they_cost_nothing_and_long_ones_if_they_do()
     dear = choice(CostParts(1e-2, 1e-5, 0.0))
     assert dear.tokens >= 256
     assert dear.candidate is not None
-    assert dear.candidate.cap is None  # a larger cap gains nothing
+    assert dear.candidate.cap is None  # a larger cap has no advantage
 
 
 def test_the_faster_placement_is_chosen() -> None:

@@ -1,4 +1,4 @@
-"""The number of slices is chosen from times that were measured with two other numbers."""
+"""Tests that choose the number of slices from measured times of two other numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = (4, 1, 8)
 
 
 def profile(slice_s: float, share: float = 0.4) -> StageProfile:
-    """Returns stages that take different times."""
+    """Returns a profile whose stages take different times."""
     forward = tuple(0.1 + 0.001 * stage for stage in range(8))
     times = StageTimes(forward_s=forward, backward_s=forward, weight_s=forward)
     return StageProfile(times=times, attention_share=share, slice_s=slice_s)
@@ -99,7 +99,7 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
         return Simulated(step_s)  # type: ignore[return-value]
 
     choice = choose_number((4, 1, 2, 8), choose_for, math.inf)
-    # Steps of 2, 4 and 8 slices are about equally long, so the smallest number is chosen.
+    # Steps of 2, 4 and 8 slices take about equally long, so the smallest number is chosen.
     assert choice.num_slices == 2
     assert choice.schedule.step_s == 2.01
     assert choice.text == "simulated steps by number of slices: 2: 2010 ms, 4: 2000 ms, 8: 1995 ms"

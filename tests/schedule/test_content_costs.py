@@ -1,4 +1,4 @@
-"""Costs of microbatches that are fitted to numbers which describe their content."""
+"""Tests for costs of microbatches, which are fitted to numbers that describe their content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 def rows_of(seed: int, count: int) -> list[Numbers]:
-    """Microbatches with tokens, pairs of tokens, pixels, and 1."""
+    """Returns microbatches described by tokens, pairs of tokens, pixels, and 1."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -28,12 +28,12 @@ def rows_of(seed: int, count: int) -> list[Numbers]:
 
 
 def dot(factors: Numbers, row: Numbers) -> float:
-    """Sum of the numbers, each times its factor."""
+    """Returns the sum of the numbers, each multiplied by its factor."""
     return sum(a * b for a, b in zip(factors, row, strict=True))
 
 
 def test_a_stage_learns_what_its_time_depends_on() -> None:
-    """Each of three stages depends on other numbers, and times are noisy."""
+    """Checks three stages that depend on different numbers, with noisy times."""
     truths = [(0.0, 0.0, 3e-9, 2e-4), (2e-6, 0.0, 0.0, 0.0), (1e-6, 1e-9, 0.0, 1e-4)]
     placement = Placement(num_ranks=3, num_chunks=1, kind="loop")
     costs = ContentCosts(placement, (1, 1, 1), [StageFit(4)] * 3)
@@ -74,7 +74,7 @@ def test_factors_are_never_negative_and_numbers_that_grow_together_share_the_cos
 
 
 def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
-    """Otherwise a text without images would cost nothing, because the sample has images."""
+    """Checks that a text without images has a cost although the sample has images."""
     fit = StageFit(3)
     sample: list[Numbers] = [(3e5, 700.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [6.0]))
@@ -84,7 +84,7 @@ def test_of_a_single_microbatch_no_number_gets_the_whole_cost() -> None:
 
 
 def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
-    """Entries of equal size in all microbatches would otherwise hide that the costs differ."""
+    """Checks that entries of equal size in all microbatches do not hide different costs."""
     fit = StageFit(6)
     sample: list[Numbers] = [(64.0, 48.0, 10.0, 100.0, 9.0, 1.0)]
     fit.add(squares_of(sample), products_of(sample, [60.0]))
@@ -94,7 +94,7 @@ def test_of_a_single_microbatch_the_first_numbers_share_the_cost() -> None:
 
 
 def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
-    """After steps without images, a microbatch with images would otherwise cost nothing."""
+    """Checks that a microbatch with images has a cost after steps without images."""
     segments = [StageFit(3), StageFit(3)]
     segments[0].factors = [0.0, 4.0, 0.0]
     segments[1].factors = [2.0, 1.0, 0.0]
@@ -111,7 +111,7 @@ def test_numbers_that_were_not_measured_keep_the_counted_work() -> None:
         ]
         costs.add({(0, rank): each for rank, each in enumerate(sums)})
     costs.fit()
-    # Two units of work per token take 1e-5 s, so one takes 5e-6 s.
+    # Two units of work per token take 1e-5 s, so one unit takes 5e-6 s.
     assert costs.cost((100.0, 0.0, 1.0)) == pytest.approx(1e-3, rel=0.01)
     assert costs.cost((100.0, 30.0, 1.0)) == pytest.approx(1e-3 + 30 * 5 * 5e-6, rel=0.01)
     rows.append((100.0, 30.0, 1.0))

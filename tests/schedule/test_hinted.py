@@ -1,4 +1,4 @@
-"""The policy ``hinted``: equals its hint undisturbed, keeps the cap, gains."""
+"""Tests for the policy ``hinted``: it follows its hint, keeps the cap, and gains time."""
 
 from __future__ import annotations
 

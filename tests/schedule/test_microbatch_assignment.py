@@ -1,4 +1,4 @@
-"""Dealing: every microbatch once, counts as the schedule needs, equal times, steady decisions."""
+"""Tests for dealing: all microbatches are assigned once, with valid counts and balanced times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Measured, Size, deal
 from tests.support.sliced_run import SlicedRun
 
-# Milliseconds of a microbatch, of a token and of a pair of tokens, for two pipeline ranks.
+# Milliseconds per microbatch, per token and per pair of tokens, for two pipeline ranks.
 COSTS = ((5.0, 0.02, 1e-5), (3.0, 0.02, 1e-5))
 
 
@@ -38,7 +38,7 @@ def test_all_are_dealt_once_in_groups_and_no_replica_goes_without(seed: int) -> 
 
 
 class Job:
-    """Runs a dealer's steps: replicas of two ranks whose actions take what they cost, and noise."""
+    """Runs a dealer's steps on replicas of two ranks whose actions take their cost plus noise."""
 
     def __init__(self, mode: str, *, replicas: int = 2, noise: float = 0.03, seed: int = 1) -> None:
         self.rng, self.noise, self.replicas = random.Random(seed), noise, replicas
@@ -52,7 +52,7 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Returns how many each replica got, and the step's time over that of ideal dealing."""
+        """Returns each replica's count, and the step time relative to ideal dealing."""
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []
@@ -97,7 +97,8 @@ def test_a_slow_replica_gets_less_within_three_steps_and_back(
         for step in range(40)
     ]
     counts = [count for count, _ in seen]
-    # Noise alone changes no count; of one size 72 are 24 each, and 27, 18, 27 of unequal speed.
+    # Noise must not change the assignment. Microbatches of one size are split 24/24/24 over three
+    # equally fast replicas, and 27/18/27 if the second replica is slower.
     if mode == "speed":
         assert all(count == [24, 24, 24] for count in counts[4:11])
         assert all(17 <= count[1] <= 19 for count in counts[13:25])

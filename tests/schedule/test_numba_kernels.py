@@ -1,4 +1,4 @@
-"""The compiled loop does exactly what the plain one does, and fast."""
+"""Checks that the compiled loop is fast and gives exactly the results of the plain loop."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def test_code_is_compiled_only_if_that_saves_time(
     rule = runtime_rules.ready_first
     few, many, most = (number - 1 for number in (LOADED_FROM, COMPILED_FROM, 2 * COMPILED_FROM))
     assert not numba_kernels.saves_time(rule, few)
-    assert not loops  # numba was not even imported for this
+    assert not loops  # numba was not imported either
     stats = SimpleNamespace(cache_path=str(tmp_path))
     inner = SimpleNamespace(__qualname__="run_ready_first_1")
     loops[rule] = SimpleNamespace(signatures=[], stats=stats, py_func=inner)
     assert not numba_kernels.saves_time(rule, many)
     assert numba_kernels.saves_time(rule, most)
     (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
-    assert numba_kernels.saves_time(rule, many)  # the disk has the code
+    assert numba_kernels.saves_time(rule, many)  # the code is on the disk
     assert not numba_kernels.saves_time(rule, few)
     loops[rule].signatures.append("compiled")
     assert numba_kernels.saves_time(rule, few)
@@ -181,7 +181,7 @@ assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILE
 
 
 def test_numba_may_be_told_not_to_compile() -> None:
-    """With NUMBA_DISABLE_JIT, as for a debugger, auto ended with an AttributeError."""
+    """Checks ``auto`` with NUMBA_DISABLE_JIT, which is set for debuggers."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", PLAIN]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A user's schedule runs like those of the package, and what is wrong with it is named."""
+"""Checks that a user's schedule runs like the package's schedules, and errors in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Module = Callable[[str], str]
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
-    """Writes a module of a user and returns the name of the schedule in it."""
+    """Returns a function that writes a user's module and returns the name of its schedule."""
     monkeypatch.syspath_prepend(tmp_path)
     made: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Following a list: position from the state, waiting, lists that cannot be; reasons of picks."""
+"""Tests for policies that follow a list: positions, waiting, invalid lists, reasons of picks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
     assert isinstance(policy, RulePolicy)
     order = [code % 3 for code in policy.hint]
     assert reasons_of(policy, order, 1) == ["hint"] * len(order)
-    # Its first weight gradient comes one place early; the action that it overtook is on time again.
+    # The first weight gradient runs one action early; the overtaken action is then on time again.
     first = order.index(2)
     moved = [*order[: first - 1], 2, order[first - 1], *order[first + 1 :]]
     expected = ["hint"] * len(order)

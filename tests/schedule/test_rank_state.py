@@ -1,4 +1,4 @@
-"""State of a rank: readiness, order, arrivals out of turn, memory, and its messages."""
+"""Tests for a rank's state: ready actions, order, unexpected arrivals, memory, and messages."""
 
 from __future__ import annotations
 

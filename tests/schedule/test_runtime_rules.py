@@ -1,4 +1,4 @@
-"""Choices of the rules in single situations."""
+"""Tests for the choices of rules in single situations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Rank 1 of 3, two chunks; all inputs of microbatches 0 to 3 arrive when asked for."""
+    """Returns the state of a rank (1 of 3, two chunks by default) without arrived inputs."""
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
@@ -48,7 +48,7 @@ def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:
     assert pick(runtime_rules.ready_first, s) == "W0-0"
     run(s, "W0-0")
     assert pick(runtime_rules.ready_first, s) == "W0-0.1"
-    # A weight gradient in between does not change whose turn it is.
+    # A weight gradient in between does not change which kind comes next.
     arrive(s, "B0-2", "F0-3")
     assert pick(runtime_rules.ready_first, s) == "B0-2"
 
@@ -131,8 +131,8 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         s = RankState(placement=placement, rank=1, num_microbatches=2, cap=cap)
         arrive(s, "F0-0", "F1-0")
         run(s, "F0-0")
-        return s  # the hint wants F0-1, which is not here; F1-0 is
+        return s  # the next action of the hint is F0-1, but only the input of F1-0 has arrived
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
-    # F0-0 and F0-1 are held, so one chunk more would break a cap of 1.
+    # F0-0 and F0-1 are held, so another chunk would exceed a cap of 1.
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.0)) is None

@@ -1,4 +1,4 @@
-"""Stages over ranks: both layouts as drawn, and the walk from stage to stage."""
+"""Tests for the placement of stages on ranks, and for the path from stage to stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static schedules: the tables of their docstrings, validity, memory, closed forms, refusals."""
+"""Tests for static schedules: documented tables, validity, memory, step times, and errors."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ PEAKS = {
     "zb-h1": lambda p, r, v, m: min(p, m),
     "zb-v": lambda p, r, v, m: p,
 }
-"""Most microbatches that rank r of p with v chunks holds; all of them if absent here."""
+"""Maximum number of microbatches held by rank r of p with v chunks; all if not listed."""
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Microbatches per rank from which some rank holds so much; others do always."""
+"""Microbatches per rank needed before a rank reaches that maximum; other schedules always do."""
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -143,7 +143,7 @@ STEPS = {
     "interleaved": lambda p, v, m, f, b, w: (m * v + p - 1) * (f + b + w),
     "zb-h1": lambda p, v, m, f, b, w: m * (f + b + w) + (p - 1) * (f + b - min(f, b, w)),
 }
-"""Seconds of a step of m microbatches, at least as many as ranks, from F, B and W of a stage."""
+"""Seconds of a step with m microbatches, at least one per rank, from F, B and W of a stage."""
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -178,7 +178,7 @@ EQUAL_STEPS = {
     "zb-v": lambda p, m: 6 * m + p - 1 + max(0, 3 * p - 2 * m - 1),
     "v-half": lambda p, m: 6 * m + max(p - 1, 6 * -(-p // 2) - 7),
 }
-"""The same where F, B and W take 1, fewer microbatches than ranks included."""
+"""Step times if F, B and W take 1; also valid for fewer microbatches than ranks."""
 
 
 @pytest.mark.parametrize("name", EQUAL_STEPS)
@@ -198,7 +198,7 @@ def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None
 def test_zb_v_with_shorter_weight_gradients_is_idle_in_the_ramp_only(
     ranks: int, rounds: int, half: int, data: st.DataObject
 ) -> None:
-    """Down to half of a forward, where F and B are equal."""
+    """Checks weight gradients down to half the time of a forward, if F and B are equal."""
     whole, weight = 2 * half, data.draw(st.integers(half, 2 * half))
     microbatches = rounds * ranks
     times = StageTimes.equal(2 * ranks, forward_s=whole, backward_s=whole, weight_s=weight)
@@ -222,7 +222,7 @@ def test_zb_h1_is_1f1b_with_weight_gradients(ranks: int, microbatches: int) -> N
 @settings(max_examples=40)
 @given(ranks=st.integers(2, 9), more=st.integers(0, 9))
 def test_v_half_repeats_its_steady_part(ranks: int, more: int) -> None:
-    """It is the same as placing everything."""
+    """Checks that repeating the steady part gives the same order as placing every action."""
     schedule = made("v-half", ranks, ranks + 5 + more)
     rows = fixed_in_v.squeezed(schedule.placement, schedule.num_microbatches)
     assert schedule.orders == tuple(tuple(row.values()) for row in rows)
@@ -273,7 +273,7 @@ def test_refusals(
     assert "\n" not in str(caught.value)
 
 
-# Run in a process of its own: the package must not need torch, and neither must these tests.
+# Run in a separate process: neither the package nor these tests may require torch.
 COMPARE_WITH_MEGATRON_CORE = """
 from types import SimpleNamespace
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table

@@ -1,4 +1,4 @@
-"""Microbatches of one step may have different numbers of slices."""
+"""Tests for steps whose microbatches have different numbers of slices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_texts_of_transports_name_slices() -> None:
     assert with_slices(text, 7, COUNTS) == text.replace("microbatch 4", "microbatch 2.1")
     assert with_slices(text, 7, 3) == text.replace("microbatch 4", "microbatch 1.1")
     assert with_slices(text, 7, 1) == text
-    assert with_slices(text, 8, COUNTS) == text  # step 8 may have other numbers
+    assert with_slices(text, 8, COUNTS) == text  # step 8 may have different numbers
     late = text.replace("microbatch 4", "microbatch 6")
     assert with_slices(late, 7, COUNTS) == late
     assert Label(7, Action(F, 3, 4), COUNTS).name == "F3-2.1"

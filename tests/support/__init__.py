@@ -1,1 +1,1 @@
-"""Parts that several tests, soaks and studies build on."""
+"""Shared code of several tests, soak tests and studies."""

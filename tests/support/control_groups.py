@@ -1,4 +1,4 @@
-"""Control groups (cgroups) with a limit, which ranks of a test join."""
+"""Creates control groups (cgroups) with a limit, which ranks of a test join."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Limit:
-    """Describes a limit in both versions of control groups.
+    """A limit, described for both versions of control groups.
 
     Attributes:
         controller: Name of the controller in version 1.
         first: Name of the file and its content in version 1.
-        second: The same in version 2.
+        second: Name of the file and its content in version 2.
     """
 
     controller: str
@@ -30,13 +30,13 @@ class Limit:
 
 
 def processor_quota(part: float) -> Limit:
-    """Returns a limit of the processor time to this many processors."""
+    """Returns a limit of the processor time, in processors."""
     quota_us = str(round(PERIOD_US * part))
     return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
 
 
 def disk_speed(path: Path, bytes_per_s: int) -> Limit:
-    """Returns a limit of the speed at which the disk of a path is read."""
+    """Returns a limit of the read speed of the disk that holds a path."""
     device = os.stat(path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return Limit(
@@ -47,13 +47,13 @@ def disk_speed(path: Path, bytes_per_s: int) -> Limit:
 
 
 def memory_size() -> Limit:
-    """Returns a limit of the memory that is set later, by a process in the group."""
+    """Returns a memory limit whose size is set later, by a process in the group."""
     return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
 
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Makes a control group with a limit; ``None`` if this machine or this user cannot."""
+    """Creates a control group with a limit; yields ``None`` if that is not possible."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

@@ -1,4 +1,4 @@
-"""Finds the trees of megatron-core beside the installed one with which tests run."""
+"""Finds the releases of megatron-core that tests run with, besides the installed release."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 UNPACKED = Path(__file__).resolve().parents[2] / "build/megatron-core"
 """Folder in which ``prerequisite.sh --versions`` unpacks releases."""
 FETCHED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-"""Releases that ``prerequisite.sh --versions`` unpacks, and the pinned one."""
+"""Releases that ``prerequisite.sh --versions`` unpacks, and the pinned release."""
 
 
 def trees_of_others() -> list[str]:
-    """Returns the names of trees that a user put there, such as a checkout of main.
+    """Returns the names of trees that a user added, such as a checkout of main.
 
-    The tree ``build/megatron-core/megatron-core==NAME``, or a link to one, has the name NAME.
+    The tree ``build/megatron-core/megatron-core==NAME``, or a link to a tree, has the name NAME.
     """
     names = (path.name.partition("==")[2] for path in sorted(UNPACKED.glob("megatron-core==*")))
     return [name for name in names if name not in FETCHED]

@@ -1,4 +1,4 @@
-"""Adds layers and collectives to made-up traces, as ``--trace-detail`` records them."""
+"""Adds layers and collectives to synthetic traces, as ``--trace-detail`` records them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBER = 20
 """Number of collectives of a group in an iteration."""
 
 Times = Callable[[int, int], tuple[float, float]]
-"""Function of iteration and rank: delay of the arrival, and time of the transfer, in ms."""
+"""Function of iteration and rank: delay of the arrival and time of the transfer, in ms."""
 
 _MARKER = '{"begin_iteration": '
 
@@ -51,7 +51,7 @@ def add_collectives(
         kind: Kind of the groups.
         groups: Ranks of each group.
         times_ms: Times of the collectives; small random times are added.
-        seed: Seed of these.
+        seed: Seed of the random times.
     """
     numbers = random.Random(seed)
     for members in groups:
@@ -83,7 +83,7 @@ def add_collectives(
 def _add_group(
     kind: str, members: tuple[int, ...], rows: dict[int, list[list[int]]], marker: dict[str, Any]
 ) -> None:
-    """Adds a group with the rows of a rank to the marker of an iteration."""
+    """Adds a rank's rows, as a group, to the iteration's marker."""
     kept = rows[marker["begin_iteration"]]
     group = {
         "kind": kind,
@@ -97,12 +97,12 @@ def _add_group(
 
 
 def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5) -> None:
-    """Adds times of layers to the trace of a rank, with 1% of noise.
+    """Adds times of layers, with 1% of noise, to the trace of a rank.
 
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time of each layer in a step in ms; a third of it is the forward.
+        times_ms: Time of each layer in a step in ms; a third of it is spent in the forward.
         seed: Seed of the noise.
     """
     numbers = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Calls collectives as one of three ranks, of which rank 1 does not enter the last one.
+"""Calls collectives as one of three ranks; rank 1 does not call the last collective.
 
 Each rank writes a dump of torch's flight recorder into ``DUMPS``.
 """
@@ -56,7 +56,7 @@ def dump() -> bytes:
 
 
 def dump_as_json() -> bytes:
-    """Returns the same dump as JSON."""
+    """Returns the dump of this process as JSON."""
     text = _distributed_c10d._dump_fr_trace_json()
     return text if isinstance(text, bytes) else text.encode()
 
@@ -68,7 +68,7 @@ def has_begun_last() -> bool:
 
 
 def has_ended_others() -> bool:
-    """Returns whether gloo knows that all collectives but the second all-reduce have ended."""
+    """Returns whether gloo has completed all collectives except the second all-reduce."""
     return all(
         entry["retired"]
         for entry in pickle.loads(dump())["entries"]

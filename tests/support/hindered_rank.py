@@ -1,16 +1,16 @@
-"""Trains GPT as ``pretrain_gpt.py`` does, with one rank that something hinders.
+"""Trains GPT like ``pretrain_gpt.py``, with one rank that is slowed down.
 
-Variables of the environment:
+Environment variables:
 
-``HINDERED``    global rank
-``PINNED``      processor to which this rank is bound, perhaps beside another program
+``HINDERED``    global rank that is slowed down
+``PINNED``      processor to which this rank is bound, possibly shared with another program
 ``GROUP``       folder of a control group that this rank joins
 ``READ_S``      seconds that the rank takes to read a sample
 ``READ_FILE``   file of which the rank reads a part from disk with each sample
-``MAPPED_FILE`` file that the rank maps and reads in each forward, in a control group of ``GROUP``
-                whose memory has room for a part of the file
-``SLOW_LAYER``  ``3:0.02``: index of a layer, and seconds that its forward and its backward take
-                longer
+``MAPPED_FILE`` file that the rank maps and reads in each forward; the control group ``GROUP`` has
+                enough memory for only a part of the file
+``SLOW_LAYER``  ``3:0.02``: index of a layer, and seconds that are added to its forward and to its
+                backward
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_slowly(seconds: float) -> None:
 
 
 def read_from_disk(path: str) -> None:
-    """Makes each sample read a part of a file that is not in memory."""
+    """Makes each sample read a part of a file that is not in the page cache."""
     read = MockGPTDataset.__getitem__
     file = os.open(path, os.O_RDONLY)
     offsets = itertools.cycle(range(0, os.fstat(file).st_size, PART_BYTES))
@@ -67,7 +67,7 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward read a mapped file, for which the control group lacks memory."""
+    """Makes each forward read a mapped file that exceeds the control group's memory."""
     forward = MegatronStages.forward
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -82,7 +82,7 @@ def read_mapped(path: str, group: Path) -> None:
         result = forward(stages, *arguments)
         for offset in range(0, len(content), mmap.PAGESIZE):
             content[offset]
-        # The optimizer allocates its memory in the first steps, and must not lack any.
+        # The optimizer allocates its memory in the first steps and must succeed.
         if next(calls) == FREE_FORWARDS:
             room = int(len(content) * (1 - ROOM_OF_FILE))
             limit.write_text(str(int(usage.read_text()) - room))
@@ -117,7 +117,7 @@ def slow_down_layer(index: int, seconds: float) -> None:
 
 
 def hinder() -> None:
-    """Does to this process what the environment says."""
+    """Slows down this process as the environment variables say."""
     variables = os.environ
     if "PINNED" in variables:
         os.sched_setaffinity(0, {int(variables["PINNED"])})

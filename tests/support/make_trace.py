@@ -1,4 +1,4 @@
-"""``make_trace``: writes the traces of a synthetic run of any size, with chosen faults.
+"""Implements ``make_trace``, which writes traces of a synthetic run with chosen faults.
 
 python tools/make_trace.py --output traces --ranks 1024 --pipeline 16 --spans 10000000
 python tools/make_trace.py --output traces --fault slow-rank:2:1.3 --fault slow-link:0-1:0.02
@@ -54,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: An option is wrong.
         ScheduleError: The schedule does not suit the pipeline.
-        TraceError: A fault concerns no rank, or a file cannot be written.
+        TraceError: A fault's rank does not exist, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
     if options.ranks % options.pipeline:
         raise ConfigError(
-            f"--ranks {options.ranks} is no multiple of --pipeline {options.pipeline}: give so "
-            "many ranks that every replica has all stages"
+            f"--ranks must be a multiple of --pipeline {options.pipeline}, got {options.ranks}; "
+            "every replica needs all stages"
         )
     run = SyntheticRun(
         **{name: getattr(options, name) for name, _ in _NUMBERS.values()},
@@ -93,16 +93,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses a fault in the form of :data:`FAULT_HELP`.
+    """Parses a fault in the format of :data:`FAULT_HELP`.
 
     Raises:
-        ConfigError: The text has another form.
+        ConfigError: The text has a different format.
     """
     description, _, when = text.partition("@")
     kind, *values = description.split(":")
     try:
         if kind not in FAULTS:
-            raise ValueError(f"no fault {kind!r}")
+            raise ValueError(f"unknown fault {kind!r}")
         ranks, *numbers = values
         source, _, to = ranks.partition("-")
         ends = {"rank": int(source), "to": int(to) if kind == "slow-link" else -1}
@@ -117,7 +117,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def _iterations(run: SyntheticRun, spans: int) -> int:
-    """Returns the number of iterations that have about this number of spans."""
+    """Returns the number of iterations that contain approximately this number of spans."""
     with TemporaryDirectory() as folder:
         # All replicas have the same number of spans.
         probe = replace(run, replicas=1, iterations=1, faults=(), hosts=1)
@@ -149,5 +149,5 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
     return number

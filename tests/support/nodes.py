@@ -1,4 +1,4 @@
-"""Nodes of one job on one machine: namespaces with a switch between them, and a folder they share.
+"""Emulates the nodes of a job on one machine: namespaces with a switch and shared folders.
 
 ::
 
@@ -6,9 +6,9 @@
              ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
-Each node has its own processes, name and network. The first process of a node stays when the job's
-process has ended, so that processes that it left behind can be found. It ends with this program,
-and all processes of the node with it. Needs root.
+Each node has its own processes, host name and network. The first process of a node continues after
+the job's process has exited, so that leftover processes can be found. It exits together with this
+program, and so do all processes of the node. Requires root.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ echo "$?" > "$status.new"
 mv "$status.new" "$status"
 read -r _
 """
-"""The first process of a node; its standard input is held open by this program."""
+"""Script of a node's first process; this program keeps its standard input open."""
 _PROGRAMS = ("ip", "unshare", "mount", "umount")
 _FORKSERVER = "megatron.adaptive.cluster.rank_forkserver"
 _LIMIT_S = 20.0
 
 
 def why_not() -> str | None:
-    """Returns why there can be no nodes on this machine, ``None`` if there can."""
+    """Returns why this machine cannot emulate nodes, ``None`` if it can."""
     if os.geteuid() != 0:
         return "nodes on one machine need root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -57,13 +57,13 @@ def why_not() -> str | None:
 
 
 class Node:
-    """One node; at first it is off.
+    """One node, which is initially off.
 
     Args:
-        number: Number of the node, from 0.
+        number: Number of the node, counted from 0.
         slots: Number of ranks that it may run.
         folder: Folder for its log and its status.
-        switch: Name of the namespace of the switch.
+        switch: Name of the switch's namespace.
     """
 
     def __init__(self, number: int, slots: int, folder: Path, switch: str) -> None:
@@ -73,7 +73,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # offset in the log at which this start begins
+        self.begun_at = 0  # offset in the log at which the output of this start begins
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -92,7 +92,7 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Starts the part of the job on the node; restarts it if it runs."""
+        """Starts the node's part of the job; restarts it if it is running."""
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -124,24 +124,24 @@ class Node:
         init.stdin.close()
 
     def cut(self, *, silently: bool) -> None:
-        """Disconnects the node silently, or by taking its network interface down."""
+        """Disconnects the node silently, or by disabling its network interface."""
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)
         _ip("-n", self._switch, "link", "set", self._port, *state)
 
     def mend(self) -> None:
-        """Connects the node again. Idempotent."""
+        """Reconnects the node. Idempotent."""
         self.is_cut = False
         _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
 
     @property
     def is_on(self) -> bool:
-        """Whether the node has power."""
+        """Whether the node is powered on."""
         return self._init is not None and self._init.poll() is None
 
     @property
     def is_running(self) -> bool:
-        """Whether the node's part of the job runs."""
+        """Whether the node's part of the job is running."""
         return self.is_on and self.status is None
 
     @property
@@ -157,7 +157,7 @@ class Node:
             return log.read().decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the live processes of the node, without its first one."""
+        """Returns the running processes of the node, without its first process."""
         if self._init is None:
             return []
         processes = []
@@ -175,7 +175,7 @@ class Node:
         return [process for process in forked if _is_forkserver(process.parent())]
 
     def helpers(self) -> list[psutil.Process]:
-        """Returns the processes that manage, start and end ranks."""
+        """Returns the processes that manage, start and stop ranks."""
         ranks = {process.pid for process in self.ranks()}
         return [
             process
@@ -191,7 +191,7 @@ class Node:
 
 
 class Nodes:
-    """All nodes, off at first, and two folders of limited size that they share.
+    """All nodes, initially off, and two folders of limited size that they share.
 
     Args:
         folder: Folder for logs and the shared folders.
@@ -200,7 +200,7 @@ class Nodes:
 
     Attributes:
         shared: Folder of the job.
-        traces: Folder of its traces.
+        traces: Folder of the job's traces.
     """
 
     def __init__(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
@@ -241,7 +241,7 @@ class Nodes:
 
 
 def fill(path: Path) -> None:
-    """Fills the file system of a file by making the file longer."""
+    """Fills the file system of a file by extending the file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 1 << 12):
@@ -253,7 +253,7 @@ def fill(path: Path) -> None:
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    """Sends a signal to those processes that still exist."""
+    """Sends a signal to the processes that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)

@@ -1,9 +1,9 @@
-"""A transport over gloo on which each message of one link waits.
+"""Provides a gloo transport that delays each message of one link.
 
-The environment says:
+Environment variables:
 
 ``SLOW_LINK``    global ranks of the link, such as ``2-3``
-``SLOW_LINK_S``  seconds that each of its messages waits
+``SLOW_LINK_S``  delay of each message in seconds
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small random planning problems, and every plan that one of them has."""
+"""Generates small random planning problems, and enumerates all plans of a problem."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yields the orders of nodes of every part of a cluster; equal nodes are not exchanged."""
+    """Yields the orders of nodes of every subset of a cluster; equal nodes are interchangeable."""
     seen = set()
     numbers = range(len(cluster.nodes))
     for count in range(1, len(cluster.nodes) + 1):

@@ -1,4 +1,4 @@
-"""Rows that the ranks of a pipeline would have recorded in a simulated step.
+"""Generates the rows that the ranks of a pipeline would record in a simulated step.
 
 Times are nanoseconds from the start of the step; peers are positions in the pipeline.
 """
@@ -18,11 +18,11 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
 from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
-"""Time in which a message is passed to the transport."""
+"""Time to hand a message over to the transport."""
 
 MESSAGE_BYTES = 4 << 20
 ACTIVATION_BYTES = 64 << 20
-"""Bytes that a forward keeps."""
+"""Bytes of activations that a forward keeps."""
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
@@ -35,8 +35,8 @@ def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -
 
     Args:
         result: Simulated step.
-        policies: Policies that chose its order, by rank.
-        data_ns: Time that each forward of the first stage reads data, ``[microbatches]``.
+        policies: Policies that chose the order of the step, by rank.
+        data_ns: Data loading time of each forward of the first stage, ``[microbatches]``.
     """
     step = _Step(result)
     return [
@@ -51,7 +51,7 @@ def _row(kind: str, start_ns: int, end_ns: int, **columns: int) -> tuple[int, ..
 
 
 class _Step:
-    """Holds the times of events."""
+    """Times of all events of a step."""
 
     def __init__(self, result: SimResult) -> None:
         self._result = result
@@ -59,7 +59,7 @@ class _Step:
         self._rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
-        # Every message waits until its link is free, occupies it for a time, and travels.
+        # Every message waits until its link is free, occupies the link for some time, and travels.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -82,7 +82,7 @@ class _Step:
         return to if is_message else None
 
     def _of_rank(self, rank: int) -> list[tuple[int, int, int, int, int, int]]:
-        """Returns kind, chunk, microbatch, piece, start and end of a rank's actions."""
+        """Returns kind, chunk, microbatch, piece, start and end of each action of a rank."""
         result = self._result
         actions = []
         for action, start_ps, end_ps in zip(
@@ -99,7 +99,7 @@ class _Step:
         return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns reads of data, waits, receives, sends and actions of a rank."""
+        """Returns a rank's rows: data loading, waits, receives, sends and actions."""
         placement, reasons = self._placement, REASON
         data, waits, actions = [], [], []
         receives = [
@@ -145,7 +145,7 @@ class _Step:
             action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # The input is the reason for the wait if the action begins when it arrives.
+                # The wait is for the input if the action begins when the input arrives.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

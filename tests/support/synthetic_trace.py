@@ -1,9 +1,9 @@
-"""Synthetic runs: traces like those of real jobs, of any size, with known faults.
+"""Generates synthetic runs: traces like those of real jobs, of any size, with known faults.
 
 Every step is simulated (``schedule.simulate``) with new random times, so that spans, waits and
-messages fit together as in a real job. Replicas meet in the reduction of gradients; hosts have
-clocks of their own and sample them. Faults act at their source: the work of a rank, the latency of
-a link, the reading of data.
+messages are consistent, as in a real job. Replicas synchronize in the gradient reduction. Hosts
+have separate clocks and sample them. Faults act at their source: the work of a rank, the latency of
+a link, or data loading.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""Number of actions from which the compiled simulator is faster, including its start."""
+"""Number of actions above which the compiled simulator is faster, including its start."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -53,20 +53,20 @@ _PEER = COLUMNS.index("peer")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something wrong with a run.
+    """A fault of a run.
 
     Attributes:
         kind: ``slow-rank``: all work of a rank takes ``factor`` times as long; ``slow-link``:
             messages from a rank to another take ``seconds`` longer; ``spikes``: one action of a
-            rank in ``1 / probability`` takes ``factor`` times as long; ``slow-data``: reading each
+            rank in ``1 / probability`` takes ``factor`` times as long; ``slow-data``: loading each
             microbatch takes ``seconds`` longer, on the first stage of the rank's pipeline.
         rank: Global rank that has the fault.
-        to: Global rank at the other end of a link.
-        factor: Factor of durations, at least 1.
-        seconds: Added seconds, at least 0.
+        to: Global rank at the other side of a link.
+        factor: Factor of durations, 1 or more.
+        seconds: Added seconds, non-negative.
         probability: Probability that an action has the fault.
         first: First iteration with the fault.
-        last: Last iteration with the fault, ``None`` for the last of the run.
+        last: Last iteration with the fault, ``None`` for the run's last iteration.
 
     Raises:
         TraceError: An attribute is out of its range.
@@ -101,33 +101,32 @@ class SyntheticRun:
     Attributes:
         num_ranks: Number of pipeline ranks.
         replicas: Number of data-parallel replicas.
-        num_chunks: Number of chunks per rank, if the schedule leaves the choice.
+        num_chunks: Number of chunks per rank, if the schedule does not fix it.
         num_microbatches: Number of microbatches per step of each replica.
         iterations: Number of iterations; the first is 1.
         schedule: Name of a schedule or run-time rule.
         weight_pieces: Number of pieces of a weight gradient for a rule, 0 for whole backwards.
         forward_s: Mean seconds of a rank's forward.
-        backward_s: Mean seconds of its backward by inputs.
-        weight_s: Mean seconds of its weight gradient.
+        backward_s: Mean seconds of a rank's backward by inputs.
+        weight_s: Mean seconds of a rank's weight gradient.
         latency_s: Latency of a message.
         occupancy_s: Time for which a message occupies its link.
-        data_s: Time of reading a microbatch.
+        data_s: Time to load a microbatch.
         optimizer_s: Time of the optimizer's update.
         action_sigma: Lognormal spread of each action.
         microbatch_sigma: Lognormal spread of each microbatch.
         rank_sigma: Lognormal spread of the speeds of ranks, the same in all iterations.
         iteration_sigma: Lognormal spread of each rank's speed from iteration to iteration.
         stray_probability: Probability that an action takes 1.5 to 4 times as long, on every rank.
-        stage_factors: Factors of the work of each rank by design, empty for equal stages.
+        stage_factors: Factors of the planned work of each rank, empty for equal stages.
         layers: Number of transformer layers of each stage, as written to the headers.
-        head: Further work of the last stage, in layers.
-        planned_head: Further work of the last stage as written to the headers, ``None`` for
-            ``head``.
-        hosts: Number of machines, each with a clock of its own and its part of the ranks.
-        clock_offset_s: Largest difference of a clock from the first host's.
+        head: Extra work of the last stage, in layers.
+        planned_head: Extra work of the last stage as written to the headers, ``None`` for ``head``.
+        hosts: Number of machines, each with its own clock and its share of the ranks.
+        clock_offset_s: Largest difference between a clock and the first host's clock.
         clock_drift_ppm: Largest drift of a clock, in parts per million.
         faults: Faults of the run.
-        is_dealt: Whether microbatches are dealt over replicas by their cost; for real runs.
+        is_dealt: Whether microbatches are distributed over replicas by cost; for real runs.
         num_slices: Number of slices of equal cost into which each microbatch is cut.
         seed: Seed of all random numbers.
     """
@@ -165,20 +164,20 @@ class SyntheticRun:
 
     @property
     def world_size(self) -> int:
-        """Number of global ranks; the replicas of a pipeline position are next to each other."""
+        """Number of global ranks; replicas of the same pipeline position have adjacent ranks."""
         return self.num_ranks * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Truth:
-    """Holds the true figures of a synthetic run.
+    """Ground truth of a synthetic run.
 
     Attributes:
         bubble_fraction: Fraction of idle time, ``[iterations, ranks]``.
         step_s: Seconds from the first action to the last, ``[iterations, replicas]``.
-        start_ns: Start of the first replica's step on the first host's clock, ``[iterations]``.
+        start_ns: Start of the first replica's step in the time of the first host, ``[iterations]``.
         spans: Number of spans.
-        clocks: Offset in nanoseconds at ``START_NS`` and drift of each host's clock.
+        clocks: Offset in nanoseconds at ``START_NS``, and drift, of each host's clock.
     """
 
     bubble_fraction: Any
@@ -193,7 +192,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
 
     Raises:
         ScheduleError: The schedule does not suit the pipeline.
-        TraceError: A fault concerns no rank of the run, or a file cannot be written.
+        TraceError: A fault's rank does not exist, or a file cannot be written.
     """
     writer = _Writer(Path(folder), run)
     try:
@@ -262,7 +261,7 @@ class _Writer:
         return rank * self._run.hosts // self._run.world_size
 
     def _local(self, host: int, times_ns: Any) -> Any:
-        """Converts times of the first host's clock to those of a host's clock."""
+        """Converts times of the first host's clock to times of another host's clock."""
         offset_ns, drift = self._clocks[host]
         if not host:
             return times_ns
@@ -303,7 +302,7 @@ class _Writer:
         return tuple(work)
 
     def _step(self, iteration: int, replica: int) -> tuple[SimResult, list[Ints]]:
-        """Simulates one replica's step; peers in its rows are global ranks."""
+        """Simulates one replica's step; peers in the returned rows are global ranks."""
         run, seed = self._run, int(self._rng.integers(2**31))
         work, data_s = draw_step(run, self._candidate.placement, iteration, replica, seed)
         work.durations_ps[F, 0, :: run.num_slices] += np.rint(data_s * PS_PER_S).astype(np.int64)
@@ -326,7 +325,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes an iteration of all ranks; returns the time at which the next one begins."""
+        """Writes an iteration of all ranks; returns the start time of the next iteration."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
@@ -359,7 +358,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns a burst of samples of a host's clock; some of its messages are delayed."""
+        """Returns a burst of samples of a host's clock; some messages of the burst are delayed."""
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))
@@ -386,13 +385,13 @@ def draw_step(
     Args:
         run: Description of the run.
         placement: Placement of the stages.
-        iteration: Number of the iteration, from 1.
+        iteration: Number of the iteration, counted from 1.
         replica: Number of the replica.
         seed: Seed of the random factors of actions.
 
     Returns:
-        Durations for the simulator, and the seconds of each read of data, which are added to the
-        first stage's forwards.
+        Durations for the simulator, and the seconds of each data load, which are added to the first
+        stage's forwards.
     """
     faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
     rng = np.random.default_rng((run.seed, iteration, replica))

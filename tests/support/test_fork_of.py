@@ -1,4 +1,4 @@
-"""A number of a process that is used again is not taken for the former process."""
+"""Checks that a reused process id is not mistaken for the earlier process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import TRANSFORMERS, forking_every, run_forked
 
 @pytest.fixture
 def program() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits."""
+    """Returns a process that waits for input."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         yield waiting
         waiting.kill()

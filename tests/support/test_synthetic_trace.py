@@ -1,4 +1,4 @@
-"""Synthetic runs are complete and consistent, and wrong only where a fault was planted."""
+"""Checks that synthetic runs are complete and consistent, except for their planted faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ Make = Callable[..., tuple[RunTrace, RunFigures]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A function that writes a run and reads it, with its figures."""
+    """Returns a function that writes a run, and reads it with its figures."""
 
     def write(**options: Any) -> tuple[RunTrace, RunFigures]:
         write_synthetic(tmp_path, SyntheticRun(**{"iterations": 4, **options}))

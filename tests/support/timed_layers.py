@@ -1,19 +1,21 @@
-"""Trains GPT as ``pretrain_gpt.py`` does, with layers that sleep to take a chosen time.
+"""Trains GPT like ``pretrain_gpt.py``, with layers that sleep to reach a chosen duration.
 
-So several ranks can share a processor and each still has a speed of its own, as on devices. Layers
-compute the same as without sleeping, and the losses are the same. Variables of the environment:
+Several ranks can thereby share a processor and still have different speeds, as on devices. The
+layers compute the same values as without sleeping. Environment variables:
 
-``LAYER_MS``       milliseconds of each layer's forward, its backward takes twice as long; a number,
-                   or a JSON object with one for each node's name; without it nothing sleeps
+``LAYER_MS``       milliseconds of each layer's forward, the backward takes twice as long; a number,
+                   or a JSON object with a number for each node name; without it nothing sleeps
 ``EXPERT_FACTOR``  factor of layers with experts; 1 by default
-``LAYER_PAIRS``    ``0.5/128``: half of that time is for pairs of tokens of a document and half for
-                   tokens, both as of one document of 128; without it lengths do not matter
-``EXACT_TIMES``    whether ``auto`` gets the chosen times, not those that a busy machine adds to
+``LAYER_PAIRS``    ``0.5/128``: half of the time depends on pairs of tokens of a document, half on
+                   tokens, relative to a document of 128 tokens; by default length has no effect
+``EXACT_TIMES``    whether ``auto`` gets the chosen times instead of measured times, which are
+longer
+                   on a busy machine
 ``SLOW_RANKS``     global ranks, separated by commas, on which everything takes longer
 ``SLOW_FACTOR``    factor of the time on these ranks
-``SLOW_STEPS``     ``7-16``: they are slow only from the 7th step of this process to the 15th
-``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage from after
-                   these iterations of this process on, whatever was measured
+``SLOW_STEPS``     ``7-16``: these ranks are slow only from the 7th to the 15th step of this process
+``MOVES``          ``6:3-1,9:2-2``: under ``--repartition auto``, the layers per stage after these
+                   iterations of this process, regardless of measurements
 ``COMPARE``        under ``--repartition auto``, the arguments of :func:`compare` in JSON
 """
 
@@ -51,11 +53,11 @@ from megatron.adaptive.schedule.action import Action, ActionKind  # noqa: E402
 
 _STEPS = itertools.count(1)
 _of_step: list[Any] = []
-_PATIENCE = 20  # steps without a move after which the present partition is the choice
+_PATIENCE = 20  # number of steps without a move after which the current partition is chosen
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Makes each transformer layer of this process take some time, its backward twice as long.
+    """Makes each transformer layer of this process take a given time, its backward twice as long.
 
     Args:
         seconds: Seconds of a layer's forward.
@@ -66,7 +68,7 @@ def time_layers(seconds: float, slow: float) -> None:
 
 
 def is_slow(stages: Any) -> bool:
-    """Returns whether a step is one of ``SLOW_STEPS``."""
+    """Returns whether the current step is in ``SLOW_STEPS``."""
     if not hasattr(stages, "number_of_step"):
         stages.number_of_step = next(_STEPS)
     first, end = map(int, os.environ.get("SLOW_STEPS", "0-1000000").split("-"))
@@ -74,7 +76,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward of each single layer take its time too."""
+    """Makes the forward of each single layer take its chosen time as well."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -88,10 +90,10 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Gives ``--pipeline-schedule auto`` the chosen time of each action in place of the measured.
+    """Passes chosen instead of measured action times to ``--pipeline-schedule auto``.
 
-    A busy machine makes some actions many times as long. A measured time that is shorter than the
-    chosen one is an error.
+    On a busy machine some actions take many times as long. Fails if a measured time is shorter than
+    the chosen time.
 
     Args:
         layer_s: Seconds of a layer's forward.
@@ -112,14 +114,14 @@ def report_exact_times(layer_s: float) -> None:
 
 
 def factor_of(module: Any) -> float:
-    """Returns the time of a module over that of a layer without experts, 0 for other parts."""
+    """Returns a module's time relative to a layer without experts, 0 for other modules."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
 
 
 def keep_microbatches() -> None:
-    """Keeps the microbatches of the step for :func:`share_of`."""
+    """Stores the microbatches of the step for :func:`share_of`."""
 
     def keep(microbatches: Any, count: int) -> Any:
         _of_step[:] = [microbatches]
@@ -129,7 +131,7 @@ def keep_microbatches() -> None:
 
 
 def share_of(microbatch: int) -> float:
-    """Returns the time of a microbatch over that of one document of full length."""
+    """Returns a microbatch's time relative to a document of full length."""
     (batch,) = _of_step or [None]
     if batch is None or "lengths" not in batch[microbatch]:
         return 1.0
@@ -153,7 +155,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Moves layers after these iterations only, to these partitions."""
+    """Moves layers only after these iterations, to these partitions."""
     done = 0
 
     def after_step(
@@ -167,13 +169,13 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
-    """Takes the partition of the first check, then trains in turns with it and with others.
+    """Uses the partition of the first check, then alternates between it and other partitions.
 
     Args:
         others: Partitions to compare with.
-        steps: Number of steps of each turn.
-        rounds: Number of turns of each partition.
-        moves_file: Path of a file for the first iteration and partition of each turn, in JSON.
+        steps: Number of steps of each run.
+        rounds: Number of runs of each partition.
+        moves_file: Path of a file for the first iteration and the partition of each run, in JSON.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 

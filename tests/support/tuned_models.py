@@ -1,4 +1,4 @@
-"""Small models of ``transformers`` with tokenizers, and data, for tests of fine-tuning."""
+"""Creates small ``transformers`` models with tokenizers, and data, for fine-tuning tests."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor() -> Any:
-    """Returns a processor for images of 8 by 8 pixels, each of which takes four tokens."""
+    """Returns a processor for images of 8 by 8 pixels; each image is four tokens."""
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
@@ -79,7 +79,7 @@ def make_processor() -> Any:
 
 
 def write_text_model(folder: Path) -> None:
-    """Writes a model that takes only text."""
+    """Writes a model that accepts only text."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def write_text_model(folder: Path) -> None:
 
 
 def write_image_model(folder: Path) -> None:
-    """Writes a model that takes text and images, of 8 by 8 pixels in patches of 4 by 4."""
+    """Writes a model that accepts text and images of 8 by 8 pixels, in patches of 4 by 4."""
     processor = make_processor()
     processor.save_pretrained(folder)
     torch.manual_seed(1)
@@ -118,7 +118,7 @@ def write_text_data(path: Path) -> None:
 
 
 def write_image_data(folder: Path, count: int = 20) -> Path:
-    """Writes conversations about colors, with one or two images or none, in all forms of lines."""
+    """Writes conversations about colors with up to two images, in all supported line formats."""
     (folder / "images").mkdir(parents=True)
     for name, color in COLORS.items():
         Image.new("RGB", (20, 12), color).save(folder / "images" / f"{name}.png")
@@ -152,13 +152,13 @@ def write_image_data(folder: Path, count: int = 20) -> Path:
 def loss_of_transformers(
     model: Path, data: Path, indices: Sequence[int], *, adapters: Path | None = None
 ) -> float:
-    """Returns the mean loss over all learned tokens of samples, as transformers computes it.
+    """Returns the mean loss over all learned tokens of samples, computed by transformers.
 
     Args:
         model: Folder of the model.
         data: File of samples.
-        indices: Indices of samples among those with something to learn.
-        adapters: Folder of adapters, ``None`` for none.
+        indices: Indices of samples, counting only samples with something to learn.
+        adapters: Folder of adapters, ``None`` for no adapters.
     """
     processor = load_processor(model)
     has_images = hasattr(processor, "image_processor")

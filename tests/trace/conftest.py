@@ -1,4 +1,4 @@
-"""Traces to look at: a small pipeline simulated event by event, written by the real recorder."""
+"""Fixtures with traces of a small simulated pipeline, written by the real recorder."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +21,7 @@ Timed = tuple[str, int, int, int, int]
 
 
 def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
-    """Simulates all forwards, then all backwards, each as soon as input and rank are free.
+    """Simulates all forwards, then all backwards, each as soon as its input and rank are available.
 
     Returns the actions of each rank in executed order.
     """
@@ -41,7 +41,7 @@ def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[lis
 
 
 def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader:
-    """A header of a run with pipeline parallelism only, unless changed."""
+    """Returns the header of a run with only pipeline parallelism, with optional changes."""
     values: dict[str, object] = {
         "run": "run-1",
         "rank": rank,
@@ -56,7 +56,7 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
 
 
 def row_of(span: Span) -> SpanRow:
-    """The row by which a span is recorded."""
+    """Returns the row that records a span."""
     return SpanRow(
         kind=KIND[span.action],
         chunk=span.chunk,
@@ -74,7 +74,7 @@ def row_of(span: Span) -> SpanRow:
 
 
 def table_of(spans: Iterable[Span]) -> TraceTable:
-    """The table of some spans of one rank."""
+    """Returns a table of spans of one rank."""
     spans = tuple(spans)
     rows = np.array([row_of(span) for span in spans], dtype=np.int64)
     rows[:, COLUMNS.index("duration_ns")] -= rows[:, COLUMNS.index("start_ns")]
@@ -82,7 +82,7 @@ def table_of(spans: Iterable[Span]) -> TraceTable:
 
 
 def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -> PipelineStep:
-    """A step of the actions of some ranks."""
+    """Returns a step with the actions of some ranks."""
     figures = {rank: rank_figures(table_of(row), 1) for rank, row in enumerate(rows) if row}
     return PipelineStep(1, "x", "loop", 1, 1, rows, waits, figures=figures)
 
@@ -95,7 +95,7 @@ def record(recorder: Recorder, *span: Any, **more: Any) -> None:
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Writes spans with the recorder; iterations begin where the spans do."""
+    """Writes spans with the recorder; iterations begin with their first span."""
     with Recorder(folder, header) as recorder:
         iteration = None
         for span in spans:
@@ -108,7 +108,7 @@ def write_spans(
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
-    """A function that writes the traces of a run and returns their folder."""
+    """Returns a function that writes the traces of a run and returns their folder."""
 
     def write(
         num_ranks: int = 2,

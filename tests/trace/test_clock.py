@@ -1,4 +1,4 @@
-"""Clocks that are far apart and drift, found from exchanges that are held up now and then."""
+"""Tests that estimate the offset and drift of clocks from exchanges with occasional delays."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,10 @@ Ints = npt.NDArray[np.int64]
 def exchanges(
     seed: int, seconds: float, offset_s: float, drift_ppm: float, bend: float = 0.0
 ) -> tuple[Ints, Ints, Ints]:
-    """Bursts of exchanges every 10 s; a third of all messages is late by milliseconds.
+    """Returns bursts of exchanges every 10 s; a third of all messages is late by milliseconds.
 
     Returns:
-        Samples ``[n, 4]``, the local times of their starts and the reference's times of these.
+        Samples ``[n, 4]``, the local start times, and the reference's times of these starts.
     """
     rng = np.random.default_rng(seed)
     bursts = np.arange(0, seconds, 10.0)

@@ -1,4 +1,4 @@
-"""Clocks compared over real connections: right within microseconds, closed to strangers."""
+"""Tests for clocks that are compared over real connections, and for rejected strangers."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        assert t0 <= t1 <= t2 <= t3  # one clock, so everything is in order
+        assert t0 <= t1 <= t2 <= t3  # both sides use one clock, so the times are ordered
     sampler.close()
 
 
 def test_strangers_are_turned_away(server: ClockServer) -> None:
     with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
-        with contextlib.suppress(ConnectionResetError):  # more had come than was read
+        with contextlib.suppress(ConnectionResetError):  # some received data was not read
             assert connection.recv(64) == b""
 
 
@@ -93,7 +93,7 @@ def test_one_rank_of_each_other_clock_asks(clocks: str, asking: list[int]) -> No
     places: list[Any] = []
 
     def gather(value: Any) -> list[Any]:
-        """What the ranks gave: their clocks, then the place of the server, which rank 0 gives."""
+        """Returns the values of all ranks: their clocks, then the server's address from rank 0."""
         if isinstance(value, str):
             return list(clocks)
         places.append(value)

@@ -1,4 +1,4 @@
-"""Two runs are compared: what became slower is found at its place, and equal runs are equal."""
+"""Checks that comparing two runs finds the slower part, and no change between equal runs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_slower_layer_group_and_member_are_named(tmp_path: Path) -> None:
     assert changes.keys() == {layer, group, "waits for rank 2 in tensor all-reduce"}
     assert changes[layer].relative == pytest.approx(0.1, abs=0.02)
     assert changes[group].relative == pytest.approx(1.0, abs=0.05)
-    # If all layers of a rank are slower, that is a change of the rank and not of a layer.
+    # If all layers of a rank are slower, the rank has changed, not a layer.
     assert not [change for change in compare_runs(a, c).changes if change.kind == "layer"]
 
 

@@ -1,4 +1,4 @@
-"""A result is written whole or not at all."""
+"""Checks that a result file is written completely or not at all."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_traces_of_earlier_starts_are_kept_apart(tmp_path: Path) -> None:
     assert set_aside(traces) is None
     for number in (1, 2):
         traces.mkdir()
-        assert set_aside(traces) is None  # empty: nothing to keep
+        assert set_aside(traces) is None  # an empty folder is not kept
         (traces / "trace_rank_00000.jsonl").write_text(str(number))
         assert set_aside(traces) == tmp_path / f"traces-{number}"
     assert not traces.exists()

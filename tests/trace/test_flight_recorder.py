@@ -1,4 +1,4 @@
-"""Dumps of torch's flight recorder say which collective does not end, and who is late."""
+"""Checks that dumps of torch's flight recorder show which collective hangs, and who is late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns an entry of a dump, as torch documents it."""
+    """Returns a dump entry in the format that torch documents."""
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
         "record_id": number,
@@ -47,7 +47,7 @@ def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **m
 
 
 def stuck(folder: Path, *entries: list[Any] | None, version: str = "2.5") -> StuckCalls:
-    """Writes a dump per rank, none for ``None``, and returns what they say."""
+    """Writes a dump per rank, but not for ``None``, and returns the analysis of the dumps."""
     config = {
         "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))},
         "1": {"name": "1", "desc": "pair", "ranks": "[0, 1]"},
@@ -131,7 +131,7 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
 
 
 def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
-    """Returns an entry of a message; ``number`` counts the messages of its rank."""
+    """Returns a message entry; ``number`` counts the messages of the rank."""
     return call(
         0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
     )
@@ -139,7 +139,7 @@ def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
 
 @pytest.mark.parametrize("overwritten", [0, 100])
 def test_a_message_that_both_ends_called_has_no_culprit(tmp_path: Path, overwritten: int) -> None:
-    """Each rank of a pipeline counts its messages alone, the middle one those of two others."""
+    """Checks a pipeline whose ranks count separately; the middle rank counts for two neighbours."""
     said = stuck(
         tmp_path,
         [

@@ -1,6 +1,6 @@
-"""Counters of a GPU by NVML: sums, gauges, and what a machine or a version lacks.
+"""Tests for GPU counters from NVML: sums, gauges, and counters that a machine or version lacks.
 
-No GPU is needed: a module stands for NVML's, with the functions and names that it has.
+No GPU is needed: a fake module provides NVML's functions and names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 
 
 class Nvml(ModuleType):
-    """Stands for the module of the package nvidia-ml-py."""
+    """A fake of the module of the package nvidia-ml-py."""
 
     NVML_PERF_POLICY_POWER, NVML_PERF_POLICY_THERMAL = 0, 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0

@@ -1,4 +1,4 @@
-"""Finds the rank that a job waits for in made-up states of its ranks, and no hang where none is."""
+"""Tests for the hang detector with synthetic states of ranks, with and without a hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPUTES = (("/x/user.py", 7, "forward"),)
 
 
 def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
-    """A rank that waits for messages, where nothing else is given."""
+    """Returns a rank that waits for messages by default."""
     now = {"doing": "wait", "iteration": 3, "step": 2, "needs": needs, "finished": {}}
     now |= more.pop("now", {})
     fields = {"name": f"rank {rank} (stage {rank})", "pid": 100 + rank, "frames": WAITS}
@@ -34,7 +34,7 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
-    """Ranks 0 and 1, which wait for each other's neighbour up to rank 2."""
+    """Returns ranks 0 and 1, each of which waits for its next rank, and the given rank 2."""
     return [
         make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
         make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
@@ -78,7 +78,7 @@ def test_who_has_not_entered_a_collective() -> None:
     culprit = find_culprit(ranks)
     assert (culprit.ranks, culprit.cause) == ((2,), "collective")
     assert "collective 8 of the group of ranks 0 1 2, which it has not entered" in culprit.text
-    # Nobody is behind: it is between them.
+    # If no rank is behind, the cause is the collective itself.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
 
@@ -100,7 +100,7 @@ def test_a_message_that_was_sent_and_did_not_arrive() -> None:
 
 
 def test_a_message_of_a_rank_that_has_done_all_of_its_step() -> None:
-    """Its wait for the optimizer's collective closes a circle, but is not the cause."""
+    """Checks a wait for the optimizer's collective, which closes a cycle but is not the cause."""
     culprit = find_culprit(
         [
             make_rank(
@@ -143,7 +143,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Looks at states at equal times; returns the stillness at the last."""
+        """Checks states at equal intervals; returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -170,7 +170,7 @@ class TestStillness:
             (9, {}, 40.0),
             (9, {"computes": True}, 0.0),
             (200, {"transfers": True}, 0.0),
-            (200, {"computes": True}, 995.0),  # a rank that computes for ever is found in the end
+            (200, {"computes": True}, 995.0),  # a rank that computes forever is reported eventually
         ):
             still_s = self.run(Stillness(None), [*steps, *[now] * count], every_s=5.0, **moves)
             assert still_s == expected
@@ -182,7 +182,7 @@ class TestStillness:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """On a machine with too few, a rank may compute for a limit and hardly get any."""
+    """Checks an overloaded machine, on which a rank may compute but hardly run for that long."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> N
         for process in busy:
             process.kill()
             process.wait()
-    assert spent_s > 1.5  # both shared 1 s of one processor
+    assert spent_s > 1.5  # both processes shared one processor for 1 s
 
 
 def test_stacks_of_both_tools() -> None:
@@ -214,7 +214,7 @@ def test_stacks_of_both_tools() -> None:
 
 
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
-    """A rank that never wrote a report and has no handler is not signalled."""
+    """Checks that a rank without reports and without a handler gets no signal."""
     folder = tmp_path / "private"
     folder.mkdir()
     rank = subprocess.Popen(["sleep", "1000"])
@@ -252,7 +252,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
 
 
 def test_the_process_ends_where_its_rank_ended_before_it_began(tmp_path: Path) -> None:
-    """It once took whoever had become its parent for the rank, and held its files for ever."""
+    """Checks that the process does not mistake its new parent for the rank."""
     rank = subprocess.Popen(["true"])
     rank.wait()
     folder = tmp_path / "private"

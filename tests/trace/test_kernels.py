@@ -1,4 +1,4 @@
-"""Files of kernels: bounded, on the run's clock, joined to actions; damaged lines are left out."""
+"""Tests for kernel files: bounded size, the run's clock, joined actions, skipped damaged lines."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron.adaptive.trace.trace_format import Span
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 LATE_NS = 9 * 10**15
-"""Reading of the clock of a machine that runs for 104 days."""
+"""Clock reading of a machine that has been running for 104 days."""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunTrace:
-    """Makes a run of three iterations."""
+    """Returns a run of three iterations."""
     write_synthetic(tmp_path, SyntheticRun(iterations=3))
     return read_run(tmp_path)
 
@@ -118,7 +118,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
 
 
 def damaged(**fields: object) -> str:
-    """Returns a line with other fields than those of a step."""
+    """Returns a line of a step with changed fields."""
     step = {"iteration": 1, "device": "cpu", "names": ["a"], "totals": [], "kept": []}
     return json.dumps(step | fields)
 

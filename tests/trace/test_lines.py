@@ -1,4 +1,4 @@
-"""The lines of a trace file: what is written can be read, and what is wrong is named."""
+"""Checks that lines of a trace file can be read back, and that wrong lines are reported."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Finding the trace to read: the one named, the newest run's, or the text form; and refusals."""
+"""Tests that find the trace to read: a given path, the newest run, or the text format."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megatron.adaptive.trace.read import read_run
 def checkout(
     write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The current folder has ``runs/first`` (2 ranks), ``runs/second`` (3 ranks), no ``latest``."""
+    """Creates ``runs/first`` (2 ranks) and ``runs/second`` (3 ranks), without ``latest``."""
     monkeypatch.chdir(tmp_path)
     for name, ranks in (("first", 2), ("second", 3)):
         run_dir = tmp_path / "runs" / name

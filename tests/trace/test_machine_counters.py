@@ -1,4 +1,4 @@
-"""What keeps a process from computing is counted, from the kernel's files as they are."""
+"""Tests for counters of what keeps a process from computing, read from kernel files."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_a_machine_lacks_or_forbids_is_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes files with the clocks of all processors, and returns their folder."""
+    """Writes files with the clocks of all processors, and returns their folder."""
     for processor in range(os.cpu_count() or 1):
         folder = tmp_path / f"cpu{processor}" / "cpufreq"
         folder.mkdir(parents=True)

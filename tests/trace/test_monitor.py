@@ -1,4 +1,4 @@
-"""A run that is looked at while it writes: growing files, missing ones, ends of every kind."""
+"""Tests that monitor a run while it writes: growing files, missing files, and all kinds of ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(folder: Path, *lines: dict[str, Any]) -> None:
 
 @pytest.fixture
 def ended_pid() -> int:
-    """The id of a process that has ended."""
+    """Returns the id of a process that has exited."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -45,7 +45,7 @@ def ended_pid() -> int:
 
 @pytest.fixture
 def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
-    """Two ranks that write, in the folder ``traces``."""
+    """Yields recorders of two ranks, which write to the folder ``traces``."""
     made = [Recorder(tmp_path / "traces", make_header(rank)) for rank in range(2)]
     yield made
     for recorder in made:
@@ -53,7 +53,7 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 
 
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
-    """An iteration of two microbatches; rank 1 waits for rank 0, which ``slow`` makes slower."""
+    """Records an iteration of two microbatches; rank 1 waits for rank 0, which is ``slow``."""
     start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
         recorder.begin_iteration(iteration, 2, start_ns=start_ns)
@@ -174,7 +174,7 @@ def test_of_a_long_file_only_the_end_is_read(
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    monkeypatch.setattr(monitor, "TAIL_BYTES", 10)  # less than an iteration has
+    monkeypatch.setattr(monitor, "TAIL_BYTES", 10)  # less than one iteration
     tail = RankTail(recorders[0].path, kept=32)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
@@ -286,7 +286,7 @@ class TestNow:
             run_iteration([recorder], 1)
         now = read_now(tmp_path, 0)
         assert now is not None
-        assert (now.iteration, now.doing) == (0, ENDED)  # nothing but the end is known
+        assert (now.iteration, now.doing) == (0, ENDED)  # only the end is known
         assert read_run(tmp_path).iterations == (1,)
 
     def test_a_look_that_keeps_failing_is_named_once_and_asked_again(

@@ -1,4 +1,4 @@
-"""Lines of spans become numbers; others are named."""
+"""Tests that parse lines of spans and report damaged lines."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Reading a run back: killed, incomplete and mixed folders, another version."""
+"""Tests that read runs: complete, killed, incomplete, mixed, or of a different version."""
 
 import shutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The recorder writes every span, survives its own process and a full disk."""
+"""Checks that the recorder writes every span, even if its process is killed or the disk is full."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
 
 
 def records(path: Path) -> list[object]:
-    """Headers and markers as they were written, spans as lists of their numbers."""
+    """Returns headers and markers as written, and spans as lists of numbers."""
     lines = path.read_text().splitlines()
     return [
         json.loads(line) if line.startswith("[") else parse_line(line, str(path)) for line in lines
@@ -156,7 +156,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
-    # A limit on the file's size fails a write in the middle, as a full disk does.
+    # A file size limit makes a write fail in the middle, like a full disk.
     result = run_python(
         """
         import resource, shutil, time
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
         f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
-    # The folder was removed, and is made again with what came after that.
+    # The folder was removed; it is created again for later iterations.
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 

@@ -1,4 +1,4 @@
-"""Columns of spans: from objects and back, waits put down to actions, sends with receives."""
+"""Tests for columns of spans: conversion, waits of actions, and sends matched with receives."""
 
 from megatron.adaptive.trace.span_columns import KIND, match_messages, wait_before
 from megatron.adaptive.trace.trace_format import Span
@@ -21,7 +21,7 @@ def test_spans_survive_the_table() -> None:
 
 
 def test_a_wait_belongs_to_the_action_it_names() -> None:
-    # Two waits for one action, one for another iteration's, one for an action that is not there.
+    # Two waits for one action, one in another iteration, one for an action that does not exist.
     rows = (
         Span("F", 0, 1, 0, 5, 1),
         Span("B", 0, 1, 50, 60, 1),

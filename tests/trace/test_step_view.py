@@ -1,4 +1,4 @@
-"""Choosing an iteration, and the names of rows."""
+"""Tests that choose an iteration to show, and name its rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_default_is_the_last_complete_iteration(write_run: Callable[..., Pat
     assert pipeline_step(run, 3).iteration == 3
     path = write_run(2, 1, 4, iterations=1, folder=folder.parent / "cut") / trace_file_name(0)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert pipeline_step(read_run(path.parent)).iteration == 1  # none is complete
+    assert pipeline_step(read_run(path.parent)).iteration == 1  # no iteration is complete
 
 
 def test_an_iteration_out_of_range_says_which_exist(write_run: Callable[..., Path]) -> None:
@@ -89,7 +89,7 @@ def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path])
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
     # p ranks and m microbatches: a rank idles (p - 1) / (m + p - 1) of the step.
     folder = write_run(4, 1, 8)
-    (folder / trace_file_name(1)).unlink()  # is not known, so it does not enter the mean
+    (folder / trace_file_name(1)).unlink()  # the unknown rank does not enter the mean
     step = pipeline_step(read_run(folder))
     assert step.missing == (1,)
     assert [len(row) for row in step.rows] == [16, 0, 16, 16]

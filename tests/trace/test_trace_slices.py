@@ -1,4 +1,4 @@
-"""Traces of runs whose microbatches are cut into slices: every view names microbatch and slice."""
+"""Checks that all views show microbatch and slice for runs with sliced microbatches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAST = f"2.{SLICES - 1}"
 
 
 def sliced(folder: Path, num_slices: int = SLICES, **shape: object) -> RunTrace:
-    """A made-up run of three microbatches on three ranks with two chunks."""
+    """Returns a synthetic run of three microbatches on three ranks with two chunks."""
     changes = {"num_ranks": 3, "num_chunks": 2, "num_microbatches": 3, "iterations": 4, **shape}
     write_synthetic(folder, SyntheticRun(num_slices=num_slices, **changes))  # type: ignore[arg-type]
     return read_run(folder)
@@ -68,7 +68,7 @@ def test_views_name_microbatch_and_slice(
     events = list(perfetto_events(run, [4]))
     names = {event["name"] for event in events}
     assert {f"forward 0-{LAST}", f"backward 1-{LAST}", f"receive F0-{LAST}"} <= names
-    # The data of a microbatch is read once, whatever the slices.
+    # The data of a microbatch is read once, regardless of the number of slices.
     assert {name for name in names if name.startswith("data")} == {"data 0", "data 1", "data 2"}
     (last, *_) = (e for e in events if e["name"] == f"forward 0-{LAST}" and e["cat"] == "forward")
     assert (last["args"]["microbatch"], last["args"]["slice"]) == (2, SLICES - 1)
@@ -207,7 +207,7 @@ def test_a_hang_report_names_microbatch_and_slice() -> None:
     computes = (("/x/user.py", 7, "forward"),)
     now = {"doing": "B", "chunk": 1, "microbatch": 2, "slice": 3, "iteration": 5, "step": 5}
     busy = RankEvidence(rank=1, name="rank 1", now=now, frames=computes)
-    # Backward 0 of the sender is of the last slice of microbatch 0.
+    # Backward 0 of the sender belongs to the last slice of microbatch 0.
     needs = {"doing": "wait", "step": 5, "needs": [[1, "B", 1, 0, "0.3"]], "finished": {}}
     waiting = RankEvidence(rank=0, name="rank 0", now=needs, frames=waits)
     culprit = find_culprit([waiting, busy])

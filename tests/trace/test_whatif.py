@@ -1,4 +1,4 @@
-"""What-if: simulated steps against a plain reference, shares, causes, repairs, refusals."""
+"""Tests for the what-if analysis: simulated steps, shares, causes, repairs, and errors."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def answers(**changes: Any) -> WhatIf:
 
 
 def pipeline_s(stages: int, microbatches: int, work: Callable[[str, int, int], float]) -> float:
-    """Reference: 1F1B by recursion over what each action waits for."""
+    """Computes the step time of 1F1B by recursion, as a reference."""
     orders = [order_of(s, stages, microbatches) for s in range(stages)]
     ends: dict[tuple[int, str, int], float] = {}
 
@@ -62,7 +62,7 @@ def test_even_work_loses_nothing_and_the_simulation_is_exact() -> None:
 
 
 def test_shares_are_printed_only_if_there_is_a_slowdown_to_share_out() -> None:
-    # Shares of a tiny slowdown are quotients of rounding errors.
+    # Shares of a very small slowdown are quotients of rounding errors.
     even = answers(takes=lambda step, replica, stage, m: 1 + 0.01 * ((7 * m + 3 * stage) % 5))
     assert even.cause == "none"
     assert not -1 < even.last_stage_share < 1
@@ -112,7 +112,7 @@ def test_a_slow_worker_is_named_with_its_share_and_gain() -> None:
 def test_the_last_stage_and_lengths_are_distinguished() -> None:
     last = answers(takes=lambda step, replica, stage, m: 1.8 if stage == 2 else 1.0)
     assert last.cause == "last stage"
-    assert last.last_stage_share > 1  # the mean is shorter than its own
+    assert last.last_stage_share > 1  # the mean is shorter than its own time
     assert any("--partition" in repair.flag for repair in last.repairs)
     rng = np.random.default_rng(3)
     long = {key: float(rng.lognormal(0, 0.7)) for key in np.ndindex(2, 2, 8)}
@@ -158,9 +158,9 @@ def test_a_slow_rank_of_a_made_up_run_mended_or_under_a_rule(schedule: str, tmp_
     _, answer = step_s("slow", faults=faults)
     repairs = {repair.description: repair.step_s for repair in answer.repairs}
     rank = next(description for description in repairs if "rank 1 (stage 1) as fast" in description)
-    # Under a rule the order of the mended step is another one, and the rule is asked for it.
+    # Under a rule the order of the repaired step differs, so the rule decides again.
     assert repairs[rank] == pytest.approx(step_s("mended")[0], rel=0.02)
-    # A rank with two chunks stays slow, whatever stages it then holds.
+    # A rank with two chunks stays slow, regardless of the stages that it has.
     rule = {"schedule": "adaptive", "num_chunks": 2, "weight_pieces": 1}
     assert repairs["adaptive order"] == pytest.approx(
         step_s("rule", faults=faults, **rule)[0], rel=0.03
@@ -178,7 +178,7 @@ def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: 
     factor = re.search(r"not (\S+) times", slow)
     assert factor is not None
     assert float(factor[1]) == pytest.approx(2.0, rel=0.05)
-    # 9.28 layers at the speeds 1 and 1/2: of 6-2 the slower rank takes as long as 6.56 layers.
+    # 9.28 layers at the speeds 1 and 1/2: with 6-2 the slower rank takes as long as 6.56 layers.
     assert "--partition 6-2" in repairs["stages of equal work"].flag
 
 
@@ -225,7 +225,7 @@ def test_the_first_contradiction_is_named() -> None:
         TraceError, match="rank 1.*backward-compute of microbatch 0.*before its own"
     ):
         what_if(run_of_columns(table, Path("job")))
-    # The first rank does a backward before its last forward, the second that forward before.
+    # The first rank's backward precedes its last forward; the second rank has the opposite order.
     table = job(replicas=1, stages=2, microbatches=2, steps=(5,))
     times = {("forward", 0): [0, 3], ("backward", 0): [1, 4]}
     times |= {("forward", 1): [10, 11], ("backward", 1): [12, 14]}

@@ -1,4 +1,4 @@
-"""What-if of a ``Pipeline``: predicted times are those of runs with these settings."""
+"""Checks predicted times of a ``Pipeline`` against runs with the predicted settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def segment_times(step: int) -> Any:
 
 
 class ContentRun:
-    """A run of ``Pipeline`` with known content, for the writer of synthetic traces.
+    """A run of ``Pipeline`` with known content, for the generator of synthetic traces.
 
     Args:
         partition: Number of segments of each stage.
@@ -61,7 +61,7 @@ class ContentRun:
         self.dealing = dealing
 
     def shares(self, step: int) -> list[list[int]]:
-        """Returns each replica's microbatches of the whole batch, in the order they run."""
+        """Returns each replica's microbatches of the whole batch, in execution order."""
         costs = segment_times(step).sum(axis=(0, 1)).tolist()
         numbers = range(len(costs))
         shares = [list(numbers[replica::REPLICAS]) for replica in range(REPLICAS)]
@@ -118,7 +118,7 @@ class ContentRun:
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         """Writes the traces of the run, and returns the mean time of its steps in seconds."""
-        # Without these settings, nothing but the recorded times is of interest, and is computed.
+        # Without these settings only the recorded times are needed.
         answer = self.write(folder, monkeypatch, order="", dealing="")
         return float(answer.recorded_s.mean())
 
@@ -144,12 +144,12 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
     ordered = ContentRun(former, schedule, order="time")
     ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
-    # The analysis does not list an order that gains nothing.
+    # The analysis does not list an order without a gain.
     predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
     assert min(predicted_s, answer.recorded_s.mean()) == pytest.approx(
         min(ordered_s, answer.recorded_s.mean()), rel=0.01
     )
-    # Another partition is better and named, and its steps take as long as predicted.
+    # A better partition is suggested, and its steps take as long as predicted.
     better = next(r for r in answer.repairs if r.description.startswith("partition "))
     named = re.fullmatch(r'partition="([\d-]+)" \(or repartition="auto"\)', better.flag)
     assert named is not None
@@ -164,8 +164,8 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also together with the order; and what the run does already is not suggested."""
-    # The writer of synthetic traces writes equally many microbatches of all replicas.
+    """Checks dealing alone and with the order; the run's own setting is not suggested."""
+    # The generator of synthetic traces needs equally many microbatches on all replicas.
     seeds = iter(range(1000))
     batches = []
     while len(batches) < STEPS:
@@ -196,7 +196,7 @@ def test_equal_content_needs_neither_order_nor_dealing(
     even = (SEGMENTS // RANKS,) * RANKS
     answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
     assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
-    # A schedule of the user's own cannot be simulated, which a note says.
+    # A user's own schedule cannot be simulated, and a note reports that.
     uneven = ContentRun((2, 2, 4, 8), "1f1b")
     unknown = uneven.write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)
@@ -220,7 +220,7 @@ def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
 def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before, the analysis ended with an IndexError."""
+    """Checks that a header without the run's partition is no error."""
     even = (SEGMENTS // RANKS,) * RANKS
     run = ContentRun(even, "1f1b")
     answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])

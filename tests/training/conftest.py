@@ -1,4 +1,4 @@
-"""Provides the documents that runs of the trainer read."""
+"""Makes fixtures with the documents that training runs read available here."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A training program on megatron-core alone: its model, its data, its optimizer and its own loop.
+"""Trains with megatron-core alone: its model, data and optimizer, and an own loop.
 
     own_loop.py TASK.json LOSSES.json
 
-One process continues from the first checkpoint of a run of the trainer, with the classes of the
-megatron-core that it imports. It uses nothing of this package but the substitutes for CUDA.
-``TASK.json`` is an object::
+One process continues from the first checkpoint of a trainer run, with the classes of the
+megatron-core that it imports. It uses only this package's substitutes for CUDA. ``TASK.json`` is an
+object::
 
     {"checkpoint": str, "data": str, "cache": str, "model": {...}, "gpt": {...}, "steps": int,
      "vocabulary": int, "sequence": int, "batch": int, "bf16": bool, "optimizer": {...}}
 
-``model`` has settings of megatron-core's configuration, ``gpt`` has arguments of its model, and
-``optimizer`` has settings of its optimizer. ``LOSSES.json`` gets a list with ``[loss, gradient
+``model`` contains settings of megatron-core's configuration, ``gpt`` arguments of its model, and
+``optimizer`` settings of its optimizer. ``LOSSES.json`` will contain a list with ``[loss, gradient
 norm]`` for each step after the first.
 """
 
@@ -63,7 +63,7 @@ OFF = dict.fromkeys(
     ),
     False,
 )
-"""Settings of fused kernels, which no CPU has."""
+"""Settings of fused kernels, which do not exist for CPUs."""
 
 
 def build_model(task: Task) -> Any:
@@ -101,7 +101,7 @@ def build_optimizer(task: Task, model: Any) -> Any:
 
 
 def load(task: Task, model: Any, optimizer: Any) -> None:
-    """Reads weights and state of the optimizer by megatron-core's own functions."""
+    """Loads weights and optimizer state with megatron-core's own functions."""
     inner = model.module.module if task["bf16"] else model.module
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     layout = {
@@ -117,7 +117,7 @@ def load(task: Task, model: Any, optimizer: Any) -> None:
 
 
 def by_part(state: Any) -> Any:
-    """Gives groups of parameters to the parts of muon's state that have them in megatron-core."""
+    """Adds parameter groups to the parts of muon's state that contain them in megatron-core."""
     if "scalars" in state:
         for part, kept in ((0, state), (1, state.pop("scalars"))):
             groups = zip(kept["param_groups"], state[part]["param_groups"], strict=True)
@@ -127,14 +127,14 @@ def by_part(state: Any) -> Any:
 
 
 def with_steps(state: Any) -> Any:
-    """Adds the number of steps done to each part of an optimizer's state; returns the state.
+    """Adds the number of completed steps to each part of an optimizer's state; returns the state.
 
-    The trainer stores it in the groups of parameters, where the optimizers for GPUs have it.
-    megatron-core reads it from here for torch's Adam.
+    The trainer stores the number in the parameter groups, like optimizers for GPUs. megatron-core
+    reads it from here for torch's Adam.
     """
     parts = [state] if {"optimizer", "param_groups"} & {*state} else [*state.values()]
     for part in parts:
-        inner = part.get("optimizer", part)  # beside it: weights in 32 bits
+        inner = part.get("optimizer", part)  # next to it are weights in 32 bits
         inner["state"]["common_step"] = torch.tensor(float(inner["param_groups"][0]["step"]))
     return state
 
@@ -180,7 +180,7 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 
 def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
-    """Takes the steps after the first; returns loss and gradient norm of each."""
+    """Runs the steps after the first; returns loss and gradient norm of each step."""
     model.train()
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads

@@ -1,4 +1,4 @@
-"""What the log prints, parsed as existing tools do, and TensorBoard's files read back."""
+"""Tests that parse the log like existing tools, and that read TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SMALL = (
     "--lr 1e-3 --mock-data --vocab-size 100 --log-interval 2"
 )
 CPU = Accelerator(device=torch.device("cpu"), backend="gloo", name="CPU")
-# Only the name is read, so the machine needs none.
+# Only the name is used, so the machine needs no GPU.
 H200 = Accelerator(device=torch.device("cuda", 0), backend="nccl", name="NVIDIA H200")
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -107,7 +107,7 @@ def test_averages_go_on_where_another_rank_writes() -> None:
 def printed(
     *reports: IterationReport, flags: str = "", world_size: int = 1, accelerator: Accelerator = CPU
 ) -> list[str]:
-    """The lines that a log with these reports prints."""
+    """Returns the lines that a log with these reports prints."""
     stream = io.StringIO()
     log = make_log(settings(flags, world_size), stream, accelerator=accelerator)
     for each in reports:
@@ -117,7 +117,7 @@ def printed(
 
 
 def fields(line: str) -> dict[str, str]:
-    """Names and values of a line's parts."""
+    """Returns names and values of a line's parts."""
     parts = line.removesuffix(" |").split(" | ")[1:]
     return {name: value.strip() for name, value in (part.split(": ", 1) for part in parts)}
 
@@ -168,7 +168,7 @@ class TestLine:
         assert logged["elapsed time per iteration (ms)"] == "500.0"
         assert logged["lm loss"] == "1.250000E+01"
         assert logged["number of skipped iterations"] == "0"
-        (resumed,) = printed(report(6, elapsed_s=0.25))  # it has one iteration
+        (resumed,) = printed(report(6, elapsed_s=0.25))  # contains one iteration
         assert fields(resumed)["elapsed time per iteration (ms)"] == "250.0"
         assert fields(resumed)["lm loss"] == "1.500000E+01"
 
@@ -258,7 +258,7 @@ def test_only_the_writer_writes(tmp_path: Path) -> None:
 
 
 def test_lines_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """And no bar is shown where there is no terminal."""
+    """Checks standard output, and that there is no progress bar without a terminal."""
     log = TrainingLog(
         settings(), is_writer=True, accelerator=CPU, total_iterations=1, start_iteration=0
     )
@@ -343,7 +343,7 @@ class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
         """Makes standard error a terminal; returns a function that closes it and returns its text.
 
-        Not a fixture, for pytest puts standard error back after fixtures are set up.
+        This is not a fixture, because pytest replaces standard error after fixtures are set up.
         """
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -352,7 +352,7 @@ class TestBar:
         def read() -> str:
             sys.stderr.close()
             text = b""
-            # The end of a terminal is an error to whoever reads it.
+            # Reading beyond the end of a terminal is an error.
             with contextlib.suppress(OSError):
                 while part := os.read(master, 1 << 16):
                     text += part
@@ -365,7 +365,7 @@ class TestBar:
         terminal = self.open_terminal(monkeypatch)
         stream = io.StringIO()
         log = make_log(settings(), stream, start_iteration=10)
-        time.sleep(0.15)  # the bar is not drawn more often than each tenth of a second
+        time.sleep(0.15)  # the bar is drawn at most every tenth of a second
         log.iteration(report(11))
         log.message("in between")
         log.close()
@@ -384,7 +384,7 @@ class TestBar:
         for iteration in range(1, 5):
             log.iteration(report(iteration))
         log.close()
-        # A terminal goes back to the start of the line at a carriage return.
+        # A carriage return moves a terminal's cursor to the start of the line.
         lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in terminal().split("\n")]
         reports = [line for line in lines if "consumed samples" in line]
         assert len(reports) == 2
@@ -408,7 +408,7 @@ class TestOtherLoggers:
         monkeypatch.setenv("WANDB_SILENT", "true")
         self.log(f"--wandb-project made --wandb-exp-name first --wandb-save-dir {tmp_path}")
         (file,) = tmp_path.rglob("*.wandb")
-        end_s = time.monotonic() + 60  # its own process writes behind us
+        end_s = time.monotonic() + 60  # a separate process writes the file
         while b"lm loss" not in (content := file.read_bytes()) and time.monotonic() < end_s:
             time.sleep(0.1)
         for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):

@@ -1,7 +1,7 @@
-"""``--optimizer muon``: steps of megatron-core's own loop, and stages that move.
+"""Compares ``--optimizer muon`` with megatron-core's own loop, and moves stages.
 
-megatron-core has muon in a package for Python 3.12 and newer. Older Pythons lack one name that it
-imports, which ``muon_path`` adds.
+megatron-core uses muon from a package for Python 3.12 and newer. Older Pythons lack one name that
+the package imports; ``muon_path`` adds this name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "worker.py"
 RELEASE = "0.19.2"
-# Muon of whole weights, of which each tensor-parallel rank has a part.
+# Muon works on whole weights, of which each tensor-parallel rank has a part.
 LLAMA = Model(
     flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --group-query-attention"
     " --num-query-groups 2 --mtp-num-layers 1 --tensor-model-parallel-size 2"
@@ -51,7 +51,7 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def muon_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Gives the folders from which ranks import megatron-core and muon."""
+    """Yields the folders from which ranks import megatron-core and muon."""
     package = UNPACKED / "emerging-optimizers==0.3.0"
     if find_spec("emerging_optimizers") is None and not package.exists():
         pytest.skip("emerging-optimizers is not there: bash prerequisite.sh --versions")
@@ -73,7 +73,7 @@ def test_steps_are_those_of_megatron_cores_own_loop(
 
 
 def test_stages_move_with_the_state_of_both_optimizers(muon_path: str, tmp_path: Path) -> None:
-    """Losses stay if layers move, and if another placement continues from the checkpoint."""
+    """Checks that losses do not change if layers move, or if the placement changes at a restart."""
     plain = {"flags": FLAGS.split(), "steps": 3, "evaluate_after": 5, "after": None}
     whole = {**plain, "steps": 5}
     half = [*plain["flags"], "--bf16"]

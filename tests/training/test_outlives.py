@@ -1,6 +1,6 @@
-"""A training continues if a rank was stopped for a while, or if a disk of traces and logs is full.
+"""Checks that training continues after a rank was stopped, or if the disk of traces is full.
 
-The jobs train the same, so that their losses are the same wherever something came in between.
+All jobs train the same model with the same data, so that their losses must be equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOSSES: dict[int, str] = {}
 
 
 class Job:
-    """Two ranks that train until they are stopped.
+    """A job of two ranks that train until they are stopped.
 
     Args:
         folder: Folder in which the job runs.
@@ -69,7 +69,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns a rank, which is forked for the process that the launcher started."""
+        """Returns a rank, which is forked on behalf of the process that the launcher started."""
         forks = forkserver().nodes()[0]
         (asked,) = (
             process
@@ -125,14 +125,14 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     stopped.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     status = job.process.wait(WATCHDOG_S)
-    # Its launcher would wait 30 s for the stopped one.
+    # The launcher would wait 30 s for the stopped rank.
     assert LIMIT_S - 1 < time.monotonic() - begin_s < LIMIT_S + 20
     assert status in (1, 2)
     stopped.wait(10.0)
     (line,) = [line for line in job.said().splitlines() if "rank 1 (stage 1" in line]
     assert line.startswith("error: ")
     assert re.search(r"for \d+(\.\d)? s \(limit 4 s, --transport-silence-s\)", line), line
-    # The error is a channel's, or the watcher's if this rank waited in a collective.
+    # The error comes from a channel, or from the watcher if this rank waited in a collective.
     seen = (
         r"was [BF] chunk 0 microbatch \d of step \d+; seen by rank 0|; this is rank 0 \(stage 0\)"
     )

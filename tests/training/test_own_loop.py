@@ -1,11 +1,11 @@
-"""The trainer's steps are those of megatron-core's own loop, with each supported release of it.
+"""Compares the trainer's steps with megatron-core's own loop, for each supported release.
 
-The loop is a program of the kind that users write with megatron-core alone (``own_loop.py``). It
+The loop is a program like those that users write with megatron-core alone (``own_loop.py``). It
 runs in one process, in the order of megatron-core's own schedule, and continues from the trainer's
-first checkpoint, which megatron-core's own functions read. Where the installed release is compared
-with others (``test_releases.py``), a fault that all share would not show.
+first checkpoint, which megatron-core's own functions read. Comparing releases with each other
+(``test_releases.py``) would not reveal a fault that all releases share.
 
-``OWN_LOOP=all`` compares every model with every release instead of one with each.
+``OWN_LOOP=all`` compares every model with every release, instead of one model with each release.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Describes a model twice: as flags of the trainer, and as settings of megatron-core.
+    """Describes a model in two ways: by trainer flags, and by megatron-core settings.
 
     Attributes:
         flags: Flags of the trainer.
         ranks: Number of ranks on which the trainer runs.
-        settings: Settings of megatron-core's configuration, besides ``SIZES``.
+        settings: Settings of megatron-core's configuration, in addition to ``SIZES``.
         gpt: Arguments of megatron-core's model.
         optimizer: Settings of megatron-core's optimizer.
         bf16: Whether weights are in bfloat16.
@@ -83,7 +83,7 @@ MODELS = {
         " --num-virtual-stages-per-pipeline-rank 2",
         settings={**GATED, "num_query_groups": 2, "ffn_hidden_size": 64, "mtp_num_layers": 1},
     ),
-    # Megatron-core has these two settings of prediction layers from 0.19 on.
+    # megatron-core has these two settings of prediction layers from 0.19 on.
     "repeated": Model(
         flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --mtp-num-layers 2"
         " --mtp-use-repeated-layer --mtp-detach-heads",
@@ -114,13 +114,13 @@ MODELS = {
 }
 RELEASES = (INSTALLED, "0.17.1", "0.18.2", "0.19.2", *trees_of_others())
 CHOSEN = dict(zip(RELEASES, ("gpt", "half", "experts", "repeated"), strict=False))
-"""Model that each release trains by default."""
+"""Default model for each release."""
 NEWEST = "repeated"
-"""Model that older releases than 0.19 cannot build."""
+"""Model that releases older than 0.19 cannot build."""
 
 
 def cases() -> list[tuple[str, str]]:
-    """Returns releases and models to compare: one model with each release, or all with all."""
+    """Returns pairs of releases and models: one model with each release, or all pairs."""
     if os.environ.get("OWN_LOOP") != "all":
         return [(version, CHOSEN.get(version, NEWEST)) for version in RELEASES]
     older = RELEASES[:3]
@@ -133,7 +133,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs a program with a release; fails unless all ranks succeed."""
+    """Runs a program with a release; fails if a rank fails."""
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 
@@ -149,7 +149,7 @@ def test_steps_are_those_of_its_own_loop(
 
 
 def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..., str]) -> None:
-    """Trains a model by the trainer and by the program with megatron-core's own loop.
+    """Trains a model with the trainer and with the program that uses megatron-core's own loop.
 
     Args:
         described: Model to train.

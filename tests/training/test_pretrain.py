@@ -1,4 +1,4 @@
-"""How a rank of a job ends."""
+"""Tests how a rank of a job exits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAITED = (
 
 
 class Watching:
-    """What a watcher that knows, or does not, of a lost rank looks like to a rank that fails."""
+    """A fake watcher that knows about a lost rank, or does not."""
 
     def __init__(self, lost: PeerLostError | None) -> None:
         self.lost = lost
@@ -55,7 +55,7 @@ class Watching:
 
 
 class Store:
-    """The store of a job in which no rank has reported an error; the others leave at the end."""
+    """A fake store of a job without reported errors; the other ranks exit after some calls."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -66,7 +66,7 @@ class Store:
 
 
 def wrapped() -> Exception:
-    """A broken connection as megatron-core's builder of datasets hands it on."""
+    """Returns a broken connection as an error of megatron-core's dataset builder."""
     error = Exception("the dataset failed to build")
     error.__cause__ = RuntimeError(GLOO)
     return error
@@ -97,7 +97,7 @@ def test_only_a_bug_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A rank that was lost looked like a bug where datasets were built, or the network was cut."""
+    """Checks a rank that was lost while datasets were built, and a network that was cut."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -116,7 +116,7 @@ def test_only_a_bug_leaves_a_traceback(
 def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     lost: PeerLostError | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks met the same error, and reported it again with the loss of the store."""
+    """Checks that the store outlives the first error, which the other ranks have as well."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -131,7 +131,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def settings(**changes: bool) -> Any:
-    """The flags that overlap messages with work."""
+    """Returns the flags that overlap messages with compute."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
     held = types.SimpleNamespace(**{name: changes.get(name, False) for name in names})
     held.world_size, held.load = 2, None
@@ -202,7 +202,7 @@ def test_first_weights_that_depend_on_the_layout_are_told() -> None:
 
 @pytest.mark.slow
 def test_a_data_worker_that_is_killed_during_a_step_is_one_line() -> None:
-    """Torch raises this wherever the rank is, so it was a traceback outside of the loader."""
+    """Checks the error, which torch raises in a signal handler, outside of the loader as well."""
 
     class Endless(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What is made of a profiling run's measurements, without the run itself."""
+"""Tests that evaluate the measurements of a profiling run, without the run itself."""
 
 from __future__ import annotations
 

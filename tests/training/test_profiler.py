@@ -1,4 +1,4 @@
-"""Profiles of a few iterations of real work, read back from the files."""
+"""Tests that profile a few iterations of real work, and read the profiles from the files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(flags: str = "", world_size: int = 1) -> TrainerConfig:
 
 
 def work(iteration: int) -> None:
-    """A matrix product whose shape says in which iteration it was made."""
+    """Multiplies matrices whose shape identifies the iteration."""
     torch.mm(torch.ones(iteration + 1, 3), torch.ones(3, 2))
 
 

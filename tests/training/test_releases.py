@@ -1,4 +1,4 @@
-"""The trainer with every supported release of megatron-core: equal steps, common checkpoints."""
+"""Compares the trainer with all supported releases of megatron-core: steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LATENT = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
 """
 MODELS: Mapping[str, tuple[int, str]] = {
-    # Tied embedding, dropout, a V with split backwards, parts of sequences, optimizer in parts.
+    # Tied embedding, dropout, a V with split backwards, sequence parallelism, sharded optimizer.
     "gpt": (
         4,
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
         " --context-parallel-size 2 --use-distributed-optimizer",
     ),
-    # The releases number the layers of multi-token prediction differently.
+    # Releases number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
     # DeepSeek-V2-Lite has compressed and normalized keys and values, but plain queries.
@@ -54,7 +54,7 @@ CASES = [
     *(("0.18.2", model) for model in ("experts", "latent")),
     *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models that are trained; the newest release and trees of others train all."""
+"""Releases and models to train; the newest release and trees of users train all models."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
@@ -85,7 +85,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Gives a release of megatron-core that is unpacked beside the installed one."""
+    """Yields a release of megatron-core that is unpacked in addition to the installed release."""
     path = path_of(request.param)
     yield request.param
     forkserver(path).close()
@@ -102,7 +102,7 @@ def test_steps_and_checkpoints_are_those_of_the_installed_release(
     }
     assert len(first[INSTALLED]) == 2
     assert first[release] == first[INSTALLED]
-    # Each release continues from the other's checkpoint, with another learning rate.
+    # Each release continues from the other's checkpoint, with a different learning rate.
     more = "--train-iters 4 --override-opt-param-scheduler"
     rest = {
         name: train(name, model, tmp_path, f"{more} --load {saved[other]}", rate="2e-3")

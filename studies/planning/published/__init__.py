@@ -1,1 +1,1 @@
-"""Reads published profiles, clusters and measured runs, each from a folder of files."""
+"""Readers of published profiles, clusters and measured runs, each from a folder of files."""

@@ -1,11 +1,12 @@
-"""Times 1F1B where sends and receives are calls in the stream of the device, as in DeepSpeed.
+"""Times 1F1B as in DeepSpeed, where sends and receives are calls in the stream of the device.
 
-The published runs were made with it. Every rank calls them one after the other, between its
-forwards and backwards. A message that fits into the library's buffers leaves as soon as it is sent;
-a larger one moves when both ranks have come to it, and holds up both. The engine alternates
-forwards and backwards: before a forward a rank sends a gradient to the rank before and receives an
-activation, before a backward it receives a gradient from the rank after and sends it an activation.
-Since 2023 the gradient goes first, up to then the activation did:
+DeepSpeed was used for the published runs. Every rank calls sends and receives one after the other,
+between its forwards and backwards. A message that fits into the library's buffers is transferred as
+soon as it is sent. A larger message is transferred when both ranks have reached it, and blocks
+both. The engine alternates forwards and backwards. Before a forward a rank sends a gradient to the
+previous rank and receives an activation. Before a backward it receives a gradient from the next
+rank and sends an activation to it. Since 2023 the gradient goes first; before that the activation
+went first:
 
 ::
 
@@ -16,7 +17,7 @@ Since 2023 the gradient goes first, up to then the activation did:
     rank 1:      F0  B0 [receive a1, send g0]  F1  B1 [receive a2, send g1] ...
 
 Source: the schedule of DeepSpeed's engine (``runtime/pipe/schedule.py``, ``TrainSchedule``), whose
-order issue 2800 of the project turned round in February 2023.
+order was reversed in February 2023 (issue 2800 of DeepSpeed).
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from megatron.adaptive.planner.order_timing import ScheduleTimes
 from megatron.adaptive.planner.plan import Plan
 
 _TURNED = 2023
-"""Since this year gradients go before activations."""
+"""Year since which gradients go before activations."""
 
 _BUFFER_BYTES = 4 * 2**20
-"""Up to this size a message leaves without its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
+"""Size up to which a message does not wait for its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
 
 
 def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
     """Times a plan's pipeline; returns None for schedules other than 1F1B.
 
-    With tensor parallelism the output of a stage is sent in as many parts, beside their sizes. The
-    receiver's CPU reads the sizes before it launches anything, so that launching is not hidden.
+    With tensor parallelism the output of a stage is sent in as many parts, together with their
+    sizes. The receiver's CPU reads the sizes before it launches kernels, so launching is not
+    hidden.
     """
     if plan.schedule != "1f1b":
         return None
@@ -63,7 +65,7 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
 
 
 def runtime_of(document: Mapping[str, Any]) -> Runtime:
-    """Returns DeepSpeed's pipeline engine of the year of the paper that a set's JSON file names.
+    """Returns DeepSpeed's pipeline engine in the year of the paper named by a set's JSON file.
 
     Tensor-parallel ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
     """
@@ -93,12 +95,12 @@ def rendezvous_times(
     """Computes the times of one step, with one stage on each rank.
 
     Args:
-        num_microbatches: of the step.
-        durations_s: ``[2, stages]``: forward and backward.
-        message_s: ``[2, stages]``: of the message after each stage's forward and backward.
-        launch_s: ``[2, stages]``, part of the durations that is hidden where a rank waits.
-        buffered: ``[2, stages] bool``: whether that message leaves without its receiver.
-        gradients_first: whether gradients go before activations.
+        num_microbatches: Number of microbatches of the step.
+        durations_s: Seconds of forward and backward, ``[2, stages]``.
+        message_s: Seconds of the message after each stage's forward and backward, ``[2, stages]``.
+        launch_s: Part of the durations that is hidden while a rank waits, ``[2, stages]``.
+        buffered: Whether that message does not wait for its receiver, ``[2, stages] bool``.
+        gradients_first: Whether gradients go before activations.
     """
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
     while any(run.advance(rank) for rank in range(durations_s.shape[1])):
@@ -107,7 +109,7 @@ def rendezvous_times(
 
 
 class _Run:
-    """Ranks on their way through their calls."""
+    """State of all ranks while they run their calls."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Runs calls of a rank up to one that has to wait; returns whether there was any."""
+        """Runs calls of a rank until it must wait; returns whether it ran any call."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
@@ -168,7 +170,7 @@ class _Run:
         return True
 
     def _meets(self, rank: int, call: _Call) -> bool:
-        """Whether the peer has come to the other side of this message."""
+        """Returns whether the peer has reached the other side of this message."""
         if self.at[call.peer] >= len(self.calls[call.peer]):
             return False
         other = self.calls[call.peer][self.at[call.peer]]
@@ -183,7 +185,7 @@ class _Run:
 def _calls(
     stages: int, stage: int, num_microbatches: int, gradients_first: bool
 ) -> tuple[_Call, ...]:
-    """Returns what one rank calls in a step."""
+    """Returns the calls of one rank in a step."""
     found: list[_Call] = []
     for compute, messages in _program(stages, stage, num_microbatches):
         found += messages if gradients_first else reversed(messages)
@@ -194,9 +196,9 @@ def _calls(
 def _program(
     stages: int, stage: int, num_microbatches: int
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """Yields what a rank computes in each slot, and the messages before, gradients first.
+    """Yields the compute call of a rank in each slot, and the messages before it.
 
-    Forwards are on slots of the rank's own parity, backwards between.
+    Forwards are in slots with the rank's parity, backwards are in between.
     """
     before = -1
     for slot in range(2 * (num_microbatches + stages - 1)):

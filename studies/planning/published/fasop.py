@@ -1,9 +1,9 @@
-"""Reader of FASOP's published inputs: profiles of three models on two GPUs, and its best plans.
+"""Reads FASOP's published inputs: profiles of three models on two GPUs, and its best plans.
 
-Source: Hwang, Lee, Oh, Yi, FASOP, HPDC 2024; github.com/AvatarHwang/FASOP at 93cb38b. Times are of
-a forward at microbatch 1 in fp16; FASOP takes twice that for the backward and scales both with the
-microbatch by a table. Sizes of layers follow its memory rule, which is that of Korthikanti et al.,
-arXiv 2205.05198, equation 1, without sequence parallelism.
+Source: Hwang, Lee, Oh, Yi, FASOP, HPDC 2024; github.com/AvatarHwang/FASOP at 93cb38b. Times are for
+a forward at microbatch size 1 in fp16. FASOP doubles them for the backward, and scales both with
+the microbatch size by a table. Sizes of layers follow its memory rule, which is that of Korthikanti
+et al., arXiv 2205.05198, equation 1, without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FasopPlan:
-    """A plan as FASOP describes it.
+    """A plan in FASOP's format.
 
     Attributes:
-        tp: tensor-parallel width.
-        dp: replicas.
-        pp: stages.
-        micro_batch: samples of a microbatch.
-        placement: type of each node, ``A`` or ``B``.
-        partition: layers of each stage, embedding and head included.
-        out_of_memory: whether it breaks FASOP's memory rule.
+        tp: Tensor-parallel width.
+        dp: Number of replicas.
+        pp: Number of stages.
+        micro_batch: Number of samples of a microbatch.
+        placement: Type of each node, ``A`` or ``B``.
+        partition: Layers of each stage, including embedding and head.
+        out_of_memory: Whether the plan breaks FASOP's memory rule.
     """
 
     tp: int
@@ -50,12 +50,12 @@ class FasopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FasopRun(PlanInputs):
-    """One of its searches; its node types are ``A`` and ``B``.
+    """One of FASOP's searches; its node types are ``A`` and ``B``.
 
     Attributes:
-        name: such as ``gpt2XL-het``.
-        global_batch: samples of a step.
-        plans: its best plans in order.
+        name: Name such as ``gpt2XL-het``.
+        global_batch: Number of samples of a step.
+        plans: FASOP's best plans in order.
     """
 
     name: str
@@ -63,7 +63,7 @@ class FasopRun(PlanInputs):
     plans: tuple[FasopPlan, ...]
 
     def plan(self, one: FasopPlan) -> Plan:
-        """One of its plans as a plan of ours."""
+        """Converts one of FASOP's plans to a plan of this project."""
         free = {
             name: [i for i, node in enumerate(self.cluster.nodes) if node.name == name]
             for name in "AB"
@@ -82,7 +82,7 @@ class FasopRun(PlanInputs):
         )
 
     def searcher(self, options: SearchOptions) -> Searcher:
-        """Searches plans of ours for it."""
+        """Returns this project's search for the same problem."""
         return Searcher(self, global_batch=self.global_batch, options=options)
 
 
@@ -90,10 +90,10 @@ class Fasop:
     """The data set in a folder.
 
     Args:
-        folder: with ``layer_times.csv`` and the other files.
+        folder: Folder that contains ``layer_times.csv`` and the other files.
 
     Raises:
-        ConfigError: a file is missing or broken.
+        ConfigError: A file is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,18 +105,18 @@ class Fasop:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of its searches on one cluster each."""
+        """Names of FASOP's searches on one cluster each."""
         return tuple(name for name in self._clusters["runs"] if not name.endswith("pareto"))
 
     def run(self, name: str, counts: dict[str, int] | None = None) -> FasopRun:
-        """One of its searches.
+        """Returns one of FASOP's searches.
 
         Args:
-            name: of the run.
-            counts: nodes of each type, for the run over many clusters.
+            name: Name of the search.
+            counts: Number of nodes of each type, for the search over many clusters.
 
         Raises:
-            ConfigError: no run of that name.
+            ConfigError: There is no search with that name.
         """
         if name not in self._clusters["runs"]:
             raise ConfigError(
@@ -135,10 +135,10 @@ class Fasop:
         )
 
     def model(self, name: str) -> Model:
-        """A model: layers of its profile, with embedding and head."""
+        """Returns a model: the layers of its profile, including embedding and head."""
         told = self._models[name]
         rows = [(kind, count) for kind, count in told["layer_kinds"]]
-        # Two embeddings: an encoder and a decoder, each with layers of its own.
+        # Models with two embeddings have an encoder and a decoder, each with separate layers.
         two = sum(kind == "embedding" for kind, _ in rows) == 2
         kinds: dict[str, LayerKind] = {}
         layers: list[str] = []
@@ -149,7 +149,7 @@ class Fasop:
             unique = f"{kind} of {half}" if kind == "embedding" and half else kind
             names = [unique] * count
             if two and kind != "embedding":
-                # The last of each half holds what comes after it as well.
+                # The last layer of each half includes the layers that follow it.
                 names[-1] = f"last {kind}"
             for one in names:
                 kinds[one] = _kind(one, told, kind, half)
@@ -163,15 +163,15 @@ class Fasop:
             tied_parameters=0.0 if two else table,
             tied_layers=() if two else (0, len(layers) - 1),
             max_tp=told["attention_heads"],
-            # FASOP counts 18 bytes for each parameter, of which 12 may be sharded, and reduces
-            # gradients in fp16.
+            # FASOP counts 18 bytes per parameter, of which 12 may be sharded, and reduces gradients
+            # in fp16.
             precision=Precision(
                 name="fp16", parameter_bytes=4, gradient_bytes=2, optimizer_bytes=12, reduce_bytes=2
             ),
         )
 
     def profile(self, name: str) -> Profile:
-        """Durations of a model; the backward takes twice its forward."""
+        """Returns the durations of a model; a backward takes twice as long as a forward."""
         scale = {
             (row["gpu"], row["layer_kind"], int(row["microbatch_size"])): float(
                 row["time_multiplier"]
@@ -205,7 +205,7 @@ class Fasop:
 
 
 def _node(told: dict[str, Any]) -> NodeType:
-    """A node type. Its bandwidths are in bits; within a node they are not shared."""
+    """Returns a node type. Its bandwidths are in bits; links within a node are not shared."""
     return NodeType(
         name=told["symbol"],
         gpu=told["gpu"],

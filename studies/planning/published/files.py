@@ -1,4 +1,4 @@
-"""Reads the files of published data sets, and holds the runs in them."""
+"""Reads the files of published data sets, and defines the runs in them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(PlanInputs):
-    """A measured run, with all that is needed to predict it; its profile was measured apart.
+    """A measured run and all inputs of its prediction; its profile was measured separately.
 
     Attributes:
-        plan: what ran where.
-        seconds: of one step; None where only memory counts.
-        peak_bytes: on the fullest GPU; None where unknown.
-        runtime: behaviour of the training program.
+        plan: Plan of the run.
+        seconds: Seconds of one step; ``None`` if only memory is known.
+        peak_bytes: Peak memory of the fullest GPU; ``None`` if unknown.
+        runtime: Behaviour of the training program.
     """
 
     plan: Plan
@@ -33,25 +33,25 @@ class MeasuredRun(PlanInputs):
     runtime: Runtime = OURS
 
     def predicted(self) -> Prediction:
-        """Predicts it."""
+        """Predicts the run."""
         return predict(self.plan, self, self.runtime)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file by column; raises as :func:`_read`."""
+    """Returns the rows of a CSV file by column; raises the errors of :func:`_read`."""
     return _read(path, lambda file: list(csv.DictReader(file)))
 
 
 def read_json(path: Path) -> Any:
-    """Returns what a JSON file holds; raises as :func:`_read`."""
+    """Returns the content of a JSON file; raises the errors of :func:`_read`."""
     return _read(path, json.load)
 
 
 def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
-    """Returns what a file holds.
+    """Returns the parsed content of a file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: The file cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -63,10 +63,10 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
 
 
 def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
-    """Returns what lies under keys of a JSON document.
+    """Returns the value under a path of keys in a JSON document.
 
     Raises:
-        ConfigError: a key is missing.
+        ConfigError: A key is missing.
     """
     for at, key in enumerate(keys):
         if not isinstance(document, dict) or key not in document:

@@ -1,15 +1,15 @@
-"""Reads sets of measured runs with one row for each run.
+"""Reads sets of measured runs in which each run is a row.
 
-A folder of the form holds
+A folder in this format contains
 
 * ``measured_NAME.csv``: a run in each row: ``tp``, ``dp``, ``pp``, ``microbatch_size``,
-  ``num_microbatches``, ``partition``, ``measured_s``, ``status`` (``ok`` where it gave a time), and
-  ``model`` where partition and batch do not say which.
-* ``cluster.json``: the nodes of ``NAME`` in the order in which ranks stand on them.
+  ``num_microbatches``, ``partition``, ``measured_s``, ``status`` (``ok`` if the run has a time),
+  and ``model`` if partition and batch do not identify it.
+* ``cluster.json``: the nodes of ``NAME`` in the order of their ranks.
 * ``model.json``: layers, sizes and batch of every model.
 * ``layer_times.csv``: the forward of one sample for each layer, by model, GPU and width.
 
-What a larger microbatch and a backward take follows from what that number is made of:
+Times of larger microbatches and of backwards are derived from the parts of a forward:
 
 ::
 
@@ -17,14 +17,15 @@ What a larger microbatch and a backward take follows from what that number is ma
     forward(b)   = launch + b * (work * sharded + exchange)
     backward(b)  = launch + b * (2 * work * sharded + exchange)
 
-* launch: the time in which the CPU launches a transformer layer: the shortest of the set's
-  transformer layers, if its matrix products explain next to nothing of it. All models of a set are
-  run by the same program.
-* work: what is left at width 1. A backward computes twice as much.
-* sharded: 1 over the width, as long as a rank keeps whole tiles of a matrix product, 64 columns.
-* exchange: what is left at larger widths, the all-reduces of activations. A backward has as many.
+* launch: time in which the CPU launches a transformer layer. It is the shortest time of the set's
+  transformer layers, if matmuls explain almost nothing of it. All models of a set are run by the
+  same program.
+* work: the remaining time at width 1. A backward computes twice as much.
+* sharded: 1 divided by the width, as long as a rank keeps whole matmul tiles of 64 columns.
+* exchange: the remaining time at larger widths, for all-reduces of activations. A backward has as
+  many.
 
-Source of the first such set: Li, Wang, Xing, Zhang: AMP, NeurIPS 2022 (arXiv 2210.07297).
+Source of the first set in this format: Li, Wang, Xing, Zhang: AMP, NeurIPS 2022 (arXiv 2210.07297).
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ _ETHERNET = 0.92
 GB/s in the measurements published with Sailor (SOSP 2025)."""
 
 _REACHED = 0.8
-"""Part of a GPU's memory bandwidth that passes over long vectors reach."""
+"""Share of a GPU's memory bandwidth that is reached by passes over long vectors."""
 
 _OPTIMIZER_BYTES = 52
-"""Bytes that a mixed-precision Adam step reads and writes for each parameter: gradient to fp32 (2 +
-4), its norm (4), clipping (8), Adam (gradient, weight and two moments read, three written: 28),
-weight to fp16 (4 + 2)."""
+"""Bytes per parameter that a mixed-precision Adam step reads and writes: gradient to fp32 (2 + 4),
+norm (4), clipping (8), Adam (reads gradient, weight and two moments, writes three: 28), weight to
+fp16 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Part of a forward that matrix products may explain where the rest is launching."""
+"""Share of a forward that matmuls may explain if the rest counts as launching."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.csv`` that gave a time.
+    """Reads the runs of ``measured_NAME.csv`` that have a time.
 
     Raises:
-        ConfigError: a file is missing, cannot be read or does not describe the runs.
+        ConfigError: A file is missing, cannot be read or does not describe the runs.
     """
     rows = read_csv(folder / f"measured_{name}.csv")
     models = read_json(folder / "model.json")
@@ -115,7 +116,7 @@ def _batch(row: Mapping[str, str]) -> int:
 
 
 def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, folder: Path) -> str:
-    """Returns the model that has as many layers and that batch."""
+    """Returns the model that has this number of layers and this batch."""
     layers = sum(map(int, row["partition"].split("-")))
     counts = {name: len(found) for (name, _, _), found in times.items()}
     fits = [
@@ -144,19 +145,19 @@ def _times(folder: Path) -> Times:
 
 
 class _SetTimes:
-    """Tells launching, computing and all-reduces of one model's layers apart.
+    """Separates launching, computing and all-reduces of one model's layers.
 
     Args:
-        models: all that the set describes.
-        model: the one asked for.
-        times: of all of them.
+        models: All models of the set.
+        model: Name of the model.
+        times: Times of all models.
     """
 
     def __init__(self, models: Mapping[str, Any], model: str, times: Times) -> None:
         self.models, self.model, self.times = models, model, times
 
     def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
-        """Yields kind, forward, and how much of it is launching and all-reduces, by layer."""
+        """Yields kind and forward of each layer, and its time for launching and for all-reduces."""
         launch = self._launch(tp)
         for kind, seconds in self.times[self.model, gpu, tp]:
             fixed = exchange = 0.0
@@ -169,7 +170,7 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward that is nothing but launching; 0 where none is."""
+        """Returns the shortest forward that consists of launching only; 0 if there is none."""
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -185,7 +186,7 @@ class _SetTimes:
         return min(found, default=0.0)
 
     def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
-        """Returns the all-reduces of a forward: what launching and computing do not explain."""
+        """Returns the time of a forward that is not explained by launching and computing."""
         sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
 
         def left(width: int) -> float:
@@ -225,7 +226,7 @@ def _name(index: int, kind: str) -> str:
 def _model(name: str, described: Mapping[str, Any], layers: list[tuple[str, float]]) -> Model:
     sizes = _parameters(described)
     replicated = described.get("parameters_per_layer_from_shapes", {})
-    # The projection is whole on every tensor-parallel rank.
+    # Each tensor-parallel rank has the whole projection.
     whole = {key: float(value) for key, value in replicated.items() if key != "note"}
     sent = _sent(described, [kind for kind, _ in layers])
     kinds = {}
@@ -256,7 +257,7 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under a key, or those that follow from shapes where they are given."""
+    """Returns the numbers under a key, or the numbers derived from shapes if shapes are given."""
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
@@ -270,9 +271,9 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Elements that each layer hands on; those that are not described hand on what they got."""
+    """Returns the elements that each layer sends; layers without description send their input."""
     sizes, sent = _sizes(described, _SENT), []
-    # A generator's image grows somewhere in the layers between; they are given their end's size.
+    # The image of a generator grows in some layer; all of its layers are given the final size.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":
@@ -284,7 +285,7 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
 
 
 def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
-    """Returns the cluster, and its numbers of the nodes in the order of the file."""
+    """Returns the cluster, and its node numbers in the order of the file."""
     kinds: list[Mapping[str, Any]] = []
     members: list[list[int]] = []
     for number, node in enumerate(nodes):

@@ -1,19 +1,19 @@
-"""Reads sets of measured runs whose stages and replicas are listed, on nodes of unlike types.
+"""Reads sets of measured runs that list stages and replicas, on nodes of different types.
 
-A folder of the form holds
+A folder in this format contains
 
 * ``measured_NAME.json``: plans with their stages, each with its layers and its replicas by GPU and
-  width, time, peak memory and doubts; ``cluster`` and each plan's ``model`` name the rest.
+  width, time, peak memory and doubts; ``cluster`` and each plan's ``model`` refer to other files.
 * ``clusters.json``: nodes of each type; ``network.json``: fitted curves of the links by the number
   of simultaneous pairs; ``model.json``: sizes and precision.
 * ``profiles.csv`` and ``layer_memory.csv``: forward, backward, parameters and kept bytes of each
-  layer by GPU, width and microbatch.
+  layer by GPU, width and microbatch size.
 
-Links that the set itself calls doubtful are left out where others of the same types are known;
-what they would have said is taken from the next smaller number of pairs. A doubt that says ``leave
-out of error figures`` leaves out a run, one that says ``leave the memory out`` its memory.
+Links that the set marks as doubtful are ignored if other links of the same types are known; the
+next smaller number of pairs is used instead. The doubt ``leave out of error figures`` excludes a
+run, and the doubt ``leave the memory out`` excludes its memory.
 
-Source of the first such set: Strati et al.: Sailor, SOSP 2025 (arXiv 2504.17096).
+Source of the first set in this format: Strati et al.: Sailor, SOSP 2025 (arXiv 2504.17096).
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from studies.planning.published.deepspeed import runtime_of
 from studies.planning.published.files import MeasuredRun, part, read_csv, read_json
 
 _SIZES_BYTES = tuple(2.0**power * 1e6 for power in range(10))
-"""Where the fitted curves are taken, 1 to 512 MB; below 1 MB they must not be."""
+"""Sizes at which the fitted curves are evaluated, 1 to 512 MB; they are invalid below 1 MB."""
 
 _MEMORY = {"parameter_copies_bytes": 8.0, "context_bytes": 3e9}
-"""Memory as the first set's own rule has it: 24 bytes for each parameter in fp32, 16 of them
-weight, gradient and two moments, and about 3 GB of the platform: contexts, libraries, NCCL's
-buffers and fragments that the allocator keeps. It is the one number here that comes from measured
-runs."""
+"""Memory by the first set's own rule: 24 bytes per parameter in fp32, 16 of which are weight,
+gradient and two moments, and about 3 GB for the platform: contexts, libraries, NCCL's buffers and
+fragmentation. This is the only number here that comes from measured runs."""
 
 _LOSS_COPIES = 3
-"""Of the logits, while the loss is computed: shifted, their softmax, and their gradient."""
+"""Copies of the logits while the loss is computed: shifted logits, softmax, and gradient."""
 
 
 def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.json``, without figures that the set calls unsound.
+    """Reads the runs of ``measured_NAME.json``, without figures that the set marks as unsound.
 
     Raises:
-        ConfigError: a file is missing, cannot be read or does not describe the runs.
+        ConfigError: A file is missing, cannot be read or does not describe the runs.
     """
     document = read_json(folder / f"measured_{name}.json")
     models = read_json(folder / "model.json")
@@ -65,7 +64,7 @@ def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
     )
     precision = Precision.named(part(models, ("training", "precision"), folder))
     runtime = replace(runtime_of(models), **_MEMORY)
-    # What the set says to leave out may not even describe a run.
+    # An excluded run may be incomplete.
     plans = [plan for plan in part(document, ("plans",), folder) if not _is_left_out(plan)]
     made = {}
     for key in dict.fromkeys(plan["model"] for plan in plans):
@@ -99,7 +98,7 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Parameters of the widths that were profiled show which part tensor parallelism divides."""
+    """Returns a model; parameters of different widths show which part is tensor-parallel."""
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
@@ -142,7 +141,7 @@ def _profile(
             kept_bytes=kept[tp, index] * size,
         )
         if index == 0:
-            # Measured on embedding, two transformer layers and head.
+            # The profile was measured on embedding, two transformer layers and head.
             profiled = (0, 1, 2, model.num_layers - 1)
             parts = sum(model.layer(i).held_parameters(tp) for i in profiled)
             update.setdefault(row["gpu"], []).append(float(row["optimizer_step_s"]) / parts)
@@ -160,7 +159,7 @@ def _cluster(
         pair = {(one, other), (other, one)}
         known = [x for x in links if x["scope"] == scope and (x["from_gpu"], x["to_gpu"]) in pair]
         if not known and scope == "inter_node" and one == other and one in single:
-            return found(one, one, "intra_node")  # there is no second node
+            return found(one, one, "intra_node")  # the cluster has no second node of this type
         if not known:
             raise ConfigError(
                 f"{folder}: network.json has no {scope} link between {one} and {other}: add"
@@ -190,7 +189,7 @@ def _cluster(
 
 
 def _link(found: Iterable[Mapping[str, Any]]) -> LinkSpeed:
-    """Both directions of a link as one, the slower at each number of pairs."""
+    """Combines both directions of a link; the slower direction counts at each number of pairs."""
     by_pairs: dict[int, LinkSpeed] = {}
     for one in found:
         speed = _curve(one["log2_poly"])
@@ -214,7 +213,7 @@ def _curve(poly: list[float]) -> LinkSpeed:
 
 def _plan(given: Mapping[str, Any], cluster: Cluster) -> Plan:
     size, pp = int(given["microbatch_size"]), int(given["pp"])
-    # Nodes of a type are taken in order, over all stages: each replica is a node of its own.
+    # Nodes of a type are assigned in order over all stages; each replica has its own node.
     free = {
         one.name: [i for i, node in enumerate(cluster.nodes) if node.name == one.name]
         for one in cluster.types

@@ -1,4 +1,4 @@
-"""Made-up runs with a fault, diagnosed."""
+"""Fixtures that diagnose synthetic runs with a fault."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ NOISE: dict[str, Any] = {
 
 @pytest.fixture
 def say(tmp_path: Path) -> Say:
-    """A function that makes a noisy run up and diagnoses it."""
+    """Returns a function that generates a noisy run and diagnoses it."""
 
     def make(*faults: Fault, iterations: int = 16, **options: Any) -> Diagnosis:
         run = SyntheticRun(faults=faults, **{**NOISE, "iterations": iterations, **options})

@@ -1,4 +1,4 @@
-"""All that is known of a rank counts, and counts for no more than it is worth."""
+"""Tests for the baselines of ranks, and for the weight of each piece of evidence."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def fitted(folder: Path, **options: Any) -> RankBaselines:
 
 
 def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
-    """Ranks that are alike but for their noise."""
+    """Returns baselines of ranks that differ only by noise."""
     rng = np.random.default_rng(seed)
     levels, noise = rng.normal(0, ALIKE, ranks), rng.normal(0, 0.03, (count, ranks))
     return RankBaselines(

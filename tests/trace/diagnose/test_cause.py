@@ -1,4 +1,4 @@
-"""Causes are found in one table, and a user's own cause needs no change of this package."""
+"""Checks that causes come from one table, and that users can add causes without changing it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Damaged(Cause):
 
 @pytest.fixture
 def diagnose(tmp_path: Path) -> Diagnose:
-    """Runs ``trace diagnose`` on a run without faults, with a user's module on PYTHONPATH."""
+    """Returns a function that runs ``trace diagnose`` with a user's module on PYTHONPATH."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "my_causes.py").write_text(OWN)

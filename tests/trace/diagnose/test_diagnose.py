@@ -1,4 +1,4 @@
-"""The fault that a run has is named, and one without a fault is left alone."""
+"""Checks that a run's fault is found, and that a run without a fault has no finding."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
     assert finding.against == ("plan" if replicas == 1 else "peers")
     assert str(finding.period) == "in all iterations"
     assert finding.confidence > 0.95
-    # Without the cost of the fault, a step takes as long as in the same run without it.
+    # Without the cost of the fault, a step takes as long as in the same run without the fault.
     without_ms = say(replicas=replicas).step_ms
     assert said.step_ms - finding.cost_ms == pytest.approx(without_ms, rel=0.05)
     assert finding.counts == {"iterations": 15, "actions": 15 * 8 * 2}
@@ -55,14 +55,14 @@ def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -
 
 
 def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Finding]:
-    """Diagnoses experts of a run whose stages share a layer of them each between two replicas.
+    """Diagnoses experts of a run; two replicas share an expert layer on each stage.
 
     The last stage is the slowest.
 
     Args:
-        folder: for the traces.
-        heavy: tokens of the busiest expert of the last stage; others have 100.
-        stood_ms: Milliseconds that the ranks of that stage wait in exchanges.
+        folder: Folder for the traces.
+        heavy: Tokens of the busiest expert of the last stage; other experts have 100.
+        stood_ms: Milliseconds that the ranks of the last stage wait in exchanges.
     """
     slow = tuple(Fault(kind="slow-rank", rank=rank, factor=1.2) for rank in (6, 7))
     write_synthetic(folder, SyntheticRun(replicas=2, faults=slow))
@@ -142,7 +142,7 @@ def test_two_faults_are_both_named_the_dearer_first(say: Say) -> None:
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 1), (1, 1), (4, 2), (5, 2)])
 def test_a_quiet_run_raises_no_alarm(say: Say, seed: int, replicas: int) -> None:
-    lengths = 0.3 * (seed % 2)  # microbatches that are long on all stages
+    lengths = 0.3 * (seed % 2)  # some microbatches are long on all stages
     said = say(seed=seed, replicas=replicas, microbatch_sigma=lengths, iterations=12)
     assert said.findings == ()
     assert said.format().startswith("no findings in iterations 2-12")

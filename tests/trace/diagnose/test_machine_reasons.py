@@ -1,4 +1,4 @@
-"""The diagnosis says what kept ranks from computing, by the counters in their traces."""
+"""Checks that the diagnosis derives the reason for slow ranks from counters in their traces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 Count = Callable[[int, int], dict[str, float]]
-"""Counters of a rank in an iteration: times as fractions of the iteration, others as they are."""
+"""Counters of a rank in an iteration: times as fractions of the iteration, others unchanged."""
 
 NOT_TIMES = (
     PROCESSORS,
@@ -80,7 +80,7 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 def diagnosed(
     folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Diagnoses a made-up run whose ranks counted, beside what ranks of a quiet machine count.
+    """Diagnoses a synthetic run whose counters are added to the counters of a quiet machine.
 
     Args:
         folder: Folder for the traces.
@@ -170,8 +170,8 @@ def test_a_slow_rank_has_its_reason(
     "count",
     [
         lambda rank, _: {},
-        only(1, **{PROCESSOR_WAIT: 0.3}),  # another rank
-        lambda rank, _: {DISK_WAIT: 0.3},  # programs that read a disk, while no rank does
+        only(1, **{PROCESSOR_WAIT: 0.3}),  # a different rank
+        lambda rank, _: {DISK_WAIT: 0.3},  # other programs read a disk
         lambda rank, _: {PROCESSOR_WAIT: 0.04},
     ],
     ids=["quiet", "another-rank", "disk", "little"],

@@ -1,4 +1,4 @@
-"""Changes are found where they are, and not in noise."""
+"""Checks that changes are found at their positions, and that noise has no findings."""
 
 import numpy as np
 import pytest

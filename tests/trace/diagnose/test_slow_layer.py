@@ -1,4 +1,4 @@
-"""A layer that takes longer than the others is named instead of its rank or its stage."""
+"""Checks that a slow layer is reported instead of its rank or stage."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Diagnoses a made-up run with times of layers; ``slow`` has a factor for some (``l5``).
+    """Diagnoses a synthetic run with layer times; ``slow`` contains factors by layer (``l5``).
 
     Args:
         folder: Folder for the traces.
         faults: Faults of the run.
-        waited: Fraction of the steps for which ranks waited for a processor.
+        waited: Fraction of the steps in which ranks waited for a processor.
         layers: Number of layers of each rank.
         tokens: Layers with experts.
-        backward: Factor of the backward of slow layers; their forward is as fast as others. 1 if
-            both are slow.
+        backward: Factor of the backward of slow layers, with a forward of normal speed; 1 if both
+            are slow.
         kinds: Kind of each layer in the header of the traces.
         slow: Factors of the times of layers.
     """
@@ -75,7 +75,7 @@ def test_a_slow_layer_is_named_and_not_its_rank(tmp_path: Path) -> None:
 
 def test_a_layer_is_compared_with_layers_of_its_kind(tmp_path: Path) -> None:
     kinds = tuple(1 if index in (5, 10) else 0 for index in range(4 * LAYERS))
-    # Layer 5 does other work than the rest; layer 6 is slower than those that do the same.
+    # Layer 5 is of a kind that does more work; layer 6 is slower than layers of its kind.
     findings = diagnosed(tmp_path, kinds=kinds, l5=6.0, l10=6.0, l6=3.0)
     assert [finding.counts["layer"] for finding in findings if finding.cause == "slow layer"] == [6]
 

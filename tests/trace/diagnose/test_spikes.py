@@ -1,4 +1,4 @@
-"""The probability of a number of spikes is that of random draws."""
+"""Compares the probability of a number of spikes with random draws."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The proposed partition is as fast as any other."""
+"""Checks that no other partition is faster than the proposed one."""
 
 import itertools
 

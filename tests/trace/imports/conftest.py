@@ -1,4 +1,4 @@
-"""A made-up job as the published table has it: 1F1B, replicas, gradients and one optimizer."""
+"""Provides a synthetic job in the published table format: 1F1B, replicas, gradients, optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ REDUCE_S, CLIP_S, OPTIMIZER_S = 0.3, 0.05, 0.1
 
 
 def order_of(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
-    """1F1B."""
+    """Returns the actions of a stage in 1F1B order."""
     warm = min(stages - 1 - stage, microbatches)
     done: list[tuple[str, int]] = [("F", m) for m in range(warm)]
     for m in range(warm, microbatches):
@@ -29,16 +29,16 @@ def job(
     transfer: Callable[[str, int, int, int], float] = lambda way, replica, stage, m: TRANSFER_S,
     extra: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Simulates the job; messages leave at once, a rank receives when it has nothing else to do.
+    """Simulates the job; messages are sent immediately, and a rank receives when it is idle.
 
     Args:
-        replicas: data-parallel replicas.
-        stages: one rank each; rank = stage * replicas + replica.
+        replicas: Number of data-parallel replicas.
+        stages: Number of stages, with one rank each; rank = stage * replicas + replica.
         microbatches: Number of microbatches of each replica.
-        steps: their numbers.
+        steps: Numbers of the steps.
         takes: Factor of forward and backward, by step, replica, stage and microbatch.
-        transfer: seconds of a message by way, replica, receiving stage and microbatch.
-        extra: kind and duration of more operations of rank 0 in each step.
+        transfer: Seconds of a message by direction, replica, receiving stage and microbatch.
+        extra: Kind and duration of additional operations of rank 0 in each step.
     """
     names = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
     names += ("mc", "mb_id", "gmc")
@@ -83,7 +83,7 @@ def job(
                             if made is None:
                                 break
                             length = transfer(way, replica, stage, m)
-                            posted = min(begin, made)  # it waits no longer than for the sender
+                            posted = min(begin, made)  # it waits only for the sender
                             add(source, f"{way}-send", made, made + length)
                             add(stage, f"{way}-recv", posted, made + length)
                             begin = max(begin, made + length)
@@ -117,5 +117,5 @@ def job(
 
 @pytest.fixture
 def make_job() -> Callable[..., Table]:
-    """:func:`job`."""
+    """Returns :func:`job`."""
     return job

@@ -1,9 +1,9 @@
-"""Makes the profiles beside it: real runs of torch.profiler over gloo, two processes each.
+"""Creates the profiles in this folder by real runs of torch.profiler over gloo.
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_profiles.py FOLDER
 
-``plain`` is a loop with ranges of its own, as Megatron-LM's; ``pipelining`` is
-interleaved 1F1B of torch.distributed.pipelining, as torchtitan runs it.
+Each run has two processes. ``plain`` is a loop with its own named ranges, like Megatron-LM's;
+``pipelining`` is interleaved 1F1B of torch.distributed.pipelining, as torchtitan runs it.
 """
 
 import os
@@ -19,7 +19,7 @@ MICROBATCHES, STEPS, WIDTH = 4, 3, 16
 
 
 def plain(rank: int, net: torch.nn.Module) -> None:
-    """All forwards, then all backwards."""
+    """Runs all forwards, then all backwards."""
     kept = []
     for _ in range(MICROBATCHES):
         x = torch.randn(4, WIDTH)

@@ -1,14 +1,13 @@
 # ruff: noqa: E402
-"""Makes the spans beside it: megatron-core's 1F1B over gloo in two processes, with OpenTelemetry.
+"""Creates the spans in this folder: megatron-core's 1F1B over gloo with OpenTelemetry.
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_spans.py FOLDER
 
-Names, attributes and nesting are those in Megatron-LM's documentation of its telemetry:
-microbatches, the four plain messages (none around a combined send and receive), gradients,
-optimizer and steps; between two steps there is an evaluation.
-``FOLDER/console`` has a log per rank in which the console exporter writes,
-``FOLDER/otlp/spans.jsonl`` both ranks, as the file exporter of a collector writes OTLP.
-Needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-common.
+Names, attributes and nesting follow Megatron-LM's documentation of its telemetry: microbatches, the
+four plain messages (not around a combined send and receive), gradients, optimizer and steps. There
+is an evaluation between two steps. ``FOLDER/console`` contains a log of the console exporter for
+each rank. ``FOLDER/otlp/spans.jsonl`` contains both ranks, in the OTLP format of a collector's file
+exporter. Needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-common.
 """
 
 import base64
@@ -41,7 +40,7 @@ MICROBATCHES, STEPS, WIDTH, STAGES = 4, 3, 16, 2
 
 
 class Chunk(torch.nn.Module):
-    """A linear layer as megatron-core wants a model chunk."""
+    """A linear layer with the interface of a megatron-core model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -57,13 +56,13 @@ class Chunk(torch.nn.Module):
 
 
 def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
-    """The forward step of the loop."""
+    """Runs the forward step of the loop."""
     y = chunk(next(inputs))
     return y, lambda out: (out.sum(), torch.ones((), dtype=torch.int), {})
 
 
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
-    """Puts a span around a function, with the microbatch where ``key`` is given."""
+    """Wraps a function in a span, with the microbatch if ``key`` is given."""
 
     def run(*arguments: Any, **more: Any) -> Any:
         with tracer.start_as_current_span(f"megatron.{name}") as span:
@@ -75,7 +74,7 @@ def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "")
 
 
 def main(folder: Path) -> None:
-    """Trains and writes."""
+    """Trains and writes the spans."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / "console").mkdir(parents=True, exist_ok=True)
@@ -142,7 +141,7 @@ def main(folder: Path) -> None:
     log.close()
     batches = [None] * STAGES
     encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
-    for group in encoded["resourceSpans"]:  # OTLP's JSON has numbers of spans in hexadecimal
+    for group in encoded["resourceSpans"]:  # OTLP's JSON has span ids in hexadecimal
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):
                 if key in span:

@@ -1,4 +1,4 @@
-"""A plain data-parallel loop over gloo, recorded by the three lines of docs/traces.md: ``DIR``."""
+"""Runs a plain data-parallel loop over gloo, recorded as in docs/traces.md. Usage: ``DIR``."""
 
 from __future__ import annotations
 

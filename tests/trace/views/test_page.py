@@ -1,4 +1,4 @@
-"""The page: its content is that of the trace, and it is small enough."""
+"""Checks that the page contains the data of the trace, and that it is small enough."""
 
 import base64
 import gzip
@@ -24,7 +24,7 @@ Make = Callable[..., RunTrace]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A function that makes up a run and reads it."""
+    """Returns a function that generates a run and reads it."""
 
     def write(**shape: Any) -> RunTrace:
         write_synthetic(tmp_path / "traces", SyntheticRun(**shape))
@@ -34,14 +34,14 @@ def make(tmp_path: Path) -> Make:
 
 
 class Page:
-    """Returns the data of a page."""
+    """Reads the data of a page."""
 
     def __init__(self, path: Path) -> None:
         self.text = path.read_text()
         self.head = self._script("page")
 
     def block(self, group: int, number: int) -> dict[str, Any]:
-        """A block with its columns as arrays."""
+        """Returns a block with its columns as arrays."""
         return decode(self._script(f"block-{group}-{number}"))
 
     def _script(self, name: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_a_steady_step_simulated_anew_is_the_step(
 ) -> None:
     write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
     block = Page(tmp_path / "a.html").block(0, 0)
-    # Reading data is a part of some forwards only, the mean spreads it over all.
+    # Only some forwards read data; the mean distributes this time over all forwards.
     assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
     assert len(block["s_start"]) == block["s_offset"][-1] > 0
 
@@ -182,7 +182,7 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
     page = Page(tmp_path / "a.html")
     assert page.head["title"] == "Pipeline trace of </script><b>&"
     assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in page.text
-    # Nothing is loaded from elsewhere.
+    # The page does not load anything from elsewhere.
     assert "default-src 'none'" in page.text
     assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", page.text)
     assert len(page.text) < 8_000_000

@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens, zooms, names what lies under the pointer, and slides."""
+"""Tests the page in a real browser: opening, zooming, tooltips and the slider."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def figures(run: RunTrace) -> RunFigures:
 
 @pytest.fixture(scope="module")
 def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium that has the page open."""
+    """Yields a headless Chromium in which the page is open."""
     folder = tmp_path_factory.mktemp("profile")
     write_page(run, folder / "page.html", run.iterations)
     with opened_browser(folder / "profile") as driver:
@@ -53,7 +53,7 @@ def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def page(browser: Any) -> Any:
-    """The page as it is when it has just been opened."""
+    """Returns the page in its initial state."""
     browser.refresh()
     wait_for(browser, "return document.body.dataset.ready === 'yes'")
     return browser
@@ -67,7 +67,7 @@ def wait_for(browser: Any, script: str, *arguments: Any, within_s: float = READY
 
 
 def came_true(browser: Any, script: str, *arguments: Any) -> bool:
-    """Whether a script returns something true before long."""
+    """Returns whether a script returns a true value within a short time."""
     from selenium.common.exceptions import TimeoutException
 
     try:
@@ -78,7 +78,7 @@ def came_true(browser: Any, script: str, *arguments: Any) -> bool:
 
 
 def plot_point(page: Any, x: float, y: float) -> tuple[float, float]:
-    """A place in the timeline, by parts of its width and height, in the window."""
+    """Returns window coordinates of a point in the timeline, given as fractions of its size."""
     left, top, width, height = page.execute_script(
         "const l = chart._fullLayout, b = chart.getBoundingClientRect();"
         "return [b.left + l.xaxis._offset, b.top + l.yaxis._offset, l.xaxis._length, "
@@ -147,7 +147,7 @@ def test_dragging_zooms_and_a_double_click_goes_back(page: Any) -> None:
     assert high == pytest.approx(whole[0] + 0.6 * width, abs=0.01 * width)
     wait_for(page, "return state.from === arguments[0]", low)
     back = "return chart._fullLayout.xaxis.range.every((x, i) => Math.abs(x - arguments[i]) < 1e-6)"
-    for _ in range(20):  # a busy machine may put too much time between the clicks
+    for _ in range(20):  # a busy machine may delay the second click
         double_click(page, plot_point(page, 0.5, 0.5))
         if came_true(page, back, *whole):
             break

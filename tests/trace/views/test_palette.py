@@ -1,4 +1,4 @@
-"""Every chunk has its own shade, kinds keep their colour, texts stay readable."""
+"""Checks that every chunk has its own shade, kinds keep their colour, and texts are readable."""
 
 import colorsys
 

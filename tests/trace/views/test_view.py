@@ -1,4 +1,4 @@
-"""Views are found in one table, and a user's own view needs no change of this package."""
+"""Checks that views come from one table, and that users can add views without changing it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def damaged(shown: ViewInput, path: Path) -> None:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Trace:
-    """Runs ``python -m megatron.adaptive trace traces`` with a user's module on PYTHONPATH."""
+    """Returns a function that runs ``trace traces`` with a user's module on PYTHONPATH."""
     folder = tmp_path / "packages"
     folder.mkdir()
     (folder / "my_views.py").write_text(OWN)

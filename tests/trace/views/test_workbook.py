@@ -1,4 +1,4 @@
-"""The workbook re-read: its cells are the trace, nothing overlaps, Excel's limits hold."""
+"""Checks the workbook by reading it: cells equal the trace, nothing overlaps, limits hold."""
 
 import zipfile
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
 
 
 def save_order(step: PipelineStep, path: Path) -> None:
-    """Writes a workbook that has only the sheets of the order."""
+    """Writes a workbook that contains only the sheets of the order."""
     book = Workbook()
     del book[book.sheetnames[0]]
     add_order(book, step, "title")
@@ -57,7 +57,7 @@ def save_order(step: PipelineStep, path: Path) -> None:
 
 
 def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, int]]:
-    """Text, colour, first and last column of each coloured cell of a row, merged ones once."""
+    """Returns text, colour, first and last column of each coloured cell of a row."""
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
@@ -95,7 +95,7 @@ def test_widths_and_idle_cells_show_time(draw: Callable[..., tuple[PipelineStep,
     assert book.sheetnames == ["order", "time", "summary", "iterations", "charts"]
     sheet = book["order"]
     shown = [(text, last - first + 1) for text, _, first, last in chart_row(sheet, 4)]
-    # Rank 1 waits for the first forward; a backward takes twice a forward, which is 4 columns.
+    # Rank 1 waits for the first forward; a forward has 4 columns, a backward twice as many.
     assert shown == [(None, 4), ("0-0", 4), ("0-1", 4), ("0-0", 8), ("0-1", 8), (None, 8)]
     assert sheet["B2"].value == "0 ms"
     assert sheet["R2"].value == "4 ms"
@@ -121,7 +121,7 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Finds causes for Excel to repair a file: overlaps, and columns beyond the last."""
+    """Checks for reasons why Excel would repair a file: overlaps, and columns beyond the last."""
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -199,7 +199,7 @@ def test_bins_of_time_show_actions_waits_and_idle_time() -> None:
     )
     step = step_of(row, waits=(waits,))
     bins = fill_bins(step)
-    # 0.1 ms is the finest of 1, 2, 5, 10, ... that needs no more than 600 columns.
+    # 0.1 ms is the smallest unit of the 1-2-5 series that needs at most 600 columns.
     assert (bins.unit_ns, bins.num_columns) == (100_000, 600)
     assert bins.rows[0] == (
         ChartCell(0, 300, row[0]),
@@ -272,7 +272,7 @@ def test_summary_and_iterations_are_the_figures(
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
         names = [f"{part} ms" for part in PARTS.values()]
-        # The run's waits overlap its actions by some nanoseconds.
+        # The run's waits overlap with its actions by some nanoseconds.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
         assert line["bubble fraction"] == pytest.approx(1 - line["busy ms"] / line["step ms"])

@@ -1,6 +1,6 @@
-"""The workbook as LibreOffice opens it: nothing repaired, nothing lost, cells are the trace.
+"""Checks the workbook in LibreOffice: nothing is repaired or lost, and cells equal the trace.
 
-LibreOffice loads it and saves it again; the new file must have the same content.
+LibreOffice loads the workbook and saves it; the new file must have the same content.
 """
 
 import shutil
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 def opened(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
-    """Returns what was drawn, the workbook as written, and as LibreOffice saved it."""
+    """Returns the drawn step, the written workbook, and the workbook that LibreOffice saved."""
     run = read_run(write_run(3, 2, 6))
     step, figures = pipeline_step(run), run_figures(run)
     path = tmp_path / "chart.xlsx"
@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns values of its cells, by their names."""
+    """Returns the values of the sheet's cells, by cell name."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 
@@ -67,7 +67,7 @@ def test_it_opens_and_nothing_is_lost(
     step, figures, written, saved = opened
     assert saved.sheetnames == written.sheetnames
 
-    # Every cell has the value that we wrote.
+    # Every cell has the written value.
     for name in written.sheetnames:
         before, after = values_of(written[name]), values_of(saved[name])
         assert after.keys() == before.keys()
@@ -78,7 +78,7 @@ def test_it_opens_and_nothing_is_lost(
             )
     assert len(saved["charts"]._charts) == len(written["charts"]._charts) == 2
 
-    # Cells of the charts are the trace.
+    # The cells of the charts equal the trace.
     for pp_rank, spans in enumerate(step.rows):
         drawn = [(text, color) for text, color, *_ in chart_row(saved["order"], 3 + pp_rank)]
         assert [cell for cell in drawn if cell[1] != IDLE] == [
@@ -92,7 +92,7 @@ def test_it_opens_and_nothing_is_lost(
             for s, b in zip(shown, bins, strict=True)
         ]
 
-    # So are its tables.
+    # The tables equal it as well.
     heads = [cell.value for cell in saved["summary"][2]]
     for rank in range(3):
         line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))
