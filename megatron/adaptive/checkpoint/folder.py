@@ -252,7 +252,7 @@ class StepFolders:
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps whose subfolders are kept as well.
+            also: Older steps whose subfolders are also kept.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:

@@ -48,7 +48,7 @@ _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
 _KEPT = 2  # default number of checkpoints: the newest, and the previous while that is written
 _LOOK_S = 10.0
-_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to end
+_END_S = 5.0  # maximum time in seconds to wait until an abandoned upload has stopped
 _ROUND_S = 1.0
 
 
@@ -118,7 +118,7 @@ class LocalDisk:
             caller can write the checkpoint to shared storage directly.
 
         Raises:
-            CheckpointError: If an earlier upload does not end within the job's timeout.
+            CheckpointError: If an earlier upload does not finish within the job's timeout.
         """
         try:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
@@ -303,7 +303,7 @@ class LocalDisk:
         """Waits until the running upload ends, whether it succeeds or fails.
 
         Raises:
-            CheckpointError: If the upload does not end in time.
+            CheckpointError: If the upload does not finish in time.
         """
         upload = self._upload
         if upload is None:

@@ -89,7 +89,7 @@ class CheckpointSaver:
             take: Function that returns this rank's state to save. All ranks call it together.
             remedy: Advice to append to the error if the folder cannot be written.
             keep: Number of newest complete checkpoints to keep, ``None`` for all.
-            behind: Whether training continues while a background thread writes the checkpoint.
+            behind: Whether a background thread writes the checkpoint while training continues.
 
         Returns:
             Path of the checkpoint, ``None`` while it is being written.

@@ -10,7 +10,7 @@
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
 Each rank's snapshots are in a memory file without a name. The system frees the file when the last
-process that has it open ends, for whatever reason. The rank writes steps into the two slots
+process that has it open exits, for whatever reason. The rank writes steps into the two slots
 alternately. A slot is valid only if both of its marks have the same step. If the rank is killed at
 any moment, the older step is therefore complete. The buddy, the node that stores this node's
 snapshots too, has the same file without the last part.
@@ -150,7 +150,7 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores the checksum of a slot's extra bytes and sent tensors, after the slot's marks."""
+        """Stores the checksum of a slot's extra bytes and sent tensors, behind the slot's marks."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))

@@ -125,8 +125,8 @@ class Checkpoints:
             are written to ``--save`` directly.
         config: Settings to use instead of the run's. With ``None``, the run's settings are used.
             ``config.checkpoint`` decides which state is saved and loaded.
-        saver: Saver of the same job to go on with, for instance after layers moved. It may still
-            be writing a checkpoint. ``None`` makes a new one.
+        saver: Saver of the same job to reuse, for instance after layers moved. It may still be
+            writing a checkpoint. ``None`` makes a new one.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -155,8 +155,9 @@ class Checkpoints:
         """Writes a checkpoint and returns its path, or ``None`` if it is not complete yet.
 
         Args:
-            progress: Counts of iterations and samples done. The iteration names the checkpoint.
-            behind: Whether training continues while a background thread writes the checkpoint.
+            progress: Counts of iterations and samples done. The checkpoint is named after the
+                iteration.
+            behind: Whether a background thread writes the checkpoint while training continues.
         """
         return self.saver.save(
             CheckpointFolder(str(self._settings.save)),

@@ -48,14 +48,14 @@ class AwakeClock:
 async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
     """Waits for a future in slices of at most :data:`SLICE_S` seconds.
 
-    A time-out does not cancel the future.
+    A timeout does not cancel the future.
 
     Args:
         future: Future or task to wait for.
-        limit_s: Time limit in seconds, excluding time for which this process was stopped.
+        limit_s: Timeout in seconds, excluding time for which this process was stopped.
 
     Raises:
-        asyncio.TimeoutError: The time limit has passed.
+        asyncio.TimeoutError: The timeout has passed.
     """
     left_s = limit_s
     pending: Any = {future}

@@ -63,7 +63,7 @@ class Connection:
         Args:
             address: Address of the listener.
             port: Port of the listener.
-            within_s: Time limit in seconds for connecting and for proving the secret.
+            within_s: Timeout in seconds for connecting and for proving the secret.
             secret: Secret of the job, which both sides must know.
             purpose: Label of the connection, which must be equal on both sides.
 
@@ -128,7 +128,7 @@ class Connection:
                 return message
 
     async def _next_payload(self, silence_s: float) -> bytes:
-        """Waits for the next payload. After a time-out, the next call continues the same read."""
+        """Waits for the next payload. After a timeout, the next call continues the same read."""
         if self._reading is None:
             self._reading = asyncio.get_running_loop().create_task(self._read())
             self._reading.add_done_callback(_take_error)

@@ -253,12 +253,12 @@ class JobSpec:
         checkpoints: Folder of checkpoints, on storage that all nodes share.
         machines: Path of the machines file, ``None`` if nodes join by themselves.
         nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
-        join_s: Time limit in seconds for nodes to join before the first start.
-        wait_s: Time in seconds to wait for more nodes if no layout fits the present nodes.
-        stop_s: Time limit in seconds for ranks to finish the current step and save a checkpoint.
+        join_s: Timeout in seconds for nodes to join before the first start.
+        wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
+        stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
         max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
-        address: Address of the manager's machine for other machines, ``None`` to detect it.
-        copy_every: Number of steps between copies of the training state in memory, 0 for no copies.
+        address: Address at which other machines reach the manager, ``None`` to detect it.
+        copy_every: Number of steps between in-memory copies of the training state, 0 for no copies.
         copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
             available.
         on_straggler: Reaction to a node that stays slow.

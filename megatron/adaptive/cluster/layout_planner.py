@@ -465,7 +465,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
 def _running(module: MeasuredModule, places: Sequence[tuple[Offer, int]]) -> Running:
     unsplit = module.profile(split=False)
-    # Several nodes may share a machine. For the planner, equally slow nodes of a machine are one
+    # Several nodes may share a machine. The planner treats equally slow nodes of a machine as one
     # node.
     hosts: dict[tuple[str, float], int] = {}
     on_host: dict[str, int] = {}
@@ -602,7 +602,7 @@ class PlannerChooser(Chooser):
         return ""
 
     def close(self) -> None:
-        """Ends the planner's process. Idempotent."""
+        """Terminates the planner's process. Idempotent."""
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
@@ -631,7 +631,7 @@ class PlannerChooser(Chooser):
             raise SetupError(f"the planner did not answer within {within_s:g} s") from None
         except AdaptiveError as error:
             raise ConfigError(str(error)) from None
-        # Any other error is a bug in the planner. Print the traceback, but let the job continue.
+        # Any other error is a bug in the planner. Print the traceback, and let the job continue.
         except Exception as error:
             traceback.print_exc()
             raise SetupError(f"the planner failed: {error!r}") from None

@@ -231,7 +231,7 @@ class Membership:
     Args:
         machines: Path of the machines file, ``None`` if nodes join by themselves.
         own_machine: Machine of the manager if nodes join by themselves, else ``None``.
-        address: Address of this machine for other machines, ``None`` to detect the address.
+        address: Address at which other machines reach this machine, ``None`` to detect it.
         secret: Secret by which agents and the manager authenticate each other.
         work: Script and arguments of the ranks, sent to the agents that this process starts.
     """
@@ -305,7 +305,7 @@ class Membership:
         Args:
             name: Name of the node.
             kind: Kind of the message, such as ``start`` or ``inventory``.
-            limit_s: Time limit for the answer, in seconds.
+            limit_s: Timeout for the answer, in seconds.
             values: Further entries of the message.
 
         Raises:

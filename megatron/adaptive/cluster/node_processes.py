@@ -204,7 +204,7 @@ def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
 EXIT_STOPPED_EARLY = 75
 """Exit status of a run that saved and exited on SIGUSR1, for example near Slurm's time limit.
 
-The caller should start the run again.
+The caller should restart the run.
 """
 
 _STOPPED = re.compile(rb"^training ends: signal SIGUSR1")
@@ -266,8 +266,9 @@ def run_node(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # If this process is killed, the node's ranks save a checkpoint and end. The kernel
-            # forgets this request in set-user-ID programs, such as the starter of some Apptainers.
+            # If this process is killed, the node's ranks save a checkpoint and exit. The kernel
+            # forgets this request in set-user-ID programs, such as the starter of some versions of
+            # Apptainer.
             preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"

@@ -198,7 +198,7 @@ class JobSnapshots:
         """Writes the newest complete step as a checkpoint if it is newer than the last checkpoint.
 
         Args:
-            limit_s: Time limit in seconds for the nodes to write the checkpoint.
+            limit_s: Timeout in seconds for the nodes to write the checkpoint.
         """
         if self._settings is None:
             return

@@ -5,7 +5,7 @@ each layer and microbatch. A fused kernel only keeps its inputs, its output and 
 token and head. The choice depends on plain values only, so that the planner, which does not import
 torch, can make the same choice to predict memory use.
 
-Support in the kernels of torch, from torch 2.6 on ("8.0" is a compute capability):
+Support in the kernels of torch 2.6 and newer ("8.0" is a compute capability):
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries

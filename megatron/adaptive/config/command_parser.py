@@ -102,7 +102,7 @@ def number(
 
 _LONGEST = 40
 count = number(int, 1, 1_000_000)
-"""Function for argparse's ``type=`` that reads a whole number from 1 to 1,000,000."""
+"""Function for argparse's ``type=`` that reads an integer from 1 to 1,000,000."""
 
 
 LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")

@@ -149,7 +149,7 @@ class Environment:
             checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
         job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
             (``MEGATRON_ADAPTIVE_JOB``), the text of a :class:`JobOrder`; otherwise ``None``.
-        meeting_s: Time limit in seconds for all ranks to connect to each other at the start
+        meeting_s: Timeout in seconds for all ranks to connect to each other at the start
             (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
@@ -289,12 +289,12 @@ def _require_below(name: str, rank: int, size: int) -> None:
 _FILES_OF_RANK = 128
 """Number of open files and connections of the rank of a single-rank job, with a margin.
 
-105 were measured.
+The measured number was 105.
 """
 _FILES_OF_PEER = 24
 """Number of additional files and connections for each further rank in a process group.
 
-In a job of two ranks, 150 per rank were measured.
+The measured number per rank in a job of two ranks was 150.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
@@ -381,7 +381,7 @@ JOB_VARIABLE = "MEGATRON_ADAPTIVE_JOB"
 EXIT_MEASURED = 79
 """Exit status of ranks that have measured their model.
 
-``train elastic`` then plans the parallel sizes from the measurements, and starts the ranks again.
+``train elastic`` then plans the parallel sizes from the measurements, and restarts the ranks.
 """
 
 

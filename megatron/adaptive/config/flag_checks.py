@@ -224,7 +224,7 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
             f"--sequence-slices auto with --seq-length {config.model.seq_length}: such sequences "
             "are too short to be cut: give at least 32 tokens, or leave it out"
         )
-    _ = config.slice_ends  # raises an error if a sequence cannot be cut so
+    _ = config.slice_ends  # raises an error if sequences cannot be cut into slices
 
 
 def _given_flags(config: TrainerConfig) -> GivenFlags:
@@ -235,7 +235,8 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Use the effective values: None if all stages have equally many ranks, 1 for a single chunk.
+    # Use the effective values: None if all stages have the same number of ranks, 1 for a single
+    # chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:

@@ -332,7 +332,7 @@ class FieldSpec:
     def accept(self, value: Any) -> Any:
         """Converts a value from a source other than the command line to this field's type.
 
-        A whole number becomes a float if the field is a float, but no number is rounded.
+        An integer becomes a float if the field is a float, but no number is rounded.
 
         Raises:
             ValueError: The value has another type or is invalid; the message gives the reason.

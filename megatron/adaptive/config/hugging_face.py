@@ -149,7 +149,7 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors that values of a wrong type cause to an error for the user."""
+    """Converts Python errors that are caused by values of a wrong type to an error for the user."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

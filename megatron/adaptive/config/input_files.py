@@ -246,7 +246,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts text to a whole number of at most 18 digits, or returns ``None``."""
+    """Converts text to an integer of at most 18 digits, or returns ``None``."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 

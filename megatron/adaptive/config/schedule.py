@@ -52,7 +52,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """Parses the number of layers per stage from a text such as ``0-11-8-8``.
 
     Raises:
-        ValueError: The text does not consist of whole numbers joined by ``-``.
+        ValueError: The text does not consist of non-negative integers joined by ``-``.
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
@@ -150,7 +150,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     """Parses the number of ranks per stage from a text such as ``2-1-1``.
 
     Raises:
-        ValueError: The text does not consist of whole numbers from 1 on, joined by ``-``.
+        ValueError: The text does not consist of positive integers joined by ``-``.
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
@@ -211,7 +211,7 @@ class ScheduleConfig:
         chosen_slices: Number of slices that was chosen because ``sequence_slices`` is ``auto``;
             ``None`` before the choice. No flag sets it, and checkpoints do not have it.
         chosen_tokens: Number of tokens of a slice that was chosen because ``slice_tokens`` is
-            ``auto``; as ``chosen_slices``.
+            ``auto``; ``None`` before the choice. No flag sets it, and checkpoints do not have it.
     """
 
     pipeline_schedule: str = flag(

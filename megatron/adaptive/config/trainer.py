@@ -186,7 +186,7 @@ class TrainerConfig:
 
         With an order that is fixed before the step, all microbatches need the same number of
         slices. Replicas that exchange tokens with experts need it too, because they must run the
-        same actions.
+        slices. Replicas that exchange tokens with experts need this too, because they must run the
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"

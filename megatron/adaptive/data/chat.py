@@ -180,7 +180,7 @@ class _Renderer:
         }
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Renders messages, and after them the generation prompt if ``asks`` is true."""
+        """Renders messages, followed by the generation prompt if ``asks`` is true."""
         text = self._compiled.render(
             messages=[*messages], add_generation_prompt=asks, **self._options
         )

@@ -85,7 +85,7 @@ class Agreement:
             True if the input has arrived on all members, so that the state may mark it as arrived.
 
         Raises:
-            DeadlineError: The leader did not accept a report within the time limit.
+            DeadlineError: The leader did not accept a report within the timeout.
             PeerLostError: A rank of the group has exited.
         """
         return True
@@ -377,10 +377,10 @@ def connect(
 
 
 def encode(action: Action, extra: int) -> int:
-    """Packs an action and an extra number (its piece or its step) into a number of 63 bits.
+    """Packs an action and the index of its piece or its step into a 63-bit integer.
 
     Raises:
-        ScheduleError: A chunk, microbatch, piece or step is too large for the number.
+        ScheduleError: A chunk, microbatch, piece or step is too large for the integer.
     """
     chunk = action.chunk
     microbatch = action.microbatch

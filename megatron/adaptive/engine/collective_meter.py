@@ -60,7 +60,7 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class _Call:
-    """Holds a call of a collective on this rank. ``end`` is ``None`` until the call has ended."""
+    """Holds a call of a collective on this rank. ``end`` is ``None`` until the call is finished."""
 
     operation: str
     size_bytes: int
@@ -115,7 +115,7 @@ class CollectiveMeter:
     def rows(self) -> list[GroupCollectives]:
         """Ends the measurement of a step and returns its collectives, after waiting for them.
 
-        Collectives that have not ended by then are counted, but their times are not kept.
+        Collectives that are not finished by then are counted, but their times are not kept.
         """
         self.close()
         return [_summary(group) for group in self._groups.values() if group.calls]

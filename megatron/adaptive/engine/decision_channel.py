@@ -137,7 +137,7 @@ class Reader:
     def give_up(self) -> None:
         """Makes both ends of a channel in shared memory fail. Any thread may call it.
 
-        For a channel of messages it does nothing; such a channel fails when a process ends.
+        For a channel of messages it does nothing; such a channel fails when a process exits.
         """
 
     def close(self) -> None:

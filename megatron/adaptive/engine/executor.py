@@ -292,7 +292,7 @@ class Executor:
             state: State of this rank at the start of the step, as ``Orders.state`` makes it.
 
         Raises:
-            DeadlineError: An input did not arrive within the time limit.
+            DeadlineError: An input did not arrive within the timeout.
             PeerLostError: A rank that exchanges messages with this rank has exited.
             ScheduleError: The policy picked an action that is not ready.
         """

@@ -325,7 +325,7 @@ class Lease:
 
     def _write_beat(self, text: str, flags: int) -> None:
         # Overwrite the file in place instead of truncating it first. On a full disk a truncated
-        # file would stay empty, and other jobs would conclude that this job has ended.
+        # file would stay empty, and other jobs would conclude that this job has finished.
         file = os.open(self._path("beat"), os.O_WRONLY | flags, 0o644)
         try:
             os.write(file, text.encode())

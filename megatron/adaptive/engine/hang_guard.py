@@ -1,9 +1,9 @@
-"""Reports what a rank is doing to the process that watches for hangs (``trace/hang_watch.py``).
+"""Reports what a rank is doing to the hang detector (``trace/hang_watch.py``).
 
 A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
 rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
-starts the watching process. Machines exchange the reports of their watching processes through the
-job's key-value store. The threads of a machine's ranks take turns at this exchange, so the exchange
+starts the detector's process. Machines exchange the reports of their detectors through the job's
+key-value store. The threads of a machine's ranks take turns at this exchange, so the exchange
 continues if one rank hangs. None of this delays a step.
 """
 
@@ -39,7 +39,7 @@ _STILL_S = 2.5
 
 
 class HangGuard:
-    """Reports this rank's activity to the hang watch of its machine, until :meth:`close`.
+    """Reports this rank's activity to the hang detector of its machine, until :meth:`close`.
 
     Must be constructed on all ranks of the job, at the same point. The object does nothing if
     ``after_s`` is 0 or if no private folder can be made.
@@ -47,9 +47,9 @@ class HangGuard:
     Args:
         job: Rank of this process, and the host and process of every rank.
         after_s: Time without progress after which the job counts as hanging, in seconds
-            (``--hang-after-s``). 0 turns the watch off; ``None`` derives the time from the
+            (``--hang-after-s``). 0 turns the detector off; ``None`` derives the time from the
             durations of steps.
-        on_hang: ``report`` to only report a hang, ``end`` to also end the job.
+        on_hang: ``report`` to only report a hang, ``end`` to also stop the job.
         page_folder: Folder for hang reports; ``None`` for the system's folder of temporary files.
 
     Attributes:
@@ -153,7 +153,7 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the watching process in a session of its own. It removes the folder after the
+            # Start the detector's process in a session of its own. It removes the folder after the
             # rank has exited, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )

@@ -1,4 +1,4 @@
-"""Runs an F and a B of a rank in turns: one computes while the other communicates.
+"""Runs an F and a B of a rank alternately: one computes while the other communicates.
 
 There are two lanes. Each lane is a thread that runs one action. Only one lane computes at a time:
 the lane that has the turn. When its action exchanges tokens with other ranks, the lane starts the

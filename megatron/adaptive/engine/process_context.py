@@ -239,7 +239,7 @@ class Job:
         """Ends the job after an error in its set-up, so that the process can set up another job.
 
         Often all ranks raise the same error together. But an error may also occur on this rank
-        alone, and must be visible before the time limit of the other ranks. So this rank waits only
+        alone, and must be visible before the timeout of the other ranks. So this rank waits only
         a few seconds for the other ranks to fail. If they have not failed by then, and the default
         process group belongs to the caller, the job's groups are not destroyed, because the other
         ranks may be waiting in them.

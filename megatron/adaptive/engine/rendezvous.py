@@ -1,4 +1,4 @@
-"""Connects the ranks that a launcher started to one key-value store, within a time limit.
+"""Connects the ranks that a launcher started to one key-value store, within a timeout.
 
 Without this module, torch would wait forever if another program listens at the port and does not
 reply. It would retry for minutes if a host name does not resolve. Ranks with different ports would
@@ -93,18 +93,18 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
 
 
 def within(limit_s: float, action: Callable[[], T], late: str) -> T:
-    """Calls a function that may never return, and waits for its result up to a time limit.
+    """Calls a function that may never return, and waits for its result up to a timeout.
 
     The function runs in a thread.
 
     Args:
-        limit_s: Time limit in seconds.
+        limit_s: Timeout in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Error message for the case that the time limit passes.
+        late: Error message for the case that the timeout passes.
 
     Raises:
-        MeetingError: The time limit has passed. The thread that runs the function continues until
-            the process exits.
+        MeetingError: The timeout has passed. The thread that runs the function continues until the
+            process exits.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -215,7 +215,7 @@ def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
     """Waits until every rank is connected to the store.
 
     Raises:
-        MeetingError: The time limit has passed. The message lists the missing ranks.
+        MeetingError: The timeout has passed. The message lists the missing ranks.
     """
     begin_s = time.monotonic()
     size = environment.world_size

@@ -8,8 +8,8 @@
 At the end of each iteration, the ranks start an all-reduce of their stop requests. They read the
 result at the end of the next iteration, so that no rank waits for the all-reduce. While a
 :class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored,
-as under ``nohup``, it stays ignored. The training loop saves a checkpoint and ends the run. If
-another rank is lost, the liveness watcher ends the process without such an agreement.
+as under ``nohup``, it stays ignored. The training loop saves a checkpoint and stops the run. If
+another rank is lost, the liveness watcher ends this process without such an agreement.
 """
 
 from __future__ import annotations

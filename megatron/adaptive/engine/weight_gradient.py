@@ -225,7 +225,7 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
     """Divides a sequence of costs into contiguous groups of about equal sums.
 
     Args:
-        costs: Cost of each element, at least 0.
+        costs: Cost of each element, non-negative.
         pieces: Number of groups.
 
     Returns:

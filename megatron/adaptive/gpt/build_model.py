@@ -668,7 +668,7 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 
 
 class _ForwardFlops(NamedTuple):
-    """Holds numbers of floating-point operations in the forward pass of one sample.
+    """Holds the FLOPs (floating-point operations) of the forward pass of one sample.
 
     Attributes:
         layers: Number of operations in each layer.

@@ -156,14 +156,14 @@ class Staging:
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Copies a payload in GPU memory out of its slot.
+        """Starts to copy a payload in GPU memory out of its slot.
 
         Args:
             take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy. It makes the current stream of its caller wait for the
-            copy.
+            Function that returns the copy, and that makes the current stream of its caller wait for
+            the copy.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
@@ -206,7 +206,7 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies are done and sent. Returns False if the time limit is exceeded."""
+        """Waits until all copies are done and sent. Returns False if the timeout passed."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 

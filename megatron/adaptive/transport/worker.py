@@ -78,7 +78,7 @@ class Worker:
             limit_s: Maximum time in seconds to wait for the thread; ``None`` for no limit.
 
         Returns:
-            True if the thread has stopped; False if the time limit passed.
+            True if the thread has stopped; False if the timeout passed.
         """
         self._jobs.put(None)
         self._thread.join(limit_s)

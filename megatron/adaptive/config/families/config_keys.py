@@ -78,7 +78,7 @@ ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of the GELU that is approximated with a hyperbolic tangent."""
 
-# Settings whose whole numbers may have a decimal point in a file, such as 10000.0.
+# Integer settings whose values may have a decimal point in a file, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
 _ABOVE_0 = ("softmax_scale",)
 _OTHER_WHOLE = frozenset(
@@ -133,7 +133,7 @@ def _types() -> Mapping[str, type]:
 
 
 def whole_keys(*tables: Keys) -> frozenset[str]:
-    """Returns the keys whose values must be whole numbers.
+    """Returns the keys whose values must be integers.
 
     Args:
         tables: Tables of the model's family, to be combined with those of this module.
@@ -192,7 +192,7 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
     """Returns a number of heads or layers: the value of the first key that the file has.
 
     Raises:
-        ConfigError: The value is not a whole number from 1 to 10,000.
+        ConfigError: The value is not an integer from 1 to 10,000.
     """
     number = next((config[key] for key in keys if key in config), None)
     if type(number) is not int or not 0 < number <= 10_000:
@@ -211,12 +211,12 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
 
     Args:
         config: Content of the file.
-        whole: Keys whose values must be whole numbers.
+        whole: Keys whose values must be integers.
         where: Path of the file; error messages name it.
 
     Raises:
-        ConfigError: A value must be a whole number but is not, or a value of the rotary embedding
-            is not a number, or its factor is missing.
+        ConfigError: A value must be an integer but is not, or a value of the rotary embedding is
+            not a number, or its factor is missing.
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:

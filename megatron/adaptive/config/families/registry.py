@@ -45,7 +45,7 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# Keys that are reported as a difference of an unknown model, because their values are checked.
+# Keys that are listed as differences of an unknown model although `refuse` checks them.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
