@@ -1,4 +1,4 @@
-"""Starts a tiny job of several nodes on this machine and looks at it from outside."""
+"""Starts a tiny job of several nodes on this machine and observes it from outside."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(
     script: Path = TRAINER,
     flags: Sequence[str] = FLAGS,
 ) -> list[str]:
-    """The command line of a manager."""
+    """Returns the command line of a manager."""
     manager = [
         sys.executable,
         "-m",
@@ -52,7 +52,7 @@ def command(
 
 
 class JobFolder:
-    """Looks at a job from outside.
+    """Reads the files of a job from outside.
 
     Args:
         checkpoints: Folder of the job.
@@ -77,7 +77,7 @@ class JobFolder:
         return lines
 
     def steps(self, incarnation: int) -> list[int]:
-        """Iterations that an epoch did."""
+        """Returns the iterations that an incarnation completed."""
         return [
             line["iteration"]
             for line in self.lines()
@@ -96,12 +96,12 @@ class JobFolder:
         """Observes the job while a test waits; does nothing by default."""
 
     def said(self) -> str:
-        """All logs, which lie beside the checkpoints as text."""
+        """Returns all logs, which are text files beside the checkpoints."""
         return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
 
 
 class ElasticJob(JobFolder):
-    """A running manager with its agents.
+    """Runs a manager with its agents.
 
     Args:
         folder: Folder for all files of the job.
@@ -132,7 +132,7 @@ class ElasticJob(JobFolder):
         self.log = folder / "log.txt"
         self.extra = extra
         self._write(names)
-        # The tests' server forks the fork servers of all nodes, whose children the ranks are.
+        # The tests' server forks the fork servers of all nodes, which are the parents of the ranks.
         self._parent, forked = forkserver().nodes()
         manager = command(
             self.machines, self.checkpoints, extra, *options, script=script, flags=flags
@@ -147,22 +147,22 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Writes other nodes into the machines file and informs the manager."""
+        """Replaces the nodes in the machines file and notifies the manager."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
     def agent(self, name: str) -> int:
-        """Process of a node's agent."""
+        """Returns the process id of a node's agent."""
         (entry,) = [node for node in self.state()["machines"] if node["name"] == name]
         return int(entry["pid"])
 
     def rank_on(self, name: str) -> psutil.Process:
-        """The rank of a node that has one."""
+        """Returns the only rank of a node."""
         (rank,) = self._ranks_of(self.agent(name))
         return rank
 
     def _ranks_of(self, agent: int) -> list[psutil.Process]:
-        """The processes of a node but for its agent's own."""
+        """Returns the processes of a node except its agent."""
         (asked,) = psutil.Process(agent).children()
         (forked,) = (
             child for child in self._parent.children() if child.name() == f"node-{asked.pid}"
@@ -170,7 +170,7 @@ class ElasticJob(JobFolder):
         return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Waits until an epoch has done some steps; returns the number of the last one."""
+        """Waits until an incarnation has completed some steps; returns the last step."""
         goal = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
@@ -187,12 +187,12 @@ class ElasticJob(JobFolder):
             agent = psutil.Process(self.agent(name))
             family += [agent, *agent.children(recursive=True), *self._ranks_of(agent.pid)]
         for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a child goes with its parent
+            with contextlib.suppress(psutil.NoSuchProcess):  # a child exits with its parent
                 process.kill()
         wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
-        """Stops the job after it has saved; checks that no process is left."""
+        """Stops the job, which saves a checkpoint; checks that no process is left."""
         self.manager.send_signal(signal.SIGTERM)
         assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
         assert self.left_behind() == []
@@ -202,8 +202,8 @@ class ElasticJob(JobFolder):
 
         Args:
             folder: Folder for its progress.
-            first: Iteration of the checkpoint. All shapes start from the weights of the first
-                shape, because the shape decides how weights are drawn.
+                first: Iteration of the checkpoint. All shapes start from the weights of the first
+                    shape, because initialization depends on the shape.
             last: Last iteration.
             more: Flags of the trainer.
         """
@@ -217,20 +217,21 @@ class ElasticJob(JobFolder):
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def check_losses(self, folder: Path, first: int, *more: str) -> int:
-        """Compares each step after an iteration, also those done twice; returns the last step."""
+        """Compares all steps after an iteration, including repeats; returns the last step."""
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
         assert set(expected) == {step for step in done if step > first}
         for line in self.lines():
             if line.get("iteration", 0) > first:
-                # After hundreds of steps a loss is small, and what is rounded is of its summands.
+                # A loss is small after hundreds of steps, but its rounding error depends on its
+                # summands.
                 loss = expected[line["iteration"]]
                 most = max(1e-5 * abs(loss), 1e-6)
                 assert abs(line["loss"] - loss) <= most, (loss, line, self.said())
         return max(done)
 
     def end(self, limit_s: float = 150.0) -> int:
-        """Waits for the end of the job; returns its status."""
+        """Waits until the job exits; returns its status."""
         self._remember()
         return self.manager.wait(limit_s)
 
@@ -239,16 +240,16 @@ class ElasticJob(JobFolder):
         assert self.manager.poll() is None, f"the job ended before {goal}:\n{self.said()}"
 
     def said(self) -> str:
-        """The log."""
+        """Returns the log."""
         return self.log.read_text()
 
     def left_behind(self) -> list[str]:
-        """Returns the processes of the job that outlived it."""
+        """Returns the processes of the job that still run after it."""
         psutil.wait_procs(list(self._family.values()), timeout=5)
         return [str(process) for process in self._family.values() if process.is_running()]
 
     def close(self) -> None:
-        """Ends all processes that are left."""
+        """Kills all processes that are left."""
         self._remember()
         for process in [*self._family.values()]:
             if process.is_running():
@@ -260,7 +261,7 @@ class ElasticJob(JobFolder):
     def _remember(self) -> None:
         for parent in (self._parent.pid, self.manager.pid):
             for pid in descendants_of(parent):
-                # A number may be used again.
+                # Process ids are reused.
                 if pid not in self._family or not self._family[pid].is_running():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         self._family[pid] = psutil.Process(pid)

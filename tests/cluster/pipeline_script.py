@@ -1,9 +1,9 @@
-"""A user's script with a Pipeline: each rank reports the samples and the loss of every step.
+"""Runs a user's script with a Pipeline: each rank reports samples and loss of every step.
 
-Its arguments: total steps, samples of a step, a folder for its results, and JSON of further ones:
-``folder``, ``save_interval`` and ``async_save`` of the loop, ``state`` for a scheduler of the
-learning rate, ``late`` for pieces that take their time, all else of the Pipeline; ``wrong`` does
-something that a job must refuse.
+Arguments: number of steps, samples per step, a folder for results, and a JSON object of options.
+The loop reads ``folder``, ``save_interval`` and ``async_save``; ``state`` adds a learning rate
+scheduler, ``late`` slows pieces down, and ``wrong`` does something that a job must refuse. All
+other options are arguments of the Pipeline.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Takes its time, and more of it on the node ``b`` once there is a file of that name."""
+    """Sleeps, longer on the node ``b`` once a file with that name exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
         ctx.folder = folder
-        takes_s = 0.008  # more than what other programs take of a piece's time
+        takes_s = 0.008  # longer than delays caused by other programs
         if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(folder) / "b").exists():
             takes_s = 0.032
         time.sleep(takes_s)
@@ -43,7 +43,7 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, late_folder: str) -> None:
         super().__init__()
-        self.late_folder = late_folder  # a file there makes it late; empty for never
+        self.late_folder = late_folder  # a file in it slows the net down; empty for never
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
@@ -58,7 +58,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns a batch; the first number of a sample identifies it."""
+    """Returns a batch; the first value of a sample identifies the sample."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

@@ -1,4 +1,4 @@
-"""Files of a cluster of two node types, and of what layers take on them."""
+"""Writes files that describe a cluster of two node types and the layer times on them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Seconds of a forward, and of a backward, of a layer on both types."""
+"""Seconds of a layer's forward, and of its backward, on both types."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
     """Writes a cluster file.
 
     Args:
-        folder: Folder of the file.
-        hosts: Nodes of each type, a letter each; empty for the type of all others.
+        folder: Folder of the file. hosts: Nodes of each type, one letter per node; empty for a type
+            without listed nodes.
         gpus: Number of GPUs of each node.
         more: Further keys of each type.
     """

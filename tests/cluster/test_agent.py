@@ -1,4 +1,4 @@
-"""The agent of a node: versions other than its own, and checks of devices that hang."""
+"""Tests the agent of a node: version mismatches, and device checks that hang."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_node_of_an_older_version_is_refused() -> None:
 
 
 def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    """It would misunderstand an answer, and the node an order."""
+    """Checks that a node refuses an older manager, whose messages differ."""
 
     async def join() -> None:
         async def welcome(link: Connection) -> None:
@@ -74,7 +74,7 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
 def test_ranks_start_without_checks_and_unknown_orders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A check that hangs disturbed ranks, and an unknown order became a run of the script."""
+    """Checks that device checks that hang disturb no ranks, and that unknown orders fail."""
 
     async def run() -> list[int]:
         members = Membership(None, None, "127.0.0.1", SECRET)
@@ -89,7 +89,7 @@ def test_ranks_start_without_checks_and_unknown_orders(
             answer = await members.ask("a", "start", LIMIT_S, ranks=ranks, **values)
             return int(answer["status"])
 
-        # No device reaches this figure, so each check takes about a second.
+        # No device reaches this limit, so each check takes about a second.
         limits = json.dumps({"limits": {"memory": 1e30}})
         checks = [status_of(f"check-{n}/a", limits, program="check") for n in range(2)]
         statuses = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""An elastic job leaves out a node that fails its probe, and uses it again when it passes."""
+"""Tests that an elastic job excludes a node that fails its probe until the probe passes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.multiprocess.launch import ROOT
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
-# The trainer, whose matrix products are slow in the first incarnation, most of all on node c. Those
-# of the other nodes are slow too, so that node c passes on a busy machine.
+# The trainer with slow matrix multiplications in the first incarnation, most of all on node c. The
+# other nodes are slow too, so that node c passes later even on a busy machine.
 SCRIPT = f"""
 import os, runpy, time, torch
 
@@ -58,7 +58,7 @@ def test_a_node_that_fails_is_left_out_until_it_passes(job: ElasticJob) -> None:
     assert first["nodes"] == ["a", "b", "c"]
     assert "c" not in second["nodes"], job.said()
     assert second["lost_steps"] == 0
-    # The probe comes before the first step, so no step was done with the slow node.
+    # The probe runs before the first step, so no step used the slow node.
     assert max(job.steps(1), default=0) <= 100
     (line,) = (
         line
@@ -84,7 +84,7 @@ TEXT = "rank 2 on node c: matrix product: 1 GFLOP/s, the others' median 9 GFLOP/
 
 
 def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[str, list[str]]:
-    """Returns the reason to change the layout, and the nodes that are used after it."""
+    """Returns the reason to change the layout, and the nodes that the new layout uses."""
 
     async def run() -> tuple[str, list[str]]:
         nodes = [Node(name=name, slots=1, status="present") for name in names]
@@ -98,7 +98,7 @@ def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[st
         running = RunningRanks(incarnation=incarnation, layout=layout, folder=Path(), where=where)
         entries = [FailedNode(node=name, text=TEXT, limits={}) for name in failed]
         reason = await probes.handle(entries, running, nodes)
-        assert not await probes.handle(entries, running, nodes)  # each is handled once
+        assert not await probes.handle(entries, running, nodes)  # each failure is handled once
         await probes.close()
         return reason, [node.name for node in stragglers.included(nodes)]
 

@@ -1,4 +1,4 @@
-"""A manager reads the reports of the ranks."""
+"""Tests that a manager reads the progress reports of the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
-    """Lines of some iterations."""
+    """Returns report lines of some iterations."""
     return [
         {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
     ]
@@ -50,7 +50,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
-    """They finish the copy of a checkpoint from their own disks before they load."""
+    """Checks this for ranks that finish a checkpoint upload from their own disks before loading."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )
@@ -63,7 +63,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
         "checkpoint",
     )
     write(tmp_path / "other", {"total_iterations": 99, "start_iteration": 30})
-    for _ in range(2):  # each time that the state is written
+    for _ in range(2):  # the state is written more than once
         incarnation.begun_at(ProgressReader().read(tmp_path / "other").start)
     assert (incarnation.resumed, incarnation.lost_steps) == (30, 3)
     assert incarnation.source == "checkpoint on the nodes' own disks"
@@ -71,7 +71,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
 
 
 def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
-    """The ranks fall back to an older one, after the manager has counted from the newest."""
+    """Checks the count if ranks fall back to an older checkpoint than the manager counted from."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )
@@ -84,7 +84,7 @@ def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
 
 
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:
-    """A manager read the whole file every two seconds, for as long as a job ran."""
+    """Checks that a manager does not read the whole file again each time."""
     reader, path = ProgressReader(), tmp_path / PROGRESS_NAME
     write(tmp_path, *steps(1.0, 2.0))
     now = reader.read(tmp_path)

@@ -1,4 +1,4 @@
-"""Kills the program that started a node's processes, which then save a checkpoint and end."""
+"""Tests that ranks save a checkpoint and exit when the program that started them is killed."""
 
 from __future__ import annotations
 

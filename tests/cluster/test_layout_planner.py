@@ -1,4 +1,4 @@
-"""Shapes by the planner for the nodes that are there."""
+"""Tests layouts that the planner chooses for the available nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planning(tmp_path: Path) -> Planning:
 
 
 def layers_of(layout: ParallelLayout, name: str) -> int:
-    """Layers on a node of one process."""
+    """Returns the number of layers on a node with one process."""
     nodes_of_ranks = [node for node, _ in layout.places]
     pp_rank = nodes_of_ranks.index(name) // (layout.data * layout.tensor)
     config = parse([*MODEL, *layout.flags], world_size=layout.world_size, last_wins=True)
@@ -63,7 +63,7 @@ def test_nodes_get_layers_by_their_speed(planning: Planning) -> None:
     order = [node.name for node in assign(present, layout)]
     assert order == [name for name, _ in layout.places]
     assert len(assign(present[1:], layout)) == 3
-    # Without one of the fast nodes a step takes longer, with a slow one of them as well.
+    # A step takes longer without one of the fast nodes, and also if one of them is slow.
     fewer = planning.plan(nodes("acd"))
     assert set(dict(fewer.places)) <= set("acd")
     slowed = planning.plan(nodes("abcd", a=2.0))
@@ -83,7 +83,8 @@ def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
 
 
 def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: Path) -> None:
-    # Four layers on three nodes: 1-2-1 waits for the second, 3-1 has a node and a half for three.
+    # Four layers on three nodes: 1-2-1 waits for the second stage; 3-1 has 1.5 nodes for three
+    # layers.
     model = (*DRY, "--num-layers", "4", "--global-batch-size", "16")
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": 0.004})]
     equal = Planning(files, model).plan(nodes("abc"))
@@ -99,12 +100,12 @@ def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: 
     assert str(unequal).startswith(f"PP 2 x DP {unequal.widths[0]}-{unequal.widths[1]}, layers ")
     with contextlib.closing(PlannerChooser(files, model, 60.0, unequal=True)) as chooser:
         assert asyncio.run(chooser.choose(model, nodes("abc"))) == unequal
-    # Under dropout the microbatch stays and is dealt out.
+    # The microbatch size must not change with dropout, so microbatches are distributed.
     dropping = (*MODEL, "--num-layers", "4", "--global-batch-size", "16")
     kept = Planning(files, dropping, unequal=True).plan(nodes("abc"))
     assert kept.micro_batch == 1
     assert sorted(kept.widths) == [1, 2]
-    # The trainer takes no unequal stages here, so that others are chosen.
+    # The trainer does not support unequal stages here, so another layout is chosen.
     refusing = (*model, "--pipeline-schedule", "zb-h1")
     assert Planning(files, refusing, unequal=True).plan(nodes("abc")).widths == ()
 
@@ -173,7 +174,7 @@ def test_a_plan_that_takes_too_long_is_done_without(
         assert layout is not None
         assert layout.step_s is None
         assert "the planner did not answer within 0.001 s; the layout is chosen without" in said()
-        # The same process answers the next question, whatever became of the last one.
+        # The same process answers the next request after a timeout.
         chooser._within_s = 100.0
         layout = chosen("ab")
         assert layout is not None

@@ -1,4 +1,4 @@
-"""Decisions at the end of an incarnation, and nodes that manage or join a job."""
+"""Tests decisions after an incarnation, and nodes that manage or join a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """A manager of a job whose first incarnation has worked, or has not."""
+    """Returns a manager of a job whose first incarnation has worked, or has not."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -31,7 +31,7 @@ def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
 
 
 def ended(status: int) -> RunningRanks:
-    """An epoch of one rank that ended by itself."""
+    """Returns an incarnation of one rank that exited on its own."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a ended with status {status}"
@@ -49,7 +49,7 @@ def ended(status: int) -> RunningRanks:
 def test_only_what_never_worked_ends_the_job_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A network that was cut while a later epoch started looked like a wrong flag."""
+    """Checks that a failure in a later incarnation, such as a network fault, allows a restart."""
     manager = managed(tmp_path, worked=False, max_restarts=2)
     assert manager._judge(ended(2)) == (2, "")
     manager._failures = 0
@@ -63,7 +63,7 @@ def test_only_what_never_worked_ends_the_job_at_once(
 
 
 def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> None:
-    """Machines that came and went quickly ended the job, for want of a checkpoint between them."""
+    """Checks that lost nodes do not count as failures without a checkpoint in between."""
     manager = managed(tmp_path, max_restarts=1)
     lost = ended(-9)
     lost.fault = lost.gone = "node a was lost"
@@ -79,7 +79,7 @@ def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> 
 def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
     tmp_path: Path, order: tuple[str, str]
 ) -> None:
-    """The manager named the peer whose end it saw first, not the rank that was killed."""
+    """Checks that the killed rank is named even if another rank's exit is noticed first."""
     manager = managed(tmp_path)
     for name in "ab":
         manager._members.nodes[name] = Node(name=name, slots=1, status="present")
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
 def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks that heard nothing of it any more ended before the manager knew, with status 2."""
+    """Checks this for ranks that fail with status 2 before the manager notices the lost node."""
 
     async def cut() -> tuple[int | None, str]:
         manager = managed(tmp_path, max_restarts=0)
@@ -125,7 +125,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 
 
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
-    """A node that was taken before its ranks had saved counted as one."""
+    """Checks this for a node that was taken before its ranks had saved."""
     manager = managed(tmp_path, max_restarts=0)
     reason = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
@@ -138,11 +138,11 @@ def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: P
     assert manager._judge(running) == (None, reason)
     assert nodes["b"].status == "gone"
     alone = ended(2)
-    assert manager._judge(alone) == (2, "")  # an error of the program itself
+    assert manager._judge(alone) == (2, "")  # the program itself failed
 
 
 def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Path) -> None:
-    """It waited for a node that had just come, until its ranks gave up meeting those there."""
+    """Checks that the manager does not wait for a node that has just joined."""
     manager = managed(tmp_path)
 
     def chosen() -> list[str]:
@@ -154,7 +154,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # all of them import at the start
+    assert chosen() == ["a", "b", "c"]  # all nodes import at the start
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
@@ -163,7 +163,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
-    """The next morph's time was counted from when nodes had become ready at the start."""
+    """Checks that such a node does not start the clock of the next morph."""
     manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
@@ -198,11 +198,11 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """What a manager or an agent does that takes signals itself for a while.
+    """Stands for a manager or an agent that handles signals itself for a while.
 
     Args:
-        handles: Whether the signal comes while it takes signals, else afterwards.
-        status: Status with which an agent is let go.
+        handles: Whether the signal arrives while it handles signals, or afterwards.
+        status: Exit status that an agent is released with.
     """
 
     def __init__(self, handles: bool, status: int | None = None) -> None:
@@ -228,7 +228,7 @@ class Part:
 
 
 class Taken:
-    """A manager of a job that another one manages."""
+    """Stands for the manager of a job that another manager already manages."""
 
     notice: signal.Signals | None = None
 
@@ -248,7 +248,7 @@ def test_a_notice_is_heeded_whenever_it_comes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Between two managers it ended the process without a word, or was forgotten."""
+    """Checks that a signal between two managers makes the node leave with a log line."""
     monkeypatch.setattr(module, "Manager", Taken)
     monkeypatch.setattr(module, "Agent", Part(handles, status))
     spec = JobSpec(script=Path("x.py"), arguments=(), checkpoints=tmp_path)

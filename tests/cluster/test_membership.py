@@ -1,4 +1,4 @@
-"""The machines file, and nodes that join a manager by themselves."""
+"""Tests the machines file, and nodes that join a manager by themselves."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_another_machine_gets_its_environment_by_standard_input(shell: str, tmp_
 
 
 async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
-    """Starts listening, and joins as a node ``a``."""
+    """Starts listening, and connects as a node ``a``."""
     await members.start()
     link = await Connection.connect(address, members.port, 5.0, "secret", PURPOSE)
     link.send("join", protocol=PROTOCOL, name="a", host="h", pid=1, slots=1)
@@ -120,7 +120,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Two sockets had two ports, of which nodes got either."""
+    """Checks that IPv4 and IPv6 use one socket; two sockets would have two different ports."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
@@ -139,7 +139,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
 def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nodes that look for another manager are still connected when the loop ends."""
+    """Checks this while nodes that look for another manager are still connected."""
     asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
 
@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # the agent as it leaves, and a probe
+        for _ in range(2):  # for the exiting agent, and for a probe
             with pytest.raises(ConnectionError, match="a was lost as well"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))
@@ -172,7 +172,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """The node stayed out for ever when its agent alone was killed, or given up."""
+    """Checks that the manager restarts its own agent after it was killed or given up."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

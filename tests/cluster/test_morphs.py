@@ -1,4 +1,4 @@
-"""A job whose nodes come and go trains as one that nothing happens to."""
+"""Tests that a job whose nodes change has the same losses as an undisturbed job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job with a checkpoint every so many steps; further words are the manager's."""
+    """Starts a job with a save interval; further arguments are options of the manager."""
     started: list[ElasticJob] = []
 
     def begin(names: str, interval: int, *options: str, extra: tuple[str, ...] = ()) -> ElasticJob:
@@ -52,13 +52,13 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     assert f"is managed by process {job.manager.pid} on" in second.stderr
     assert second.stderr.count("\n") == 1
 
-    job.change("abc")  # an entry is taken out: saved first
+    job.change("abc")  # the job saves before it releases the removed node
     job.trained(2)
-    job.rank_on("a").kill()  # a rank dies, its node does not
+    job.rank_on("a").kill()  # a rank fails, its node does not
     job.trained(3)
     os.kill(job.agent("c"), signal.SIGTERM)  # notice that a node will be taken
     job.trained(4)
-    job.change("abc")  # it comes back
+    job.change("abc")  # the node returns
     job.trained(5, 20)
     before = job.steps(5)
     os.kill(job.agent("b"), signal.SIGKILL)  # a node is lost without notice
@@ -73,7 +73,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"
-    # No step is repeated after a notice; without one, those after the last complete checkpoint are.
+    # No step is repeated after a notice. Otherwise, steps after the last complete checkpoint are.
     lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
     assert [lost[index] for index in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
@@ -84,7 +84,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     phases = {"notice", "checkpoint", "end", "plan", "start", "load", "first_step"}
     for index in (1, 3, 4):
         assert phases <= set(state["epochs"][index]["phases_s"])
-    # Every step of every shape, those done twice too.
+    # Compare every step of every shape, including repeated steps.
     last = job.check_losses(tmp_path / "undisturbed", 15)
     assert {step for number in range(1, 7) for step in job.steps(number)} == set(range(1, last + 1))
     assert state["checkpoint_iteration"] == last
@@ -93,7 +93,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     start: Start, tmp_path: Path
 ) -> None:
-    """Ranks are lost, then a node with its disk."""
+    """Checks a job that loses a rank, and then a node with its disk."""
     disks = tmp_path / "disks"
     job = start("ab", 5, extra=("--save-local", str(disks)))
     folder = CheckpointFolder(job.checkpoints)
@@ -106,7 +106,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.trained(2, 8)
     second, saved_step = job.epoch(2), saved()
     job.until(lambda: saved() > saved_step, "another checkpoint")
-    job.change("a")  # a notice: the whole state comes to shared storage
+    job.change("a")  # after a notice the whole state is written to shared storage
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
@@ -132,13 +132,13 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
     first = job.trained(1, 18)
     job.lose("d")  # its ranks have replicas on other nodes
     second = job.trained(2, 8)
-    job.lose("c")  # the stage of its rank is with its buddy
+    job.lose("c")  # the buddy has the stage of its rank
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)
-    # Not in the steps around a checkpoint, which may or may not be complete then.
+    # Avoid the steps around a checkpoint, which may or may not be complete then.
     job.until(lambda: 2 <= max(job.steps(4)) % 15 <= 8, "a step between two checkpoints")
-    job.lose("b", "e")  # neighbours: nothing is left of what b held
+    job.lose("b", "e")  # neighbors: no copy of b's state is left
     job.trained(5, 3)
     job.epoch(5)
     job.close()
@@ -154,9 +154,9 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
         last = max(job.steps(number - 1))
         assert incarnation["resumed_iteration"] >= last - 1
         assert job.steps(number)[0] == incarnation["resumed_iteration"] + 1
-    assert incarnations[3]["source"] == "checkpoint"  # saved for the node that came
+    assert incarnations[3]["source"] == "checkpoint"  # saved before the new node joined
     assert incarnations[3]["lost_steps"] == 0
-    # The copy of its neighbour's part may be of another step than what is left.
+    # The copy of the neighbor's part may be from another step than the remaining parts.
     nothing_left = r"checkpoint: no copy is left of the state of rank 1(, 2)?"
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
     assert (

@@ -1,4 +1,4 @@
-"""A script with a Pipeline continues in other shapes as the trainer does."""
+"""Tests that a script with a Pipeline continues in other shapes as the trainer does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job of the script on nodes, of one process each unless said otherwise."""
+    """Starts a job of the script on nodes that have one process each by default."""
     started: list[ElasticJob] = []
 
     def begin(
@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Returns the reports of all ranks, in the order of epochs and steps."""
+    """Returns the reports of all ranks, ordered by incarnation and step."""
     reports = []
     for path in (folder / "told").glob("epoch-*.jsonl"):
         _, incarnation, rank = path.stem.split("-")
@@ -70,7 +70,7 @@ def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
 
 
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
-    """The same script in one process."""
+    """Returns the reports of the same script in one process."""
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
     arguments = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
@@ -83,8 +83,8 @@ def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]
 def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_path: Path) -> None:
     job = start("abcd", save_interval=20, **SHAPED)
 
-    train(job, tmp_path, 2, 8)  # the first one measures the model
-    os.kill(job.agent("d"), signal.SIGTERM)  # notice, and one more before or after the job reacts
+    train(job, tmp_path, 2, 8)  # the first incarnation measures the model
+    os.kill(job.agent("d"), signal.SIGTERM)  # the next line sends a second notice
     job.change("ab")
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 2, "two processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 8)
@@ -109,14 +109,14 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert seen[0] == seen[-1] == four
     assert all("segments" in shape for shape in layouts[1:])
     assert all(incarnation["predicted_step_s"] > 0 for incarnation in state["epochs"][1:])
-    # No step is repeated after a notice; without one, those after the last complete checkpoint are.
+    # No step is repeated after a notice. Otherwise, steps after the last complete checkpoint are.
     assert all(
         incarnation["lost_steps"] == 0
         for index, incarnation in enumerate(state["epochs"])
         if index != before
     )
     killed = state["epochs"][before]
-    assert killed["reason"].startswith("rank ")  # 1, or one that heard of it first
+    assert killed["reason"].startswith("rank ")  # rank 1, or a rank that noticed its failure first
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
 
@@ -134,14 +134,14 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     for (_, step), ranks in by_turn.items():
         pipeline_size = ranks[0]["shape"][0]
         samples = sorted(sample for report in ranks for sample in report["samples"])
-        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # else one was killed in it
+        if len(ranks) == pipeline_size * ranks[0]["shape"][1]:  # no rank was killed
             kept[step] = samples[::pipeline_size]
     assert kept == {step: list(range(step * SIZE, (step + 1) * SIZE)) for step in range(last + 1)}
 
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Copies in memory: of a stage with a buddy alone, and of stages with replicas."""
+    """Checks in-memory copies of a stage with only a buddy, and of stages with replicas."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 
@@ -160,7 +160,7 @@ def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) 
         assert incarnation["source"] == "copies in memory", job.said()
         assert incarnation["lost_steps"] <= 1
         done = max(line["step"] for line in lines if line["epoch"] == number - 1) + 1
-        # A step that a rank reported may not count yet for all.
+        # A step that one rank has reported may not be complete on all ranks.
         assert done - 2 <= incarnation["resumed_iteration"] <= done
         first = min(line["step"] for line in lines if line["epoch"] == number)
         assert first == incarnation["resumed_iteration"]
@@ -182,7 +182,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
     options = {"late": True, "diagnose_interval": 10, "trace_dir": str(tmp_path / "traces")}
     job = start("abc", ENDLESS, micro_batch_size=2, pipeline_size=3, **options)
 
-    train(job, tmp_path, 2, 12)  # the first one measures the model
+    train(job, tmp_path, 2, 12)  # the first incarnation measures the model
     (tmp_path / "told" / "b").touch()
     train(job, tmp_path, 3, 5)
     job.stop(LIMIT_S)
@@ -200,7 +200,7 @@ def test_a_node_that_becomes_slow_gets_fewer_segments(start: Start, tmp_path: Pa
 
 
 def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_path: Path) -> None:
-    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # all sizes by the plan
+    job = start("a", 12, save_interval=5, async_save=True, slots=2)  # the plan chooses all sizes
     assert job.end(LIMIT_S) == 0, job.said()
     state = job.state()
     assert state["status"] == "complete"
@@ -213,7 +213,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
     assert main(["--status", str(job.checkpoints)]) == 0
     again = start("a", 12, save_interval=5, slots=2)
     assert again.end(LIMIT_S) == 0, again.said()
-    assert "measure" not in again.said()  # measurements are kept
+    assert "measure" not in again.said()  # measurements are reused
     assert {report["step"] for report in told(tmp_path)} == set(range(12))
 
 

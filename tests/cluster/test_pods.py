@@ -1,4 +1,4 @@
-"""Pods with a network of their own: a master and workers that find each other and train."""
+"""Tests that a master and workers in pods with separate networks find each other and train."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pods(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 def start(pod: Node, script: str, *arguments: str | Path, secret: str | None = SECRET) -> None:
-    """Starts a pod; without a secret it has to find the run's own."""
+    """Starts a pod; without a secret the pod reads the secret of the run."""
     variables = {**forking(), "PYTHON": sys.executable}
     if secret is not None:
         variables["MEGATRON_ADAPTIVE_SECRET"] = secret
@@ -73,7 +73,7 @@ def test_nodes_with_different_counts_train_whoever_comes_first(
     assert other_status == 0, other
     assert "node 0 of 2 starts 1 of 3 processes; interface net0" in said
     assert "node 1 of 2 starts 2 of 3 processes; interface net0" in other
-    # The last rank holds the loss.
+    # The last rank reports the loss.
     assert len(re.findall(r"iteration +\d+/ +3 ", other)) == 3
     (job,) = (conf.parent / "logs").iterdir()
     assert sorted(path.suffix for path in job.iterdir()) == sorted(
@@ -142,7 +142,7 @@ def test_a_master_names_who_is_missing_and_a_bad_setting(pods: list[Node], tmp_p
     status, said = finish(master)
     assert status == 2
     assert said.splitlines()[-1].startswith("error: 1 of 2 nodes had joined after 1 s")
-    # Two processes in all, three stages: both hear of it.
+    # Two processes cannot run three stages: both pods get the error.
     start(worker, "run_worker.sh", "--master-addr", master.address)
     start(master, "run_master.sh", conf)
     for pod in (master, worker):

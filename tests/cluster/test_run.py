@@ -1,4 +1,4 @@
-"""What the command says to input that cannot work, and nodes that join by themselves."""
+"""Tests error messages of the command, and nodes that join by themselves."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_state_tells_parts_of_a_morph(
     read = json.loads(capsys.readouterr().out)
     assert {**read, **report} == read
     assert "load 1.00 s, first_step 1.00 s: 7.00 s" in render_state(read)
-    # Another manager continues from the checkpoint of 8.
+    # Another manager continues from the checkpoint of iteration 8.
     file = StateFile(tmp_path / "elastic")
     assert file.take_over(tmp_path) == 1
     file.write(
@@ -144,7 +144,7 @@ def test_the_state_tells_parts_of_a_morph(
 def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full disk filled the log with the same line."""
+    """Checks that a full disk does not fill the log with the same line."""
     file = StateFile(tmp_path / "elastic")
     for _ in range(2):
         for _ in range(3):
@@ -215,7 +215,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
-        # The one that is left kept copies for the manager's node, and its own.
+        # The remaining node kept copies of its own state and of the manager's node.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
@@ -225,13 +225,13 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert (
             incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
         )
-        nodes[left].send_signal(signal.SIGUSR1)  # its time is over: it saves, and may come back
+        nodes[left].send_signal(signal.SIGUSR1)  # asks the node to save and leave; it may come back
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
         assert list(checkpoints.glob(".iter_*")) == []
         said = (tmp_path / f"{left}.txt").read_text()
         assert "Traceback" not in said
-        assert "frame #" not in said  # C++ prints it for a store that ended with its rank
+        assert "frame #" not in said  # C++ prints it if a store exited with its rank
     finally:
         for node in nodes.values():
             if node.poll() is None:

@@ -1,4 +1,4 @@
-"""Shapes of a measured module for the nodes that are there."""
+"""Tests layouts of a measured module for the available nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = (0.01, 0.01, 0.01, 0.03, 0.01, 0.01)
 
 
 def profile(memory: float = 1e6) -> dict[str, Any]:
-    """Of six pieces, the fourth of which takes as long as three others."""
+    """Returns a profile of six pieces, of which the fourth takes as long as three others."""
     held = {"parameters": memory / 16}
     sizes = {"output_elements": 100, "activation_bytes": 100, "workspace_bytes": 0, **held}
     rows = [
@@ -93,7 +93,7 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     written.write(path)
     assert MeasuredModule.read(path) == written
     former = json.loads(path.read_text())
-    former["hosts"][0]["cores"] = 2  # files of an earlier release
+    former["hosts"][0]["cores"] = 2  # key in files of an earlier release
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
@@ -109,9 +109,9 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert layout.places == (("n0", 2), ("n1", 2))
     assert layout.step_s is not None
     assert layout.unit == "segments"
-    five = planned(tmp_path, 2, 2, 1)  # a pipeline of five, as the batch does not divide by it
+    five = planned(tmp_path, 2, 2, 1)  # five stages, because five does not divide the batch
     assert (five.pipeline, five.data) == (5, 1)
-    seven = planned(tmp_path, 2, 2, 2, 1)  # there are six segments alone
+    seven = planned(tmp_path, 2, 2, 2, 1)  # there are only six segments
     assert seven.world_size == 6
 
 
@@ -139,7 +139,7 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert even.step_s is not None
     assert slow.step_s is not None
     assert slow.step_s > even.step_s
-    # Nodes of one machine: the slow one comes last, and none has more memory for being apart.
+    # Nodes on one machine: the slow node comes last, and separate nodes do not get more memory.
     here = [replace(offer, hosts=("localhost", "h0")) for offer in offers]
     same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))

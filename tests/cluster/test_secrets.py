@@ -1,4 +1,4 @@
-"""Secrets of a job: who gets them, and that no other user of the machine sees them."""
+"""Tests that a job's nodes get its secrets and that other users of the machine cannot see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manager that is stopped for a while, and nodes that are lost meanwhile."""
+"""Tests that jobs continue while their manager is stopped, and restart nodes lost meanwhile."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[[int], ElasticJob]
-STOPPED_S = 30.0  # longer than the silence after which a node counts as lost
+STOPPED_S = 30.0  # longer than the timeout after which a node counts as lost
 JOBS = int(os.environ.get("STOPPED_MANAGERS", "3"))
-"""Jobs side by side in the long test."""
+"""Number of concurrent jobs in the long test."""
 LATEST_S = 30.0
-"""Latest moment of a stop, in seconds from the start of a job."""
+"""Latest time of a stop, in seconds after the start of a job."""
 SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 
@@ -55,7 +55,7 @@ def test_training_goes_on_while_managers_are_stopped(tmp_path: Path) -> None:
             folder = tmp_path / str(number)
             folder.mkdir()
             flags = ["--train-iters", "2000", "--save-interval", "5"]
-            variables = {"LAYER_MS": "100"}  # jobs that run side by side sleep most of the time
+            variables = {"LAYER_MS": "100"}  # concurrent jobs sleep most of the time
             jobs.append(ElasticJob(folder, "ab", flags, script=TIMED_LAYERS, variables=variables))
             stop_s = time.monotonic() - begun_s + draw.uniform(0.0, LATEST_S)
             moments += [(stop_s, number, signal.SIGSTOP)]
@@ -83,7 +83,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     agents = [job.agent(name) for name in "ab"]
     job.manager.send_signal(signal.SIGSTOP)
     job.until(lambda: any("ended" in line for line in job.lines()), "the end of training")
-    # Agents that have waited too long for the manager end like this.
+    # Agents whose wait for the manager timed out exit like this.
     for agent in agents:
         os.kill(agent, signal.SIGKILL)
     job.manager.send_signal(signal.SIGCONT)

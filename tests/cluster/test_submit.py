@@ -1,4 +1,4 @@
-"""The script that Slurm gets, and a machine without Slurm."""
+"""Tests the script for Slurm, and the error on a machine without Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on machines of unequal speed or number: the planner's shapes, and nodes that are slow."""
+"""Tests jobs on machines of unequal speed: the planner's layouts, and nodes that are slow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = ("--train-iters", "9999", "--diagnose-interval", "4", "--trace-dir", "
 
 
 def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
-    """Waits until a job has trained a few steps in the shape chosen for this reason."""
+    """Waits until a job has trained a few steps in the layout chosen for this reason."""
 
     def incarnations_for() -> list[dict[str, Any]]:
         incarnations = job.state().get("epochs", [])
@@ -45,7 +45,7 @@ def epoch_for(job: ElasticJob, reason: str) -> dict[str, Any]:
 
 
 def layers_of(incarnation: dict[str, Any], name: str) -> int:
-    """Layers on a node of one process; 0 for one that is not used."""
+    """Returns the number of layers on a node with one process; 0 for an unused node."""
     degrees = re.match(r"PP (\d+) x DP (\d+), layers ([0-9-]+)", incarnation["shape"])
     assert degrees is not None
     if name not in incarnation["nodes"]:
@@ -82,7 +82,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
         first = incarnations[0]
         assert sorted(first["nodes"]) == ["a", "b", "c", "d"]
         assert layers_of(first, "a") == layers_of(first, "b") > layers_of(first, "c")
-        # The planner did not know how slow it is at first, and then met it.
+        # The planner learned only during training how slow the node is.
         before = incarnations[moved["epoch"] - 2]
         assert layers_of(moved, "a") < layers_of(before, "a")
         assert moved["predicted_step_s"] > before["predicted_step_s"]
@@ -97,7 +97,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
 
 
 def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
-    """Two nodes, then three, then a node is lost: the losses are those of one process."""
+    """Checks that losses with two nodes, three nodes, and after a lost node equal one process."""
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": FAST_S})]
     options = [word for path in files for word in ("--plan-with", str(path))]
     options += ["--unequal", "--replicate-every", "1"]
@@ -114,7 +114,7 @@ def test_three_nodes_are_two_stages_of_unequal_width(tmp_path: Path) -> None:
         assert incarnations[1]["shape"].startswith(("PP 2 x DP 2-1,", "PP 2 x DP 1-2,"))
         assert sorted(incarnations[1]["nodes"]) == ["a", "b", "c"]
         assert "-" not in incarnations[2]["shape"].partition(",")[0]
-        # Every stage has a copy of its state on another node.
+        # A copy of every stage's state is on another node.
         assert incarnations[2]["source"] == "copies in memory", job.said()
         assert [incarnation["lost_steps"] <= 1 for incarnation in incarnations] == [True] * 3
         begin = incarnations[1]["resumed_iteration"]

@@ -1,11 +1,12 @@
-"""Ranks that save and load checkpoints in many shapes; started by ``torchrun`` from the tests.
+"""Saves and loads checkpoints in many shapes, as the ranks of a job that tests start.
 
-Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that finds something wrong raises, and the
-test shows its output. The same processes go through all shapes, for starting them takes seconds.
+Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
+and the test shows its output. The same processes run all shapes, because starting processes takes
+seconds.
 
-Weights are drawn from their place in the model, and the made-up gradients are a function of each
-weight alone, so that every shape takes the same steps bit for bit. A shape's state from the
-checkpoint of another one can thus be compared with its own state.
+Initial weights depend only on their position in the model, and synthetic gradients only on the
+weight itself. Every shape therefore takes bitwise identical steps, and a state that was loaded from
+another shape's checkpoint can be compared with the state that this shape reached by itself.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ BASE = {
 
 
 def settings(flags: Flags) -> TrainerConfig:
-    """Reads the flags of the small model, with ``flags`` over them."""
+    """Parses the flags of the small model, overridden by ``flags``."""
     argv = [word for flag in (BASE | flags).items() for word in flag if word is not None]
     return parse(argv, world_size=Environment.read().world_size)
 
 
 class Jobs:
-    """The job of this process, which joins again whenever the mesh changes."""
+    """Holds the job of this process, and rejoins whenever the mesh changes."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
@@ -97,7 +98,7 @@ class Jobs:
     def leave(self) -> None:
         """Leaves the job and agrees on a new port, as the launcher's store knows the old groups.
 
-        A process group left open would keep its threads, dozens of them for each mesh.
+        A process group that is not destroyed keeps dozens of threads.
         """
         if self._job is None:
             return
@@ -114,12 +115,12 @@ class Jobs:
 
 
 def _mesh(config: TrainerConfig) -> tuple[object, ...]:
-    """What the process groups depend on."""
+    """Returns the settings that determine the process groups."""
     return config.parallel, config.placement_kind
 
 
 class Training:
-    """A model with optimizer and schedule in one shape, and its checkpoints."""
+    """Holds a model with optimizer and schedule in one shape, and its checkpoints."""
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
@@ -133,7 +134,7 @@ class Training:
         self.chunks = build_chunks(self.config, core, device, placement, rows)
         self.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, TRAIN_SAMPLES)
-        # The others hold the folder of --save with their first checkpoint alone.
+        # Without --save-local, the first checkpoint reserves the folder of --save.
         has_local = self.config.checkpoint.save_local is not None
         self.local = prepare_folder(job, self.config) if has_local else None
         run: Any = self
@@ -154,10 +155,10 @@ class Training:
             self.scheduler.step(self.config.batch.global_batch_size)
 
     def learn(self, first: int, last: int) -> list[float]:
-        """Trains on made-up tokens from iteration ``first`` to ``last``; one process only.
+        """Trains on synthetic tokens from iteration ``first`` to ``last``; one process only.
 
         Returns:
-            The loss of each iteration. Dropout is drawn from the generators as they stand.
+            Loss of each iteration. Dropout uses the current state of the random generators.
         """
         losses = []
         chunk, device = self.chunks[0], self.job.accelerator.device
@@ -177,7 +178,7 @@ class Training:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that a resumed run needs, as far as this rank holds it."""
+        """Returns the part of the training state that this rank holds."""
         tensors_by_name = {}
         leaf = self.optimizer.chained_optimizers[0]
         inner = leaf.optimizer
@@ -193,7 +194,7 @@ class Training:
         for number, group in enumerate(inner.param_groups):
             for name in ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult"):
                 tensors_by_name[f"group {number} {name}"] = torch.tensor(float(group[name]))
-            if leaf.config.use_distributed_optimizer:  # the states are of shares of parameters
+            if leaf.config.use_distributed_optimizer:  # states of parameter shards
                 for position, held in enumerate(group["params"]):
                     for name, value in inner.state[held].items():
                         tensors_by_name[f"group {number} {position} {name}"] = (
@@ -205,7 +206,7 @@ class Training:
 
 
 def _real(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy without the rows that only pad the vocabulary."""
+    """Returns a copy without the rows that pad the vocabulary."""
     value = value.detach().clone()
     if value.dim() == 2 and ("word_embeddings" in name or "output_layer" in name):
         first = parallel_state.get_tensor_model_parallel_rank() * len(value)
@@ -251,11 +252,11 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads the checkpoint of each source into each target, whose steps must all continue alike."""
+    """Loads each source's checkpoint into each target, and checks that all take equal steps."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
-        run.checkpoints.save(progress(1))  # the next one is written as this one was
+        run.checkpoints.save(progress(1))  # the next checkpoint is written the same way
         run.step()
         run.checkpoints.save(progress(2), behind=True)
         run.checkpoints.saver.finish()
@@ -269,19 +270,19 @@ def reshape(
             subject = f"{source} -> {target}"
             run = Training(jobs, common | target | {"--load": str(folder / f"{number}")})
             if run.checkpoints.load() != progress(2):
-                raise SystemExit(f"{subject}: the counters are not those that were saved")
+                raise SystemExit(f"{subject}: the loaded counters differ from the saved ones")
             require_equal(run.state(), saved, f"{subject} loaded")
             run.step()
             require_equal(run.state(), later, f"{subject} one step later")
 
 
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
-    """Several kinds of models and optimizers through meshes, chunks, uneven and empty stages."""
+    """Checks many models and optimizers in many meshes, chunks, and uneven or empty partitions."""
     empty = shape(1, 4, partition="0-3-1-0")
-    hollow = shape(1, 4, partition="0-4-0-0")  # a rank without any parameter
+    hollow = shape(1, 4, partition="0-4-0-0")  # one rank has no parameters
     chunked = shape(1, 2, 2, partition="1-0-2-1", pipeline_placement="loop")
     spread = shape(2, 1, ckpt_fully_parallel_load=None)
-    # First and last stage on one rank, which then holds both copies of a tied embedding.
+    # One rank has the first and the last stage, and so both copies of a tied embedding.
     turned = shape(1, 2, 2, partition="1-2-1-0", pipeline_placement="v")
     copies = shape(1, 1)
     both = shape(2, 2)
@@ -298,7 +299,8 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
     split: Flags = {
         "--use-distributed-optimizer": None,
-        # Each mesh has the same number of rows, because rows in a share of the state have no names.
+        # Every mesh needs the same number of rows, because rows in a shard of the state have no
+        # names.
         "--make-vocab-size-divisible-by": "64",
     }
     together: Flags = {"--ckpt-fully-parallel-load": None}
@@ -320,12 +322,12 @@ def refused(save: Callable[[], object]) -> str:
         save()
     except CheckpointError as error:
         return str(error)
-    raise SystemExit("a failed save went unnoticed")
+    raise SystemExit("the save did not raise an error")
 
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Limits the size of all files of this rank, so that the system refuses longer writes."""
+    """Limits the file size of this rank, so that the system refuses longer writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -334,7 +336,7 @@ def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
 
 
 def scenario_failures(jobs: Jobs, folder: Path) -> None:
-    """What cannot be written on one rank fails on all, and leaves nothing behind."""
+    """Checks that a write failure on one rank fails on all ranks and leaves no files behind."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     rank = dist.get_rank()
     run.step(2)
@@ -351,14 +353,14 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
             raise SystemExit(f"after a failed save the folder holds {left}")
         dist.barrier()
     if rank == 0:
-        (folder / ".iter_0000007.partial").mkdir()  # a run that crashed
+        (folder / ".iter_0000007.partial").mkdir()  # left by a crashed run
     run.checkpoints.save(progress(2))
     if (folder / ".iter_0000007.partial").exists():
-        raise SystemExit("what a crashed run left is still there")
+        raise SystemExit("the partial checkpoint of a crashed run was not removed")
 
 
 def scenario_killed(jobs: Jobs, folder: Path) -> None:
-    """A rank is killed while it writes."""
+    """Kills a rank while it writes."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     run.step(2)
     run.checkpoints.save(progress(1))
@@ -374,15 +376,15 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Simulates a node with a disk of its own for each rank."""
+    """Simulates nodes that have separate disks, one per rank."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
 
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
-    """What is written to the nodes' own disks comes to shared storage, and is read from both."""
-    # Else the last stage needs the embedding, which the first one writes.
+    """Checks that checkpoints on node-local disks reach shared storage, and load from both."""
+    # Embeddings are untied, or the last stage would need the embedding that the first one writes.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
     run = Training(jobs, flags)
     for iteration in range(1, 5):
@@ -401,10 +403,10 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     for target in ({}, shape(2, 1), {"--ckpt-fully-parallel-load": None}):
         again = Training(jobs, flags | target)
         if again.resume() != progress(4):
-            raise SystemExit("it is not the newest that is loaded")
+            raise SystemExit("the newest checkpoint was not loaded")
         if not target:
             require_equal(again.state(), saved, "loaded")
-    if rank == 0:  # files of the right sizes: only reading shows the damage
+    if rank == 0:  # correct sizes, so that only reading detects the damage
         for path in shared.complete_path(4).glob("*.distcp"):
             path.write_bytes(bytes(path.stat().st_size))
     dist.barrier()
@@ -412,11 +414,11 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     again.resume()
     require_equal(again.state(), saved, "loaded from the nodes' own disks")
     if Training(jobs, flags | shape(2, 1)).resume() != progress(3):
-        raise SystemExit("what one node needs and another one has was not read from shared storage")
+        raise SystemExit("files of another node were not read from shared storage")
 
 
 def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
-    """A rank is killed while a checkpoint is copied to shared storage."""
+    """Kills a rank while a checkpoint is copied to shared storage."""
     run = Training(jobs, with_disks(folder))
     run.step()
     run.checkpoints.save(progress(1))
@@ -434,7 +436,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
-    """Continues after that scenario, with the copies that are left."""
+    """Resumes from the copies that ``scenario_copy_killed`` left."""
     flags = with_disks(folder)
     whole = len(list((folder / "disk").glob("*/*"))) == 2
     expected = 2 if whole else 1
@@ -443,7 +445,7 @@ def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
     run = Training(jobs, flags)
     resumed = run.resume()
     if resumed != progress(expected):
-        raise SystemExit(f"it continues from {resumed}")
+        raise SystemExit(f"the run resumed from {resumed}")
     require_equal(run.state(), undisturbed.state(), "loaded")
     run.step()
     undisturbed.step()

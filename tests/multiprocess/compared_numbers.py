@@ -1,4 +1,4 @@
-"""Compares what jobs report with what one process reports, as far as rounding allows."""
+"""Checks that numbers reported by jobs equal those of one process, up to rounding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from .equivalence_cases import Case, with_other_sums
 
-# Ratio of the difference that a case may have to the one that other sums make in one process.
+# Allowed difference of a case, divided by the difference caused by another order of summation.
 SPREADS = 8.0
-# Smallest relative difference that a case may have: a few roundings of a number of 32 bits.
+# Minimum allowed relative difference: a few float32 roundings.
 ROUNDING = 1e-6
 
 Outcome = Callable[[Case], dict[str, Any]]
@@ -19,7 +19,7 @@ Outcome = Callable[[Case], dict[str, Any]]
 
 
 def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[float]:
-    """Losses as all ranks of the last stage report them."""
+    """Returns the losses that all ranks of the last stage report."""
     reports = [values for values in seen[key] if values]
     assert len(reports) == case.tp * case.dp * case.cp
     assert all(report == reports[0] for report in reports)
@@ -28,24 +28,24 @@ def losses_of(case: Case, seen: dict[str, Any], key: str = "losses") -> list[flo
 
 
 def norms_of(seen: dict[str, Any], key: str = "grad_norms") -> list[float]:
-    """Norms of gradients or parameters, which every rank knows."""
+    """Returns norms of gradients or parameters, which every rank knows."""
     first: list[float] = seen[key][0]
     assert all(norms == pytest.approx(first, rel=1e-6, abs=0) for norms in seen[key])
     return first
 
 
 Numbers = dict[str, list[float]]
-"""Reports of a job by name, a value for each iteration."""
+"""Values reported by a job, by name and then by iteration."""
 
 
 def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """Numbers that a job reports of each training step, and that must equal those of one process.
+    """Returns numbers of each training step that must equal those of one process.
 
     Args:
-        case: the job.
-        outcome: results of all jobs.
-        further: name of the losses beside the main one, such as those of predicting layers; empty
-            where these are not compared.
+        case: Job.
+        outcome: Results of all jobs.
+        further: Name of an additional loss, such as the one of multi-token prediction layers. Empty
+            if it is not compared.
     """
     seen = outcome(case)
     numbers = {"loss": losses_of(case, seen), "gradient norm": norms_of(seen)}
@@ -58,7 +58,7 @@ def steps_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """All numbers of a job that must equal those of one process; see :func:`steps_of`."""
+    """Returns all numbers of a job that must equal those of one process; see :func:`steps_of`."""
     seen = outcome(case)
     return {
         **steps_of(case, outcome, further),
@@ -68,7 +68,7 @@ def numbers_of(case: Case, outcome: Outcome, further: str = "") -> Numbers:
 
 
 def differences(numbers: Numbers, expected: Numbers) -> Numbers:
-    """Relative differences of all numbers, as far as both jobs have iterations."""
+    """Returns the relative differences of all numbers in the iterations that both jobs have."""
     assert numbers.keys() == expected.keys()
     ratios: Numbers = {}
     for name, values in numbers.items():
@@ -78,7 +78,7 @@ def differences(numbers: Numbers, expected: Numbers) -> Numbers:
 
 
 def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
-    """How far each number of a job may be from the reference: what rounding explains."""
+    """Returns how far each number of a job may be from the reference because of rounding."""
     expected = numbers_of(reference, outcome, further)
     spreads = [
         differences(numbers_of(other, outcome, further), expected)
@@ -89,14 +89,14 @@ def tolerances(reference: Case, outcome: Outcome, further: str = "") -> Numbers:
         for name in spreads[0]
     }
     return {
-        # Later iterations start from numbers that an earlier one rounded differently.
+        # A later iteration starts from numbers that already differ by rounding.
         name: [max(ROUNDING, SPREADS * max(values[: index + 1])) for index in range(len(values))]
         for name, values in largest.items()
     }
 
 
 def too_far(numbers: Numbers, expected: Numbers, limits: Numbers) -> list[str]:
-    """Returns a line for each number that is farther from the expected one than its limit."""
+    """Returns a line for each number that differs from the expected one by more than its limit."""
     lines = []
     for name, values in differences(numbers, expected).items():
         for step, (value, limit) in enumerate(zip(values, limits[name], strict=False), 1):
@@ -114,7 +114,7 @@ def require_same_numbers(case: Case, outcome: Outcome, further: str = "") -> Non
 
 
 def require_same_steps(cases: tuple[Case, ...], outcome: Outcome, further: str = "") -> None:
-    """Requires that jobs which go on from each other take the steps of one, the first of them."""
+    """Requires that jobs which resume from each other take the same steps as the first job."""
     whole, *parts = cases
     numbers: Numbers = {}
     for part in parts:

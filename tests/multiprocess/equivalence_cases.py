@@ -1,4 +1,4 @@
-"""The jobs of ``test_equivalence.py``: models, shapes, orders and options."""
+"""Defines the jobs of ``test_equivalence.py``: models, shapes, orders and options."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from .launch import SMALL_GPT, UNLIKE_LAYERS
 from .variants import OTHER_SUMS
 
 STEPS = 3
-SHORT_STEPS = 2  # cases beyond shapes and schedules; validation follows
+SHORT_STEPS = 2  # for cases that test other options; validation follows
 
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-# Everything that the models of today do otherwise than GPT-2.
+# All features in which modern models differ from GPT-2.
 MODERN = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
-# Documents of 20 to 80 tokens, some of them cut.
+# Documents of 20 to 80 tokens; the longest are truncated.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
-# DeepSeek: latent attention, two tokens more to predict, a loss per token.
+# One layer of multi-token prediction with a tied embedding.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-# Packing changes the numbers since megatron-core 0.17, which weights a microbatch's predicted
-# losses by its number of documents per token.
+# Since megatron-core 0.17, packing changes the numbers: the prediction losses of a microbatch are
+# weighted by its number of documents per token.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
+# DeepSeek: latent attention, prediction of two more tokens, a loss per token.
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
     "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
     "--calculate-per-token-loss --eod-mask-loss"
 )
-# Experts balanced by the router's bias, and one that all tokens share.
+# Experts balanced by the router's bias, and a shared expert.
 DEEPSEEK_EXPERTS = (
     f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
-# Gemma: norms behind both blocks, bounded scores, other positions in windows.
+# Gemma: norms after both blocks, capped logits, other rotary frequencies in windows.
 GEMMA = (
     f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
     "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
@@ -53,18 +54,18 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
-# Sequences that are long enough to cut.
+# Sequences that are long enough to be sliced.
 LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
-# Three of four layers see the last tokens alone; the window is longer than a slice.
+# Three of four layers use sliding windows, which are longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
 LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
-# Three of four layers see the last tokens alone.
+# Three of four layers use sliding windows.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Layers of four shapes, each twice: other widths, and no attention, a linear one, no feed-forward.
+# Layers of four kinds, each used twice: other widths, no attention, linear attention, no MLP.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
-# Experts in three of four layers, with biases as in GPT-2; and as models of today have them.
+# Experts in three of four layers, with biases as in GPT-2. MODERN_EXPERTS has modern layers.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
@@ -76,7 +77,8 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
-# Experts without a loss that looks at whole microbatches, and documents of unequal lengths.
+# Experts without auxiliary loss, which depends on whole microbatches, and documents of unequal
+# lengths.
 EXPERT_LENGTHS = (
     f"{MODERN_LENGTHS} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
@@ -86,7 +88,7 @@ DEEP_EXPERTS = (
     f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
     "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
 )
-# Tokens that find no room are dropped, as many wherever they are.
+# Tokens above the capacity are dropped; their number does not depend on the parallelism.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
     "--calculate-per-token-loss"
@@ -130,14 +132,15 @@ class Case:
     """One job to train.
 
     Attributes:
-        schedule: the order of work.
-        tp, pp, chunks, dp, cp: the shape.
-        extra: further flags.
-        model: flags that change the numbers; the reference has them too.
+        schedule: Order of work.
+        tp, pp, chunks, dp, cp: Shape.
+        extra: Further flags.
+        model: Flags that change the numbers; the reference has them too.
         run: Number that distinguishes two runs of one job.
         after: Job whose checkpoint this one continues.
-        until: last iteration; chosen from the other attributes where 0.
-        variant: other sums or an error planted into one process, see ``variants.py``.
+        until: Last iteration; 0 chooses it from the other attributes.
+        variant: Another order of summation or an error planted into one process, see
+            ``variants.py``.
     """
 
     schedule: str
@@ -165,13 +168,13 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        # Documents of different lengths are one microbatch: padding is never a token of the loss.
+        # Documents of different lengths form one microbatch: the loss never includes padding.
         at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
         until = self.until if self.until > SHORT_STEPS else 0
         return Case("megatron", model=self.model, extra=at_once, until=until)
 
     def __str__(self) -> str:
-        """Returns the name of the case, which is also that of its test."""
+        """Returns the name of the case, which is also the name of its test."""
         parts = [f"tp{self.tp}-pp{self.pp}-chunks{self.chunks}-dp{self.dp}-{self.schedule}"]
         parts += [f"cp{self.cp}"] if self.cp > 1 else []
         parts += [MODEL_NAMES[self.model], *self.extra.replace("--", "").split()]
@@ -182,7 +185,7 @@ class Case:
         return "-".join(word for word in parts if word)
 
     def to_json(self) -> dict[str, Any]:
-        """The case as ``worker.py`` takes it."""
+        """Returns the case in the form that ``worker.py`` reads."""
         flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
         flags += ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
@@ -205,7 +208,7 @@ def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def every_shape() -> Iterator[Case]:
-    """All shapes that fit four processes, under every schedule that applies."""
+    """Yields all shapes with up to four processes, under every schedule that applies."""
     for tp in (1, 2):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -220,23 +223,23 @@ def every_shape() -> Iterator[Case]:
 PLAIN = Case("megatron")
 SHAPES = tuple(every_shape())
 OPTIONS = (
-    # Stages without layers, with the embedding or the loss alone, or with nothing at all.
+    # Stages without layers: with the embedding or the loss alone, or empty.
     Case("adaptive", pp=2, extra="--partition 0-8"),
     Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
     Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
     Case("adaptive", pp=2, chunks=2, extra="--partition 3-0-5-0"),
     Case("interleaved", pp=2, chunks=2, extra="--partition 0-4-0-4"),
-    # Little memory: an order that differs from every static one.
+    # A low activation cap forces an order that differs from every static schedule.
     Case("adaptive", pp=4, extra="--activation-cap 1"),
     Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
     Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
     Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
-    # Other microbatches of the same samples.
+    # Other microbatch sizes for the same samples.
     Case("adaptive", pp=2, extra="--micro-batch-size 2"),
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
-    # Gradients of data parallelism, reduced at the right moment.
+    # Gradient reduction across replicas must happen at the right moment.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
@@ -290,8 +293,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# The default is shared memory, which the shapes use; few small slots make receivers copy and
-# messages go in pieces.
+# SHAPES use shared memory, the default. With few small slots, receivers copy and messages are
+# split.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
@@ -306,7 +309,7 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# First and last stage on the first rank; with three chunks the last one is on the last rank.
+# The first rank has the first and last stage; with three chunks the last rank has the last stage.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -354,8 +357,8 @@ DEALT = (
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
-# Pairs of what models of today need: latent attention, multi-token prediction, layouts, parts of
-# sequences; with whole and split backwards, in a loop and a V.
+# Pairs of features of modern models: latent attention, multi-token prediction, layouts, context
+# parallelism; with whole and split backwards, in a loop and in a V.
 TODAY = (
     Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
     Case("megatron", pp=2, chunks=2, model=TIED_MTP),
@@ -382,7 +385,7 @@ TODAY = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
     Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
 )
-# Attention by a kernel, as on GPUs, against scores that are written out.
+# Fused attention kernels, as on GPUs, against explicitly computed scores.
 KERNEL = "--attention-backend fused"
 BY_KERNELS = (
     Case("adaptive", pp=2, chunks=2, model=MODERN, extra=f"{V} {KERNEL}"),
@@ -395,7 +398,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# Sequences cut into slices, under the rules and the fixed order that take them.
+# Sequences cut into slices, with every policy and fixed order that supports them.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
@@ -419,7 +422,7 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # Orders made before the step; experts, for which documents of one row must count alone.
+    # Orders made before the step. With experts, the documents of a row must be counted separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
     Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),
@@ -430,7 +433,8 @@ STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 WITH_EXPERTS = tuple(
     Case(*positional, **shape, model=model)  # type: ignore[arg-type]
     for model, positional, shape in (
-        # Dispatchers, expert parallelism, tensor parallelism, pipeline, placement, split: in pairs.
+        # Pairwise combinations of dispatcher, expert, tensor and pipeline parallelism, placement,
+        # split.
         (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
         (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
@@ -473,7 +477,7 @@ WITH_EXPERTS = tuple(
         ),
     )
 )
-# Megatron-core's own order and others, whole and split: the same sums, one by one.
+# megatron-core's order and other orders, with whole and split backwards, must give equal sums.
 SAME_SUMS = (
     *(
         same(
@@ -485,7 +489,7 @@ SAME_SUMS = (
         )
         for model in (EXPERTS, MODERN_EXPERTS)
     ),
-    # Norms are sums over a rank's layers: only where the layers are the same.
+    # Norms are sums over a rank's layers, so they are equal only if ranks have the same layers.
     same(
         Case("interleaved", pp=2, chunks=2, dp=2, model=EXPERTS, extra=f"{SPREAD} {EXCHANGE}"),
         {"schedule": "combined-1f1b", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
@@ -496,7 +500,7 @@ SAME_SUMS = (
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
 )
-# One training whose experts are spread over two ranks, all on each of two stages, and spread again.
+# One run: experts on two ranks, then all experts on each of two stages, then on two ranks again.
 SPREAD_ANEW = (
     Case(
         *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
@@ -516,14 +520,14 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# Stopped as a V, gone on with as one stage for each rank, of another partition, and back.
+# One run: stopped with a V, resumed with one stage per rank and another partition, then with a V.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
     *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
     dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
-# Stopped with four slices, gone on with three, and then with whole microbatches.
+# One run: four slices, then three, then whole microbatches.
 _FOUR = Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 4", until=1)
 _THREE = dataclasses.replace(_FOUR, extra=f"{SLICES} 3", until=2, after=_FOUR)
 SLICED_ANEW = (
@@ -544,7 +548,7 @@ HALF = (
         model=MODERN_EXPERTS,
     ),
 )
-# Jobs of one shape whose losses and norms must not differ in a single bit.
+# Jobs of one shape whose losses and norms must be bitwise equal.
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
@@ -561,14 +565,15 @@ SAME_LOSSES = (
 )
 
 
-# A norm is rounded differently when other ranks hold the layers.
+# A norm is rounded differently if other ranks hold the layers.
 UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Jobs with dropout as one stage, and the same cut into stages.
+    """Yields jobs with dropout as one stage, each with the same job cut into stages.
 
-    Untied, for one matrix adds up its gradients in another order than two copies of it.
+    Embeddings are untied, because the gradients of one matrix are summed in another order than
+    those of two copies.
     """
     flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
     whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
@@ -594,9 +599,9 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """One job with dropout: as a loop, as a V, the same again, and as V, loop and V in turn.
+    """Returns jobs with dropout as a loop, as a V, as a V again, and as one that changes placement.
 
-    The loop in between has another partition.
+    The last job runs as a V, then as a loop with another partition, then as a V.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
@@ -608,7 +613,7 @@ def every_placement() -> tuple[Case, ...]:
     return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
 
-# Every job whose numbers must be those of one process, up to rounding.
+# Every job whose numbers must equal those of one process, up to rounding.
 COMPARED = (
     *(*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT),
     *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS, *SLICED),
@@ -616,5 +621,5 @@ COMPARED = (
 
 
 def with_other_sums(case: Case) -> tuple[Case, ...]:
-    """The same job with its sums in each other order."""
+    """Returns the same job with each other order of summation."""
     return tuple(dataclasses.replace(case, variant=variant) for variant in OTHER_SUMS)

@@ -1,7 +1,7 @@
-"""Turns a process that a fork server made into what ``python PROGRAM`` would be; see ``launch.py``.
+"""Runs ``python PROGRAM`` in a process made by a fork server; see ``launch.py``.
 
-Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``; the
-JSON names the files to write to and the variables of the environment that count.
+Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``. The
+JSON object names the output files and the environment variables to keep.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 
 def shorten_mock_data() -> None:
-    """Makes megatron-core's mock data a tenth, if it is imported: a second less for each rank.
+    """Reduces megatron-core's mock data to a tenth, if imported, which saves a second per rank.
 
-    It shuffles 13 million samples of 16 tokens. With ``TESTS_ALL_MOCK_DATA`` they stay all.
+    The full data are 13 million samples of 16 tokens, which are shuffled. ``TESTS_ALL_MOCK_DATA``
+    keeps all of them.
     """
     if (module := sys.modules.get("megatron.core.datasets.gpt_dataset")) is not None:
         module.MockGPTLowLevelDataset.size = (
@@ -29,10 +30,10 @@ def shorten_mock_data() -> None:
 
 
 def share_gloo_device() -> None:
-    """Lets all groups of this process that gloo connects share one device, and so one thread.
+    """Lets all gloo groups of this process share one device, and so one thread.
 
-    Each group would have its own, which wakes up a hundred times a second: 1% of a processor for
-    each rank with a dozen groups.
+    Otherwise each group has its own thread, which wakes up a hundred times per second. A dozen
+    groups cost 1% of a processor per rank.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -56,7 +57,7 @@ def share_gloo_device() -> None:
 
 
 def add_python_path() -> None:
-    """Adds the folders of ``PYTHONPATH`` that the process which forked this one did not have."""
+    """Adds the folders of ``PYTHONPATH`` that the parent process did not have."""
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
 
@@ -78,7 +79,7 @@ def main() -> None:
         os.chdir(folder)
     shorten_mock_data()
     share_gloo_device()
-    # A new process has these handlers.
+    # Restore the handlers and the signal mask of a new process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     add_python_path()

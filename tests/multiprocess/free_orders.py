@@ -1,7 +1,7 @@
-"""Orders of work that no generator makes, as files for ``--schedule-file``.
+"""Provides orders of work that no generator makes, as files for ``--schedule-file``.
 
-Each is a schedule of this project in which neighbours changed places wherever chance said so and
-the schedule stayed valid.
+Each is a schedule of this project in which neighboring actions were swapped at random where the
+schedule remained valid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""The schedule that each file was made of; two ranks with two chunks."""
+"""Origin of each file: a schedule of two ranks with two chunks each."""
 
 
 def free_order(file: str) -> Schedule:

@@ -1,9 +1,9 @@
-"""Gradients of each layer, other orders of summation, and planted errors, for ``worker.py``.
+"""Provides gradient norms per layer, other orders of summation, and planted errors.
 
-Two programs that compute the same numbers in different orders differ by rounding, by how much
-depends on the processor. A test that compares them therefore measures it: one process trains the
-same model again with every sum taken in other orders (:func:`other_sums`). What must be found
-nevertheless is an error that is planted into one process (:func:`plant`).
+Programs that compute the same numbers in different orders differ by rounding, and the difference
+depends on the processor. Tests therefore measure it: one process trains the same model again with
+every sum computed in other orders (:func:`other_sums`). Tests must still detect an error that is
+planted into one process (:func:`plant`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 def layer_norms(run: Run) -> dict[str, float]:
     """Returns the norm of each layer's gradients, by the layer's global name. Collective.
 
-    Parameters outside of layers, such as those of the embedding, stand by their own names. Call it
-    when the gradients are complete, before the optimizer uses them.
+    Parameters outside of layers, such as the embedding, are listed by their own names. Call it when
+    the gradients are complete, before the optimizer uses them.
     """
     _complete_gradients(run)
     scale = float(run.optimizer.get_loss_scale())
@@ -49,7 +49,7 @@ def layer_norms(run: Run) -> dict[str, float]:
 
 
 def _complete_gradients(run: Run) -> None:
-    """Gathers the gradients that a distributed optimizer left each replica only a part of."""
+    """Gathers gradients of which a distributed optimizer leaves each replica only a shard."""
     for chunk in run.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
             continue
@@ -64,7 +64,7 @@ def _complete_gradients(run: Run) -> None:
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
     """Returns the global name of the layer that each parameter of a chunk belongs to."""
     names: dict[str, str] = {}
-    # Predicting layers come last: each of them holds a transformer layer.
+    # Prediction layers come last, because each of them contains a transformer layer.
     for kind, name in (
         (TransformerLayer, "layer"),
         (MultiTokenPredictionLayer, "predicting layer"),
@@ -80,7 +80,8 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
     """Multiplies matrices in two parts, and adds the first part of the terms last.
 
     Args:
-        product: Form of the operator that writes to ``out``, which :func:`other_sums` leaves alone.
+        product: Overload of the operator that writes to ``out``; :func:`other_sums` does not
+            replace it.
         left: Left matrix or matrices.
         right: Right matrix or matrices.
         divisor: Number of terms, divided by the number of terms in the first part.
@@ -100,7 +101,7 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
 
 
 class _OtherProducts:
-    """Multiplies matrices in two parts; a method replaces the operator of its name.
+    """Multiplies matrices in two parts; each method replaces the operator of the same name.
 
     Args:
         divisor: Number of terms, divided by the number of terms in the first part.
@@ -145,10 +146,10 @@ class _OtherProducts:
 
 @contextlib.contextmanager
 def other_sums(variant: str) -> Iterator[None]:
-    """Runs its body with sums in another order if the variant of a case asks for that.
+    """Computes sums in another order within its body if the variant asks for it.
 
-    Only the operators that multiply matrices are replaced. A ``TorchDispatchMode`` would see every
-    operator, and training would take more than twice as long.
+    Only matrix multiplications are replaced. A ``TorchDispatchMode`` would intercept every
+    operator, which makes training more than twice as slow.
     """
     if variant not in OTHER_SUMS:
         yield
@@ -164,11 +165,11 @@ def other_sums(variant: str) -> Iterator[None]:
 
 
 def plant(run: Run, variant: str) -> None:
-    """Plants an error into a run of one process, for all of its steps.
+    """Plants an error into all steps of a run of one process.
 
     Args:
-        run: the run as built, before its first step.
-        variant: one of ``variants.PLANTED``.
+        run: Run before its first step.
+        variant: Item of ``variants.PLANTED``.
     """
     if variant == SCALED_LAYER:
         layers = [m for m in run.chunks[0].modules() if isinstance(m, TransformerLayer)]

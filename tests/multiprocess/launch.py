@@ -1,8 +1,8 @@
-"""Runs programs as ranks on this machine, with a time limit that leaves no process behind.
+"""Runs programs as ranks on this machine, with a timeout that leaves no process behind.
 
-Ranks are forked from one process for each process of the tests, the fork server of a job's nodes:
-importing torch and megatron-core takes longer than most programs. If the launcher itself is under
-test, or the imports of a user's process, tests start processes of their own.
+Each process of the tests has one fork server, the same program as on a job's nodes. Ranks are
+forked from it, because importing torch and megatron-core takes longer than most programs. Tests of
+the launcher, or of the imports of a user's process, start new processes instead.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TRANSFORMERS = (
 
 
 class Forkserver:
-    """A process that has imported what ranks need, and forks programs.
+    """Runs a process that has imported what ranks need, and forks programs from it.
 
     Not thread-safe.
 
     Args:
-        python_path: Folders from which it imports before the environment.
-        program: Program that serves, if ranks need other imports than those of a node.
-        variables: Further variables of its environment.
+        python_path: Folders that precede the environment's import path.
+        program: Program of the server, if ranks need other imports than a node's ranks.
+        variables: Further environment variables of the server.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         if python_path == str(ROOT) and SOCKET in os.environ:
-            # Tests that another test runs: its server forks this one, with all imports.
+            # This process runs inside a test of another process, whose server forks this server
+            # too.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -99,8 +100,8 @@ class Forkserver:
 
         Args:
             command: Script and its arguments, or ``-m``, a module and its arguments.
-            output: File to which its output is added.
-            error: File to which its errors are added; may be the same.
+            output: File to which standard output is appended.
+            error: File to which standard error is appended; may be the same file.
             variables: Whole environment.
         """
         key = str(next(self._keys))
@@ -120,12 +121,12 @@ class Forkserver:
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the parent of nodes' fork servers, and variables of jobs that are to use it.
+        """Returns the parent of the nodes' fork servers, and the variables with which jobs use it.
 
         See ``forked_nodes/sitecustomize.py``.
 
         Args:
-            modules: Modules that it imports besides those of a node's fork server.
+            modules: Modules to import besides those of a node's fork server.
         """
         if tuple(modules) not in self._nodes:
             path = self._folder / f"nodes{len(self._nodes)}"
@@ -142,7 +143,7 @@ class Forkserver:
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
-        """Waits until all programs have ended or one has failed; returns those statuses."""
+        """Waits until all programs have exited or one has failed; returns their exit statuses."""
         end_s = time.monotonic() + limit_s
         while True:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
@@ -150,7 +151,7 @@ class Forkserver:
                 return ended
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Ends programs that still run, and all that they started."""
+        """Terminates programs that still run, and all their descendants."""
         left = [key for key in keys if key not in self._ended]
         families: list[psutil.Process] = []
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 10.0)):
@@ -170,14 +171,14 @@ class Forkserver:
                 member.kill()
 
     def close(self) -> None:
-        """Ends it and all that it forked."""
+        """Kills the server and all processes that it forked."""
         self._process.kill()
         self._process.wait(10)
         self._orders.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, end_s: float) -> bool:
-        """Takes in messages; returns false if the time is over or the fork server ended."""
+        """Reads messages; returns false after the timeout or if the fork server exited."""
         if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return False
         data = self._orders.recv(1 << 16)
@@ -197,15 +198,15 @@ def _servers() -> dict[str, Forkserver]:
 
 
 def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> Forkserver:
-    """Returns the fork server of this process for a path, which the first call starts.
+    """Returns the fork server of this process for a path; the first call starts it.
 
-    A path without another ``megatron`` has the same imports as this checkout, and so its server:
-    forked ranks add folders of their own.
+    A path without another ``megatron`` uses the server of this checkout, because its imports are
+    the same. Forked ranks then add the folders of the path.
 
     Args:
-        python_path: Folders from which it imports before the environment.
-        modules: Modules that it imports besides those of a node's fork server, such as
-            ``TRANSFORMERS``; then it is itself forked from the server of this checkout.
+        python_path: Folders that precede the environment's import path.
+        modules: Modules to import besides those of a node's fork server, such as ``TRANSFORMERS``.
+            A server with such modules is forked from the server of this checkout.
     """
     servers = _servers()
     if modules:
@@ -222,9 +223,9 @@ def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> For
 
 
 def free_port() -> int:
-    """Returns a port of TCP at which nobody listens, and which the system gives to nobody.
+    """Returns an unused TCP port outside of the system's ephemeral range.
 
-    A port of the system's own range could be taken before the test opens it.
+    Another program could be given an ephemeral port before the test opens it.
     """
     first = int(PORT_RANGE.read_text().split()[0])
     draw = random.SystemRandom()
@@ -245,7 +246,7 @@ def wait_until(
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Returns whether a process has ended, whoever is to ask for its status."""
+    """Returns whether a process has exited, even if its parent has not reaped it."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -254,7 +255,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Gives a new folder a disk of a size, such as ``16m``; skips the test without the rights."""
+    """Mounts a disk of a size, such as ``16m``, at a new folder; skips the test if it may not."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -267,21 +268,21 @@ def limited_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def forking(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns an environment in which ranks of the trainer that a launcher starts are forked.
+    """Returns an environment in which a launcher's ranks of the trainer are forked.
 
     Args:
-        modules: Modules that they have besides those of a node's fork server.
+        modules: Modules that forked ranks have imported besides those of a node's fork server.
     """
     return environment(**forkserver().nodes(modules)[1])
 
 
 def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns an environment in which every Python program is forked, and those that it starts.
+    """Returns an environment in which every Python program and its descendants are forked.
 
-    For programs of which neither imports nor memory count, which a forked one has already.
+    Use it only for programs whose imports and memory are not tested, since a fork has both already.
 
     Args:
-        modules: Modules that they have besides those of a node's fork server.
+        modules: Modules that forks have imported besides those of a node's fork server.
     """
     return {**forking(modules), "TESTS_FORK_EVERY": "1"}
 
@@ -301,12 +302,13 @@ def run_ranks(
         command: Script and its arguments, or ``-m``, a module and its arguments.
         world_size: Number of ranks.
         log: File for the output of all ranks; they run in its folder.
-        limit_s: Seconds, which ranks find in ``WATCHDOG_S``; five later all are killed.
-        python_path: Folders from which ranks import before the environment.
-        modules: Modules that they have from the start, see :func:`forkserver`.
+        limit_s: Timeout in seconds, which ranks get as ``WATCHDOG_S``. Five seconds later they are
+            killed.
+        python_path: Folders that precede the environment's import path.
+        modules: Modules that ranks have imported at the start, see :func:`forkserver`.
 
     Returns:
-        The status of the first rank that failed, 0 if none did, ``None`` where they were killed.
+        Status of the first rank that failed, 0 if none failed, ``None`` if ranks were killed.
     """
     ranks = Ranks(
         command,
@@ -326,12 +328,12 @@ def run_ranks(
 
 
 class Ranks:
-    """Ranks of a job that run while the test continues; see :func:`run_ranks`.
+    """Runs ranks of a job while the test continues; see :func:`run_ranks`.
 
     Args:
-        command: Command of a rank; it and the next four are those of :func:`run_ranks`.
-        variables: Further variables of their environment.
-        server: Fork server, the one of this process if ``None``.
+        command: Command of a rank. It and the next four arguments are those of :func:`run_ranks`.
+        variables: Further environment variables.
+        server: Fork server; ``None`` uses the server of this process.
 
     Attributes:
         server: Fork server of the ranks.
@@ -361,7 +363,7 @@ class Ranks:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Returns those that still run."""
+        """Returns the ranks that still run."""
         alive = []
         for key in self.keys:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -369,16 +371,16 @@ class Ranks:
         return alive
 
     def wait(self, limit_s: float) -> list[int]:
-        """Waits until all have ended or one has failed; returns those statuses."""
+        """Waits until all ranks have exited or one has failed; returns the known statuses."""
         return [*self.server.wait(self.keys, limit_s).values()]
 
     def kill(self) -> None:
-        """Ends those that still run."""
+        """Terminates the ranks that still run."""
         self.server.kill(self.keys)
 
 
 def meeting() -> Any:
-    """Returns a store in which ranks meet, as in that of their launcher under torchrun."""
+    """Returns a store for the ranks' rendezvous, in place of the store of a launcher."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -387,7 +389,7 @@ def meeting() -> Any:
 def rank_variables(
     world_size: int, limit_s: float, port: int, python_path: str = str(ROOT)
 ) -> dict[str, str]:
-    """Returns what ``torchrun`` adds to the environment of all ranks alike."""
+    """Returns the environment variables that ``torchrun`` sets equally on all ranks."""
     return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),
@@ -423,12 +425,12 @@ def torchrun(
         arguments: Arguments of the program.
         world_size: Number of ranks.
         log: File for the output of all ranks.
-        limit_s: Seconds, see :func:`run_ranks`.
-        fresh: Whether ranks import everything themselves, started by torchrun.
-        python_path: Folders from which other ranks import before the environment.
+        limit_s: Timeout in seconds, see :func:`run_ranks`.
+        fresh: Whether torchrun starts new processes, which import everything themselves.
+        python_path: Folders that precede the environment's import path of forked ranks.
 
     Raises:
-        AssertionError: A rank failed; holds the end of their output.
+        AssertionError: A rank failed; the message contains the end of the output.
     """
     if fresh:
         status = _run_fresh(script, arguments, world_size, log, limit_s)
@@ -440,7 +442,7 @@ def torchrun(
             limit_s=limit_s,
             python_path=python_path,
         )
-    said = "ended with status " + str(status) if status is not None else "had to be killed"
+    said = "exited with status " + str(status) if status is not None else "were killed"
     assert status == 0, f"{world_size} ranks of {script.name} {said}:\n{tail(log)}"
 
 
@@ -462,11 +464,11 @@ def _run_fresh(
 def start(
     command: Sequence[str | Path], log: Path, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a program in a session of its own.
+    """Starts a program in a new session.
 
     Args:
         command: Program and its arguments.
-        log: New file for its output; it runs in that folder.
+        log: New file for the output; the program runs in the file's folder.
         variables: Whole environment.
     """
     with log.open("w") as output:
@@ -489,17 +491,17 @@ def run_forked(
     variables: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program as ``subprocess.run`` does, forked from what has imported torch already.
+    """Runs a program as ``subprocess.run`` does, forked from a process that has imported torch.
 
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
-        folder: Folder in which it runs.
-        limit_s: Seconds after which it is killed.
-        variables: Variables of its environment besides :func:`environment`.
-        modules: Modules that it has from the start, see :func:`forkserver`.
+        folder: Working directory.
+        limit_s: Timeout in seconds, after which the program is killed.
+        variables: Environment variables besides :func:`environment`.
+        modules: Modules that the program has imported at the start, see :func:`forkserver`.
 
     Raises:
-        AssertionError: It took longer; holds the end of its output.
+        AssertionError: The program timed out; the message contains the end of its output.
     """
     server = forkserver(modules=modules)
     with tempfile.TemporaryDirectory(prefix="tests-output-") as name:
@@ -522,9 +524,9 @@ SMALL_GPT = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 1 "
     "--tokenizer-type NullTokenizer --vocab-size 255"
 )
-"""Flags of a model for ``worker.py``, without its layers and iterations.
+"""Flags of a model for ``worker.py``, without numbers of layers and iterations.
 
-255 tokens and the end of document: 256 rows for every tensor-parallel size.
+255 tokens and the end of document give 256 rows, which every tensor-parallel size divides.
 """
 _FOUR = """
 {"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
@@ -533,19 +535,19 @@ _FOUR = """
 {"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
 """.replace("\n", "")
 UNLIKE_LAYERS = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
-"""Flags of layers of four shapes, each twice."""
+"""Flags of layers of four kinds, each used twice."""
 
 
 class CaseRuns:
     """Runs ``worker.py`` and keeps the results of each case's ranks.
 
-    All cases of a world size train in one job, which begins when one of them is asked for: starting
-    processes takes longer than training.
+    All cases of a world size train in one job, because starting processes takes longer than
+    training. The job starts when one of its cases is requested.
 
     Args:
         cases_of: Function that returns the cases of a world size.
-        new_folder: Function that makes a folder of a name, such as ``tmp_path_factory.mktemp``.
-        limit_s: Seconds for a job.
+        new_folder: Function that makes a folder with a name, such as ``tmp_path_factory.mktemp``.
+        limit_s: Timeout of a job in seconds.
     """
 
     def __init__(
@@ -562,7 +564,7 @@ class CaseRuns:
         self._errors: dict[int, str] = {}
 
     def __call__(self, size: int, name: str) -> dict[str, Any]:
-        """Returns the result of a case of a world size; AssertionError if it did not end."""
+        """Returns the result of a case; raises AssertionError if the case did not finish."""
         if size not in self.folders:
             self._train(size)
         results = self._results.get(size, {})
@@ -584,6 +586,6 @@ class CaseRuns:
 
 
 def tail(path: Path, limit: int = 12_000) -> str:
-    """Returns the end of a file."""
+    """Returns the last characters of a file."""
     text = path.read_text(errors="replace")
     return text if len(text) <= limit else f"...{text[-limit:]}"

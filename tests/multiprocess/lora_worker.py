@@ -1,9 +1,9 @@
-"""Ranks that train adapters in many shapes and compare losses and gradients with those of PEFT.
+"""Trains adapters in many shapes and compares losses and gradients with those of PEFT.
 
-Usage: ``lora_worker.py FOLDER``. ``cases.json`` there lists models and flags. In a model's folder
-lie ``adapters`` as PEFT saved them, and ``trained.safetensors``: the ``tokens`` of each microbatch,
-the loss of each step, and the first step's gradients by PEFT's names. Rank 0 prints how far off
-both are, relative to the largest number among those expected.
+Usage: ``lora_worker.py FOLDER``, as ranks of a job. ``cases.json`` in that folder lists models and
+flags. A model's folder contains ``adapters`` as saved by PEFT, and ``trained.safetensors``: the
+``tokens`` of each microbatch, the loss of each step, and the first step's gradients by PEFT's
+names. Rank 0 prints the errors of both, relative to the largest expected number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-gra
 BASE += " --lora-dropout 0 --seq-length 12"
 
 
-# Gradients by name, shape of the whole, and place in it.
+# Shards of gradients by name, global shape, and offset.
 Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
@@ -56,7 +56,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns the gradients of this rank by name, shape of the whole, and place in it."""
+    """Returns the gradients of this rank by name, global shape, and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]
@@ -79,12 +79,12 @@ def shards_of_gradients(run: Run) -> Shards:
 
 
 def is_where_a_backward_ends(_module: Any, _given: Any, output: torch.Tensor) -> None:
-    """Checks that nothing asks for gradients before the first adapter."""
+    """Checks that no gradients are required before the first adapter."""
     assert not output.requires_grad
 
 
 def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[str, torch.Tensor]:
-    """Puts gradients of all ranks together under their names there."""
+    """Assembles the gradients of all ranks under their Hugging Face names."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for (name, shape, offset), data in part.items():
@@ -106,7 +106,7 @@ def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[st
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Returns this replica's microbatches, of ``tokens [n, 1, length]`` of all."""
+    """Returns this replica's microbatches from ``tokens [n, 1, length]`` of all replicas."""
     replicas = parallel_state.get_data_parallel_world_size()
     length = tokens.shape[-1] - 1
     return [
@@ -125,7 +125,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     expected = load_file(model / "trained.safetensors")
     tokens, losses = expected.pop("tokens"), expected.pop("losses")
     arguments = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
-    # One more id comes on top, for the end of documents.
+    # The trainer adds one id for the end of documents.
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     arguments += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
     config = parse([*arguments, *case["flags"]], world_size=dist_size(), last_wins=True)
@@ -150,7 +150,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         pipeline_losses = next(torch.tensor(values) for values, _ in parts if values)
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(pipeline_losses, losses):.3e} {line}", flush=True)
-        if not is_sharded:  # a replica then has the sum of its share alone
+        if not is_sharded:  # a sharded replica has only the sum of its share
             adapters = adapter_tensors(config, core_tensors(config, family))
             whole_gradients = joined([shards for _, shards in parts], adapters)
             assert whole_gradients.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""``--trace-detail collectives``: waits for the slowest member, and losses that stay the same."""
+"""Tests that ``--trace-detail collectives`` records waits for the slowest rank and keeps losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = (
     " --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2"
     " --use-distributed-optimizer"
 ).split()
-# The trainer, in which one rank arrives late at the collective after each block of layers.
+# The trainer, with one rank that arrives late at the collective after each block of layers.
 SCRIPT = f"""
 import os, runpy, time
 from megatron.core.transformer.mlp import MLP
@@ -49,7 +49,7 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of the slices of a rank's computations, each below those around it."""
+    """Returns the names of a rank's compute slices, each after the names of its parent slices."""
     (thread,) = (
         (event["pid"], event["tid"])
         for event in events
@@ -69,7 +69,7 @@ def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains on four ranks, and returns losses and gradient norms of the log."""
+    """Trains on four ranks, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     script = folder / "pretrain_gpt.py"
@@ -84,7 +84,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def of_group(run: RunTrace, name: str, ranks: tuple[int, ...]) -> JoinedCollectives:
-    """Returns the collectives of a group in the last iteration."""
+    """Returns the collectives of a process group in the last iteration."""
     (joined,) = (
         joined
         for joined in join_collectives(run, [3])
@@ -103,10 +103,10 @@ def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFi
     run = read_run(folder)
     slow = of_group(run, "tensor all-reduce", (0, 1))
     other = of_group(run, "tensor all-reduce", (2, 3))
-    # Two of each layer's forward and backward; the loss and the embedding have further ones.
+    # Each layer has two in forward and two in backward; the loss and the embedding have more.
     assert slow.per_step == other.per_step >= 4 * LAYERS * MICROBATCHES
-    assert (slow.wait_ns.min(axis=1) == 0).all()  # the last member waits for nobody
-    # Other programs delay ranks too, so do not expect this of every planted delay.
+    assert (slow.wait_ns.min(axis=1) == 0).all()  # the last member does not wait
+    # Other programs delay ranks too, so only some of the planted delays must be visible.
     is_late = slow.held_up_ns[:, SLOW_RANK] > 0.8e9 * DELAY_S
     assert is_late.sum() >= 2
     assert (slow.wait_ns[is_late, 0] > 0.8e9 * DELAY_S).all()

@@ -1,4 +1,4 @@
-"""A replica that slows down gets fewer microbatches, and the numbers stay those of the run."""
+"""Tests that a slow replica gets fewer microbatches, and that losses do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = tmp_path / "record.json"
-    # Sleep counts for more than whatever else the machine does.
+    # Sleeping takes longer than any delay that other programs cause.
     slow = {"LAYER_MS": "8", "SLOW_RANKS": "0", "SLOW_FACTOR": "3", "SLOW_STEPS": f"{FIRST}-{END}"}
     for name, value in slow.items():
         monkeypatch.setenv(name, value)
@@ -45,13 +45,13 @@ def test_a_slow_replica_gets_less_and_losses_stay(
     counts = {step: len(loaded.dealt(step, BATCH)[0]) for step in loaded.steps}
     assert len(counts) == len(dealt) == LAST
 
-    # Others work on this machine too: most steps count. Ideal are 10 of 40.
+    # Other programs use this machine too, so only the median counts. The ideal share is 10 of 40.
     slowed, after = range(FIRST + 3, END), range(END + 3, LAST + 1)
     assert statistics.median(counts[step] for step in slowed) <= 15, counts
     assert statistics.median(counts[step] for step in after) >= 17, counts
 
     monkeypatch.setenv("LAYER_MS", "0")
-    # Bit by bit where the same replicas had the same microbatches.
+    # Replicas that get the same microbatches compute bitwise equal losses.
     again = losses_of(tmp_path / "again", *balanced, "--replay-schedule", str(record))
     assert again == dealt
     undealt = losses_of(tmp_path / "undealt", "--balance-replicas", "off")

@@ -1,4 +1,4 @@
-"""A job says by itself which of its ranks is slow."""
+"""Tests that the log of a job names the rank that is slow."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from .launch import TIMED_LAYERS, Ranks, tail, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(300)]
 
-# A layer for each rank, which sleeps for long and computes little: other programs on the processors
-# make what is computed several times as long, and must not hide which rank sleeps longer.
+# One layer per rank, which sleeps long and computes little. Other programs can slow computation
+# down several times, which must not hide the rank that sleeps longer.
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
@@ -30,10 +30,10 @@ def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
         return [line for line in log.read_text().splitlines() if "warning: slow rank:" in line]
 
     try:
-        # The diagnosis has the lowest priority, so that it takes long on a busy machine.
+        # The diagnosis runs at the lowest priority, so it is slow on a busy machine.
         wait_until(lambda: told() or not ranks.processes(), lambda: tail(log), LIMIT_S, 0.2)
     finally:
         ranks.kill()
-    # A link may be slow as well: on a busy machine messages are.
+    # The log may also name a slow link if the machine is busy.
     assert len(told()) == 1, tail(log)
     assert "slow rank: rank 0 (stage 0," in told()[0]

@@ -1,13 +1,13 @@
-"""Every way of cutting and ordering the work gives the numbers of one process.
+"""Tests that every parallel shape and schedule gives the numbers of one process.
 
 The reference is megatron-core's own loop in a single process. Each case trains the same model on
-the same samples; what must agree is the loss, the gradient norm and the gradient norm of each layer
-in every iteration, and the validation loss in between.
+the same samples. The loss, the gradient norm and the gradient norm of each layer must agree in
+every iteration, and so must the validation loss in between.
 
-How far rounding alone may take them apart depends on the processor, so the tests measure it: one
-process trains each model once more, with the sums of all matrix products in another order. A case
-may be a few times as far from the reference as that. Errors planted into one process, far smaller
-than those that real faults cause, must be farther.
+The difference that rounding causes depends on the processor, so the tests measure it: one process
+trains each model again, with the sums of all matrix multiplications in another order. A case may
+differ from the reference by a few times as much. Errors planted into one process, which are far
+smaller than those of real faults, must exceed this limit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ REL = 1e-5
 
 
 def each(cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: those with four ranks are for a whole run, for others show the same."""
+    """Returns parameters of a test, of which those with four ranks run only in the long suite."""
 
     def ranks(value: Any) -> int:
         return value.world_size if isinstance(value, Case) else max(map(ranks, value))
@@ -85,7 +85,7 @@ def each(cases: Iterable[Any]) -> list[Any]:
 
 
 def cases_of(item: pytest.Item) -> list[Case]:
-    """The cases that a test looks at, their references included."""
+    """Returns the cases that a test uses, including their references."""
     arguments = getattr(item, "callspec", None)
     if arguments is None or item.path != Path(__file__):
         return []
@@ -99,7 +99,7 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What the ranks of a case saw; all selected cases of a world size train in one job."""
+    """Returns the results of a case; all selected cases of a world size train in one job."""
     cases = [case for item in request.session.items for case in cases_of(item)]
 
     def of_size(size: int) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def new_folder(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write_files(folder)  # named relative to where the ranks run
+        write_files(folder)  # flags name them relative to this folder
         return folder
 
     runs = CaseRuns(of_size, new_folder, LIMIT_S)
@@ -115,7 +115,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_all_shapes_are_there() -> None:
-    # TP, PP, chunks, DP: what fits four processes.
+    # TP, PP, chunks and DP of all shapes with up to four processes.
     shapes = {(case.tp, case.pp, case.chunks, case.dp) for case in SHAPES}
     assert shapes == {
         *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2)),
@@ -142,7 +142,7 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # Each part of a sequence counts alike, whatever its number of tokens.
+        # The loss gives each part of a sequence the same weight, whatever its number of tokens.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -160,9 +160,9 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
 def test_planted_errors_are_found(planted: Case, outcome: Outcome) -> None:
     limits = tolerances(planted.reference, outcome)
     expected = steps_of(planted.reference, outcome)
-    # The first step has to show the error.
+    # The error must exceed the limits in the first step.
     assert too_far(steps_of(planted, outcome), expected, limits)
-    # No case of this model may hide an error in one layer's gradients behind rounding.
+    # An error in one layer's gradients must exceed the limits of every case of this model.
     assert all(
         values[0] < MISSING_SHARE / 2 for name, values in limits.items() if "norm of" in name
     )
@@ -223,7 +223,7 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 
 @pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
-    # bf16 has 8 bits: what is tested is that nothing is lost or counted twice.
+    # bf16 has 8 bits of precision: the test only shows that nothing is lost or counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_close_numbers(case, outcome, 0.02)
 
@@ -235,7 +235,7 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     for other in others:
         assert losses_of(other, outcome(other)) == losses, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
-    # Dropout was on: the numbers are not those without it, though near.
+    # The numbers with dropout are near those without it, but not equal.
     reference = losses_of(PLAIN, outcome(PLAIN))[:SHORT_STEPS]
     assert losses != pytest.approx(reference, rel=1e-4)
     assert losses == pytest.approx(reference, rel=0.1)
@@ -259,7 +259,7 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # A run that stops as a V, continues as a loop of other stages and then as a V again.
+    # A run that stops as a V, continues as a loop with another partition, and then as a V again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 
@@ -269,7 +269,7 @@ def test_stages_compute_the_same_wherever_they_are(
 def test_static_schedule_is_followed(case: Case, outcome: Outcome) -> None:
     placement = Placement(num_ranks=case.pp, num_chunks=case.chunks)
     schedule = make_schedule(case.schedule, placement, 8 // case.dp)
-    # Ranks count tensor-parallel first, then data-parallel, then the pipeline.
+    # Tensor-parallel ranks are numbered first, then data-parallel ranks, then pipeline ranks.
     for rank, order in enumerate(outcome(case)["orders"]):
         assert order == [str(action) for action in schedule.orders[rank // (case.tp * case.dp)]]
 
@@ -281,5 +281,5 @@ def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> N
     orders = outcome(case)["orders"]
     for first in range(0, case.world_size, case.tp):
         assert all(order == orders[first] for order in orders[first : first + case.tp])
-        kinds = 3 if case.pp > 1 else 2  # backwards stay whole on one pipeline rank
+        kinds = 3 if case.pp > 1 else 2  # a single pipeline rank does not split backwards
         assert len(set(orders[first])) == kinds * case.chunks * 8 // case.dp

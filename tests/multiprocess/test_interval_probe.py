@@ -1,4 +1,4 @@
-"""``--probe-interval``: a job names its slow link while it trains."""
+"""Tests that a job with ``--probe-interval`` reports a slow link during training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRIES = 3
 
 
 def probe_lines(folder: Path) -> list[str]:
-    """Runs the job and returns the lines of its probe."""
+    """Runs the job and returns the probe's lines in its log."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]
@@ -48,7 +48,8 @@ def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
         assert not any("probe: ranks 0 and 1" in line for line in lines), lines
         if any("probe: ranks 1 and 2 on node" in line for line in lines):
             break
-        # Links of a slow rank are not compared, and other programs may slow a rank for a moment.
+        # The probe skips the links of a slow rank, and other programs may slow a rank down for a
+        # moment.
         assert any(f"probe: rank {rank} on node" in line for rank in range(3) for line in lines), (
             lines
         )

@@ -1,4 +1,4 @@
-"""``--trace-detail layers``: times of layers fit into those of the actions, and change nothing."""
+"""Tests that ``--trace-detail layers`` records layer times within actions and keeps losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 200.0
 
 
 def losses(folder: Path, *flags: str) -> list[str]:
-    """Trains, and returns the losses of the log."""
+    """Trains, and returns the losses and gradient norms in the log."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS, "--trace-dir", "traces", *flags]
@@ -42,7 +42,7 @@ def losses(folder: Path, *flags: str) -> list[str]:
 
 
 def fits(rank: RankTrace, iteration: int) -> None:
-    """Checks that layers ran once per microbatch, within the actions."""
+    """Checks that each layer ran once per microbatch, within its action."""
     rows = rank.layers(iteration)
     assert [row[0] for row in rows] == list(range(LAYERS))
     assert [row[3] for row in rows] == [MICROBATCHES] * LAYERS
@@ -52,12 +52,12 @@ def fits(rank: RankTrace, iteration: int) -> None:
         of_layers = [row[column] for row in rows]
         assert min(of_layers) > 0
         assert sum(of_layers) <= whole_ns
-        # Embedding, head and loss are small in this model.
+        # The embedding, the output layer and the loss are cheap in this model.
         assert sum(of_layers) > 0.2 * whole_ns
 
 
 def has_kernels(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that the second iteration has operators, within the actions that ran them."""
+    """Checks that operators were recorded for the second iteration, each within its action."""
     run = read_run(folder)
     (step,) = read_steps(run, 0)
     assert (step.iteration, step.device) == (2, "cpu")

@@ -1,4 +1,4 @@
-"""A rank that gets less of the processors is named, with what takes them from it."""
+"""Tests that the diagnosis names a rank with too little processor time, and the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def reasons(folder: Path) -> list[Reason]:
-    """Trains two ranks, of which one is hindered, and returns the reasons in the diagnosis."""
+    """Trains two ranks, one of them slowed down, and returns the reasons in the diagnosis."""
     traces = folder / "traces"
     arguments = [*FLAGS.split(), "--trace-dir", str(traces)]
     torchrun(SCRIPT, arguments, world_size=2, log=folder / "log.txt", limit_s=120.0)
@@ -57,7 +57,7 @@ def test_a_rank_beside_another_program(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group whose processes may use a sixth of a processor."""
+    """Makes a control group whose processes may use a sixth of a processor."""
     name = f"megatron-adaptive-test-{os.getpid()}"
     for root in GROUPS:
         folder = root / name

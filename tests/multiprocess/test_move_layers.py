@@ -1,4 +1,4 @@
-"""Layers that go to other stages between two steps leave the numbers of training as they are."""
+"""Tests that moving layers between stages during training does not change the numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXPERTS = (
     "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
 )
-# Flags, the partition after iteration 2 and the one after iteration 4. Some stages are empty for a
-# while, some stay as they are, some give a layer and get another.
+# Flags, and the partitions after iterations 2 and 4. Stages become empty, keep their layers, or
+# give one layer away and get another.
 SHAPES = {
     "pp4": ("--pipeline-model-parallel-size 4", "3-1-2-2", "0-4-1-3"),
     "pp2 dp2 distributed": (f"--pipeline-model-parallel-size 2 {DISTRIBUTED}", "3-5", "7-1"),
@@ -57,7 +57,7 @@ SHAPES = {
         "0-2-2-4",
     ),
     "pp4 unlike": (f"--pipeline-model-parallel-size 4 {UNLIKE_LAYERS}", "3-1-2-2", "0-4-1-3"),
-    # The norm before the predictions goes with the last layer.
+    # The norm before the prediction layers moves with the last layer.
     "pp2 ep2 mtp alltoall distributed": (
         f"{EXPERTS} {DISTRIBUTED} --moe-token-dispatcher-type alltoall --mtp-num-layers 1 "
         "--position-embedding-type rope",
@@ -76,12 +76,12 @@ RESUMED = "pp2 dp2 distributed"
 
 
 def layers(partition: str) -> list[int]:
-    """The layers of each stage."""
+    """Returns the number of layers of each stage."""
     return [int(part) for part in partition.split("-")]
 
 
 def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
-    """A case for the worker."""
+    """Returns a case for the worker."""
     all_flags = f"{BASE} --clip-grad 0 {flags}".split()
     defaults = {
         "name": name,
@@ -95,7 +95,7 @@ def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """What all ranks saw, by case."""
+    """Returns the results of all ranks by case."""
     cases = []
     for name, (flags, first, second) in SHAPES.items():
         moves = {"2": layers(first), "4": layers(second)}

@@ -1,4 +1,4 @@
-"""A rank that becomes slow gives layers to another while the job trains; a quiet job does not."""
+"""Tests that a rank that becomes slow gives layers away, and that an even job moves none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = re.compile(
 
 
 def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, float], str]:
-    """Losses by iteration, and the log."""
+    """Trains, and returns the losses by iteration, and the log."""
     log = folder.with_suffix(".txt")
     arguments = [*FLAGS.split(), "--progress-dir", str(folder), *extra]
     torchrun(TIMED_LAYERS, arguments, world_size=world_size, log=log, limit_s=LIMIT_S)
@@ -40,13 +40,13 @@ def train(folder: Path, *extra: str, world_size: int = 2) -> tuple[dict[int, flo
 
 
 def losses_in(folder: Path | str) -> dict[int, float]:
-    """Losses by iteration in a folder's progress."""
+    """Returns the losses by iteration in a folder's progress file."""
     lines = map(json.loads, Path(folder, PROGRESS_NAME).read_text().splitlines())
     return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
 
 def partition_in(saved: Path) -> list[int]:
-    """The partition that a job's one checkpoint was written under."""
+    """Returns the partition with which a job's only checkpoint was written."""
     (manifest,) = saved.glob("*/manifest.json")
     settings = json.loads(manifest.read_text())["config"]
     return settings["schedule"]["partition"]  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # Far more than other work on this machine could make of an equal rank.
+    # Other programs on this machine cannot make a move this useful if ranks are equally fast.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -69,7 +69,7 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert first + second == 6
     assert second < 3
     assert moved == {iteration: quiet[iteration] for iteration in range(1, 8)}
-    # Traces and checkpoints name the partition that was in use, and training continues from them.
+    # Traces and checkpoints contain the current partition, and a checkpoint can be resumed.
     assert read_run(f"{traces}-1").ranks[0].header.layers == (3, 3)
     assert read_run(traces).ranks[0].header.layers == (first, second)
     assert partition_in(saved) == [first, second]
@@ -98,7 +98,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert (header.layers, header.placement) == (layers, kind)
     placement = Placement(num_ranks=2, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     assert sum(layers[placement.stage_of(1, chunk)] for chunk in range(2)) < 4
-    # Traces and what the trainer says of its progress go on in another folder.
+    # The trace and the progress file continue in another folder.
     assert read_run(f"{folder}-1").complete_iterations() == (1, 2, 3, 4)
     assert read_run(folder).complete_iterations() == (5, 6, 7, 8)
     before = losses_in(f"{folder}-1")
@@ -110,7 +110,7 @@ def test_auto_chooses_layers_together_with_the_order_of_work(
     assert {number: (before | moved)[number] for number in both} == {
         number: still[number] for number in both
     }
-    # Means, learning rates and loss scales go on across the move.
+    # Averages, learning rates and loss scales continue after the move.
     assert len(numbers(log)) >= 8
     assert numbers(log) == numbers(plain_log)
 
@@ -143,7 +143,7 @@ def numbers(log: str) -> list[str]:
 def test_expert_layers_are_not_taken_for_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two of six layers take a sixth of the others: three a stage are not even."""
+    """Checks that dense layers count less: here a sixth, so three layers per stage are uneven."""
     experts = (
         "--num-experts 4 --moe-layer-freq [0,0]+[1]*4 --moe-ffn-hidden-size 32 "
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -156,7 +156,7 @@ def test_expert_layers_are_not_taken_for_dense_ones(
     traced = ["--trace-dir", str(traces), "--diagnose-interval", "0"]
     moved, log = train(tmp_path / "moved", *experts, *traced, world_size=4)
     assert re.search("repartition: 3-3 -> [45]-[12]: ", log), log
-    # Layers that moved are measured where they are.
+    # Layers that moved are measured on their new stage.
     tokens: dict[int, Counter[int]] = {}
     for trace in read_run(traces).ranks.values():
         for layer, _, *counts in trace.experts[11].tokens:

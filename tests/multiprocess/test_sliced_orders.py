@@ -1,4 +1,4 @@
-"""Orders of slices are chosen, recorded, repeated and read from a file by the trainer."""
+"""Tests that the trainer chooses, records, replays and reads orders of slices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-LIMIT_S = 200.0  # one job; two idle processors take a tenth of it
-# Ranks wait half of the timeout for a choice. A busy machine needs more than half a minute for it.
+LIMIT_S = 200.0  # per job; an idle machine with two processors takes a tenth of it
+# Ranks wait half of the timeout for a choice, which can take half a minute on a busy machine.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 3 --lr 1e-3 "
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
-    """Losses of all iterations."""
+    """Returns the losses of all iterations."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
     torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
@@ -42,7 +42,7 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Orders of both ranks by step."""
+    """Returns the orders of both ranks by step."""
     loaded = ScheduleRecord.load(record)
     return {
         step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # 3 microbatches
@@ -58,7 +58,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     replay = f"--replay-schedule {first} --record-schedule"
     assert losses_of(tmp_path / "same", f"--sequence-slices 3 {replay} {again}") == ran
     assert orders_in(again) == orders_in(first)
-    # Another number of slices follows the record as far as it can.
+    # A run with another number of slices follows the record as far as possible.
     cut = losses_of(tmp_path / "cut", f"--sequence-slices 2 {replay} {other}")
     assert cut == pytest.approx(ran, rel=1e-5)
     assert ScheduleRecord.load(other).shape.slices == 2
@@ -71,7 +71,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
         ran, rel=1e-5
     )
 
-    # A slow rank gives layers away, and slices go on where they are now.
+    # A slow rank gives layers away, and slices continue on the new stages.
     monkeypatch.setenv("LAYER_MS", "4")
     monkeypatch.setenv("SLOW_RANKS", "1")
     monkeypatch.setenv("SLOW_FACTOR", "6")
@@ -91,7 +91,7 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
 ) -> None:
     longer = "--train-iters 10 --global-batch-size 2"
     ran = losses_of(tmp_path / "ran", f"{longer} --sequence-slices 2")
-    # Each action takes its time, however few tokens it has, so slices only add time.
+    # Each action takes the same time for any number of tokens, so slices only add time.
     monkeypatch.setenv("LAYER_MS", "10")
     monkeypatch.setenv("EXACT_TIMES", "1")
     traces = tmp_path / "traces"
@@ -131,7 +131,7 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
 
 
 def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Path) -> None:
-    # Nothing was measured, and so nothing chosen, if --slice-tokens was a number.
+    # Cap and placement must be measured and chosen even if --slice-tokens is a number.
     lengths = "--variable-seq-lengths --train-iters 6 --global-batch-size 6 --slice-tokens 32"
     ran = losses_of(tmp_path / "ran", lengths)
     auto = losses_of(tmp_path / "auto", f"{lengths} --pipeline-schedule auto")

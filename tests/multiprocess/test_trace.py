@@ -1,4 +1,4 @@
-"""The trace of a real job of two processes: complete, consistent, and it says what happened."""
+"""Tests that the trace of a real job of two processes is complete, consistent and correct."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
         assert (inside.end_ns <= step.end_ns[0]).all()
         after = table.of_kind("evaluate", "checkpoint")
         assert (after.start_ns >= step.end_ns[0]).all()
-    # The first rank of a V reads for the first stage and the last.
+    # The first rank of a V reads the data of the first and the last stage.
     assert [int(t.table([3]).where("data").sum()) for t in run.ranks.values()] == [MICROBATCHES, 0]
 
 
 def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
     matches = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # Four stages in a V: the middle pair is on one rank.
+    # The two middle stages of the four stages in a V are on one rank.
     assert len(matches) == 3 * MICROBATCHES * 2 * 2
     assert (matches.arrived_ns > matches.sent_ns).all()
     assert (matches.taken_ns >= matches.arrived_ns).all()
@@ -69,7 +69,7 @@ def test_figures_add_up(run: RunTrace) -> None:
     assert (counts > 0).all()
     assert (figures.transfer_bytes == figures.transfer_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
-    # A rank waits within its idle time; the rest is its own time between two actions.
+    # Waits are part of a rank's idle time; the rest is its own overhead between two actions.
     after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]
     idle = figures.step_ns - figures.busy_ns - after_ns
     waits_ms = figures.parts_ms[..., 1:-2].sum(axis=2)
@@ -91,7 +91,7 @@ def test_messages_were_seen_to_arrive(run: RunTrace) -> None:
     for trace in run.ranks.values():
         receives = trace.table().of_kind("receive")
         assert len(receives)
-        assert (receives.reason == REASON["seen"]).all()  # gloo's threads saw them
+        assert (receives.reason == REASON["seen"]).all()  # gloo's threads noticed the arrivals
 
 
 def test_who_looks_on_sees_how_far_it_is(run: RunTrace) -> None:

@@ -1,4 +1,4 @@
-"""Stages with unequal numbers of ranks: the numbers of one process, and its checkpoints."""
+"""Tests that stages with unequal numbers of ranks give one process's numbers and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import SMALL_GPT, CaseRuns
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-FOUR = [pytest.mark.long]  # three ranks show the same
+FOUR = [pytest.mark.long]  # three ranks test the same behaviour
 LIMIT_S = 600.0
 STEPS = 4
 REL = 1e-5
@@ -25,7 +25,7 @@ HALF = "--bf16"
 
 
 def unequal(sizes: str, schedule: str, more: str = "") -> str:
-    """Flags of stages of those sizes."""
+    """Returns flags for stages of these sizes."""
     stages = len(sizes.split("-"))
     flags = f"--pipeline-model-parallel-size {stages} --stage-data-parallel-sizes {sizes} "
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
@@ -55,10 +55,10 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # microbatches that three ranks can share out
+THREE = "--global-batch-size 6"  # microbatches divisible by three ranks
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
-PARTS = {  # jobs that go on from each other's checkpoints: flags, last iteration
+PARTS = {  # jobs that resume from each other's checkpoints: flags, last iteration
     3: [
         (unequal("2-1", "1f1b"), 1),
         ("--pipeline-model-parallel-size 3 --partition 2-1-1", 2),
@@ -75,7 +75,7 @@ CHANGING = ("", UNTIED, DROPOUT, HALF, THREE)
 
 
 def case(name: str, flags: str, steps: int = STEPS, after: str | None = None) -> dict[str, Any]:
-    """A case as ``worker.py`` takes it, which leaves a checkpoint."""
+    """Returns a case for ``worker.py`` that saves a checkpoint."""
     all_flags = f"{BASE} {flags}".split()
     return {
         "name": name, "flags": all_flags, "steps": steps, "evaluate_after": STEPS,
@@ -88,7 +88,7 @@ def part(size: int, number: int) -> str:
 
 
 def cases_of(size: int) -> list[dict[str, Any]]:
-    """Every case of a world size."""
+    """Returns every case of a world size."""
     if size == 1:
         return [case(f"one {changes}".strip(), f"{changes} {ONE}") for changes in CHANGING]
     cases = [
@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """What all ranks that know it agree on."""
+    """Returns the values that all ranks report equally."""
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)
@@ -118,7 +118,7 @@ def told(seen: dict[str, Any], key: str) -> list[float]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint of the last iteration."""
+    """Returns the weights in a checkpoint of the last iteration."""
     whole = folder / "whole.pt"
     if not whole.exists():
         dcp_to_torch_save(folder / f"iter_{STEPS:07d}", whole)
@@ -135,7 +135,7 @@ def require_equal_numbers(
 ) -> None:
     reference = f"one {changes}".strip()
     seen, expected = runs(size, name), runs(1, reference)
-    # bf16 has 8 bits: what is tested there is that nothing is lost or counted twice.
+    # bf16 has 8 bits of precision: the test only shows that nothing is lost or counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
         assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)

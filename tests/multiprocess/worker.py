@@ -1,17 +1,16 @@
-"""Ranks that train a small GPT in many shapes; started by ``torchrun`` from the tests.
+"""Trains a small GPT in many shapes, as the ranks of a job that tests start.
 
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` beside ``RESULTS``.
 ``CASES`` is a JSON list of objects::
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
-A case continues from the checkpoint of the case named in ``after``, listed before it, to iteration
-``steps``. With ``"save": true`` it leaves a checkpoint itself, in a folder of its name. A case may
-also have ``"moves": {iteration: [layers, ...]}``: the layers of each stage from after that
-iteration on, and ``"variant"``: another order of summation, or an error that is planted, see
-``variants.py``.
+A case continues from the checkpoint of the case ``after``, which must be listed before it, up to
+iteration ``steps``. With ``"save": true`` it saves a checkpoint in a folder of its name. A case may
+also have ``"moves": {iteration: [layers, ...]}``, the layers of each stage after that iteration,
+and ``"variant"``, another order of summation or a planted error, see ``variants.py``.
 
-``RESULTS`` is written by rank 0 after every case: a JSON object of what each rank saw, by name::
+Rank 0 writes ``RESULTS`` after every case: a JSON object of the ranks' results, by case name::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],
@@ -19,12 +18,12 @@ iteration on, and ``"variant"``: another order of summation, or an error that is
      "orders": [[str, ...] per rank], "shares": [[[int, ...] per replica, ...] per rank],
      "seconds": float}
 
-The norm of the parameters and the validation loss are those after iteration ``evaluate_after``.
-Further losses are those of multi-token prediction.
+The norm of the parameters and the validation loss are measured after iteration ``evaluate_after``.
+``further`` contains the losses of multi-token prediction.
 
-Losses are empty on ranks that do not hold the last stage, orders where megatron-core's own schedule
-ran. Processes start once, and cases that need the same process groups train one after the other in
-these. A rank that finds something wrong raises, which ends the job.
+Losses are empty on ranks without the last stage, and orders are empty with megatron-core's own
+schedule. Processes start once; cases that need the same process groups reuse them one after the
+other. A rank that detects an error raises an exception, which stops the job.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def connect(environment: Environment) -> dist.Store:
 
 
 def write_data(prefix: Path) -> None:
-    """Writes documents in which each token depends on the previous one, so that a loss can fall."""
+    """Writes documents in which each token depends on the previous one, so the loss can fall."""
     rng = np.random.default_rng(7)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(64):
@@ -102,7 +101,7 @@ def write_data(prefix: Path) -> None:
 
 
 class Meshes:
-    """Keeps this process in a job from one case to the next while both need the same groups."""
+    """Keeps process groups from one case to the next if both cases need the same groups."""
 
     def __init__(self, store: dist.Store, environment: Environment) -> None:
         self._store = store
@@ -111,8 +110,8 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Does what ``initialize.start_job`` does, under a prefix of its own in the store."""
-        gc.collect()  # cycles keep the models and process groups of the case before
+        """Does what ``initialize.start_job`` does, with a separate prefix in the store."""
+        gc.collect()  # reference cycles keep the previous case's models and process groups alive
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
             self._drop()
@@ -146,7 +145,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Ends the case, and destroys the process groups that it made."""
+        """Finishes the case, and destroys the process groups that it made."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -155,14 +154,14 @@ class Meshes:
         there = process_groups()
         if all(group in there for group in kept):
             destroy_groups(group for group in there if group not in kept)
-        else:  # layers have moved, and the groups with them
+        else:  # layers have moved, and process groups have changed
             self._drop()
 
     def _drop(self) -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         self._kept = None
-        gc.collect()  # models of before keep process groups, each with a thread that wakes often
+        gc.collect()  # previous models keep process groups, each with a thread that wakes up often
 
 
 def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
@@ -183,7 +182,7 @@ def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Orders:
-    """Writes down the order in which a rank runs its actions; stands in for the trace."""
+    """Records the order in which a rank runs its actions, in place of the trace."""
 
     is_recording = True
 
@@ -197,7 +196,7 @@ class Orders:
 
 
 def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Takes the steps of a case; returns the figures of this rank and the run afterwards."""
+    """Takes the steps of a case; returns the figures of this rank and the final run."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
@@ -290,7 +289,7 @@ def main() -> None:
     target = Path(sys.argv[2])
     torch.set_num_threads(1)
     environment = Environment.read()
-    # A rank that hangs says where and ends, even if nobody is left to end it.
+    # A rank that hangs prints its stack and exits, even if no other process terminates it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     store = connect(environment)
     data = target.with_name("tokens")
@@ -313,7 +312,7 @@ def main() -> None:
         size = environment.world_size
         parsed = [parse(case["flags"], world_size=size, last_wins=True) for case in cases]
         store.set("configs", pickle.dumps(parsed))
-    store.wait(["configs"], 5 * TIMEOUT)  # a second for a dozen cases, beside other programs
+    store.wait(["configs"], 5 * TIMEOUT)  # a second per dozen cases, longer on a busy machine
     configs = pickle.loads(store.get("configs"))
     pairs = [*zip(cases, configs, strict=True)]
     pairs.sort(key=lambda pair: (depths[pair[0]["name"]], mesh_of(pair[1])))

@@ -1,13 +1,14 @@
-"""Makes processes of a job on this machine forks of one that has imported what they need.
+"""Forks processes of a job on this machine from a process that has imported what they need.
 
-Imports take a node's fork server, ``torchrun`` or a rank of it seconds of processor time.
-With this folder in ``PYTHONPATH`` every Python imports this module when it starts. One that is to
-be such a process, or any program if the variable ``TESTS_FORK_EVERY`` is set, hands its files to a
-server of the tests. The server forks it, passes signals on, and ends as the forked one does. If it
-is killed, so is the forked one. Without a server it runs its own program.
+The fork server of a node, ``torchrun`` and a rank take seconds of CPU time for their imports. With
+this folder in ``PYTHONPATH``, every Python process imports this module when it starts. A process
+that is to become one of these programs, or any program if the variable ``TESTS_FORK_EVERY`` is set,
+hands its file descriptors to a server of the tests. The server forks a child that runs the program.
+The process forwards signals to the child and exits with its status; if the process is killed, the
+server kills the child. Without a server, the process runs its program itself.
 
-Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports further modules and serves, in a process
-forked by ``launch.Forkserver``, also those on nodes with namespaces of their own.
+Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports further modules and serves in a process
+forked by ``launch.Forkserver``. It also serves processes on nodes that have separate namespaces.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adapt
 LAUNCHERS = [
     ["-m", "torch.distributed.run"],
     ["-m", "megatron.adaptive", "job", "launch"],
-    ["-m", "pytest"],  # tests that a program under test runs
+    ["-m", "pytest"],  # tests started by a program under test
 ]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 EVERY = "TESTS_FORK_EVERY"
@@ -48,10 +49,10 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def ask(files: list[int], command: list[str]) -> None:
-    """Has this process forked, and ends as that one does; returns where there is no server.
+    """Asks the server for a fork and exits with its status; returns if there is no server.
 
     Args:
-        files: Descriptors of this process, the last two for its output and errors.
+        files: Descriptors of this process; the last two are its standard output and error.
         command: Script and its arguments; empty for a fork server.
     """
     with socket.socket(socket.AF_UNIX) as link:
@@ -74,8 +75,7 @@ def ask(files: list[int], command: list[str]) -> None:
 def started(pid: int | str) -> str:
     """Returns when a process started, in clock ticks since boot; empty if there is no such process.
 
-    Numbers of processes are used again: only with this time is a number that was read earlier still
-    the same process.
+    Process ids are reused, so an id that was read earlier identifies a process only with this time.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -85,11 +85,11 @@ def started(pid: int | str) -> str:
 
 
 def fork_of(path: str, pid: int) -> int | None:
-    """Returns the process that was forked for one that asked, ``None`` if it asked for none.
+    """Returns the id of the process forked for process ``pid``; ``None`` if there is none.
 
     Args:
         path: Path of the server's socket.
-        pid: Number of the process that may have asked.
+        pid: Id of the process that may have asked for a fork.
     """
     try:
         with open(f"{path}-{pid}") as file:
@@ -101,7 +101,7 @@ def fork_of(path: str, pid: int) -> int | None:
 
 
 def _end(status: int) -> None:
-    """Ends this process as another one did."""
+    """Exits with the status of the forked process, or with its signal."""
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
@@ -110,21 +110,22 @@ def _end(status: int) -> None:
 
 
 def is_trainer(command: list[str]) -> bool:
-    """Returns whether these words of a command line, which follow ``python -u``, start a rank."""
+    """Returns whether these arguments, which follow ``python -u``, start a rank."""
     by_name = bool(command) and command[0].endswith(SCRIPTS)
     return by_name or any(command[: len(program)] == program for program in PROGRAMS)
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Returns whether these words of a command line, which follow ``python``, start ranks."""
+    """Returns whether these arguments, which follow ``python``, start ranks."""
     by_name = bool(command) and command[0].endswith("/torchrun")
     return by_name or any(command[: len(launcher)] == launcher for launcher in LAUNCHERS)
 
 
 def is_program(command: list[str]) -> bool:
-    """Returns whether these words start a module, a script or lines of code in a new process.
+    """Returns whether these arguments start a module, a script or inline code in a new process.
 
-    Processes of ``multiprocessing`` inherit descriptors, which a forked one would not have.
+    Processes of ``multiprocessing`` are excluded: they inherit descriptors that a fork would not
+    have.
     """
     if not command:
         return False
@@ -133,7 +134,7 @@ def is_program(command: list[str]) -> bool:
 
 
 def serve(path: str, *modules: str) -> None:
-    """Forks a process for each that asks, until this one is killed.
+    """Forks a process for each request, until this process is killed.
 
     Args:
         path: Path of the socket that takes requests.
@@ -142,7 +143,7 @@ def serve(path: str, *modules: str) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # otherwise garbage collection in a forked process would copy shared pages
-    forked: dict[Any, tuple[int, socket.socket]] = {}  # keys: the process's descriptor and its link
+    forked: dict[Any, tuple[int, socket.socket]] = {}  # keys: pidfd and socket of the process
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -178,7 +179,7 @@ def _received(link: socket.socket) -> bytes:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns a forked process and all that it started."""
+    """Returns a forked process and all its descendants."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -203,10 +204,10 @@ def _fork(listener: socket.socket) -> tuple[int, socket.socket]:
 
 
 def _enter(peer: int) -> None:
-    """Makes this process one of the node that a process is on, where that has namespaces.
+    """Moves this process into the namespaces of a node's process, if they differ.
 
-    The processes of a node are below its first one: a child continues, and this one ends as it
-    does.
+    A PID namespace applies only to children. Therefore a child continues, and this process exits
+    with the child's status.
     """
     import ctypes
 
@@ -231,7 +232,7 @@ def _enter(peer: int) -> None:
 
 
 def _become(peer: int, request: dict[str, Any], first: int, output: int, error: int) -> None:
-    """Is a node's fork server, or runs a script, until the end of this process."""
+    """Runs a node's fork server or a script, and then exits."""
     from megatron.adaptive.cluster import rank_forkserver
     from megatron.adaptive.config.parent_process import end_with_parent
 
@@ -245,7 +246,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             os.close(file)
         for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
-        # Torch gives launchers another name, so that tests find a forked process by this file.
+        # Torch renames launchers, so tests find the forked process through this file.
         with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
             record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
@@ -266,7 +267,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
         else:
-            # A test finds it by this name, which contains the number of the process that asked.
+            # Tests find the process by this name, which contains the id of the process that asked.
             _name(f"node-{request['pid']}")
             rank_forkserver.main(first)
             status = 0
@@ -290,7 +291,7 @@ elif SOCKET in os.environ:
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
     elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
-        # Slurm signals what its step has started: ranks of a launcher that is forked would miss it.
+        # Launchers under Slurm are not forked: Slurm signals only the processes of its own step.
         ask([0, 1, 2], sys.orig_argv[1:])
     elif EVERY in os.environ:
         command = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
