@@ -41,7 +41,7 @@ import os
 import reprlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +49,15 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.action import item_label
+from megatron.adaptive.trace.trace_values import (
+    EXPECTED,
+    MAX_ITERATION,
+    MAX_SIZES,
+    MAX_STAGES,
+    check_layers,
+    number_of_microbatches,
+    value_of,
+)
 
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
@@ -476,22 +485,9 @@ class Span:
         return item_label(self.microbatch, 1 if self.action == "data" else num_slices)
 
 
-_MAX_SIZES = {
-    "world_size": 1 << 17,
-    "num_ranks": 1 << 14,
-    "num_chunks": 1 << 10,
-    "num_microbatches": 1 << 20,
-    "num_slices": 1 << 20,
-}
-"""Maximum sizes of a run that a header may state.
-
-Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
-take very long.
-"""
 _ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
 """Maps header fields that older files lack to the values that readers assume for them."""
-_MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
@@ -598,40 +594,40 @@ def parse_line(
         return _header(record, origin)
     for key in ("begin_iteration", "after_iteration"):
         if key in record:
-            iteration = _value(record, key, "int", origin)
-            if iteration < 0:
+            iteration = value_of(record, key, "int", origin)
+            if not 0 <= iteration <= MAX_ITERATION:
                 raise TraceError(
-                    f"{origin}: field {key!r} is {iteration}, expected a number from 0; the file"
-                    " is damaged, remove it or that line"
+                    f"{origin}: field {key!r} is {iteration}, expected 0 to {MAX_ITERATION:,}; the"
+                    " file is damaged, remove it or that line"
                 )
-            start_ns = _value(record, "start_ns", "int", origin)
-            groups = _value(record, "collectives", "collectives", origin, [])
+            start_ns = value_of(record, "start_ns", "int", origin)
+            groups = value_of(record, "collectives", "collectives", origin, [])
             return IterationStart(
                 iteration=iteration,
-                num_microbatches=_value(record, "num_microbatches", "int", origin),
+                num_microbatches=number_of_microbatches(record, origin),
                 start_ns=start_ns,
-                counts=tuple(_value(record, "counts", "counts", origin, [])),
-                size_bytes=_value(record, "size_bytes", "int", origin),
+                counts=tuple(value_of(record, "counts", "counts", origin, [])),
+                size_bytes=value_of(record, "size_bytes", "int", origin),
                 is_late=key == "after_iteration",
-                exchange_ns=_value(record, "exchange_ns", "int", origin, 0),
-                tokens=tuple(map(tuple, _value(record, "tokens", "tokens", origin, []))),
-                lengths=tuple(map(tuple, _value(record, "lengths", "lengths", origin, []))),
-                machine=_value(record, "machine", "counters", origin, {}),
-                layers=tuple(map(tuple, _value(record, "layers", "layers", origin, []))),
+                exchange_ns=value_of(record, "exchange_ns", "int", origin, 0),
+                tokens=tuple(map(tuple, value_of(record, "tokens", "tokens", origin, []))),
+                lengths=tuple(map(tuple, value_of(record, "lengths", "lengths", origin, []))),
+                machine=value_of(record, "machine", "counters", origin, {}),
+                layers=tuple(map(tuple, value_of(record, "layers", "layers", origin, []))),
                 layer_passes=tuple(
                     (layer, kind, start_ns + start, start_ns + start + duration)
-                    for layer, kind, start, duration in _value(
+                    for layer, kind, start, duration in value_of(
                         record, "layer_passes", "passes", origin, []
                     )
                 ),
                 collectives=tuple(GroupCollectives.from_record(of, start_ns) for of in groups),
             )
     if "clock_samples" in record:
-        samples = _value(record, "clock_samples", "samples", origin)
-        reference = _value(record, "reference", "int", origin)
+        samples = value_of(record, "clock_samples", "samples", origin)
+        reference = value_of(record, "reference", "int", origin)
         return ClockSamples(reference, tuple(ClockExchange(*sample) for sample in samples))
     if "missing" in record:
-        numbers = _value(record, "missing", "counts", origin)
+        numbers = value_of(record, "missing", "counts", origin)
         if len(numbers) != 3:
             raise TraceError(f"{origin}: field 'missing' is {numbers}, expected three numbers")
         return Gap(*numbers)
@@ -652,9 +648,9 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{FORMAT_VERSION}; {remedy}"
         )
     values = {
-        spec.name: _value(record, spec.name, spec.type, origin)
+        spec.name: value_of(record, spec.name, spec.type, origin)
         for spec in fields(TraceHeader)
-        if spec.type in _EXPECTED and spec.name not in _ADDED
+        if spec.type in EXPECTED and spec.name not in _ADDED
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
@@ -663,138 +659,29 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
         )
     for name, default in _ADDED.items():
         kind = "int" if isinstance(default, int) else "str"
-        values[name] = _value(record, name, kind, origin, default)
-    values["layers"] = tuple(map(int, _value(record, "layers", "numbers", origin, [])))
-    values["work"] = tuple(_value(record, "work", "numbers", origin, []))
-    kinds = _value(record, "layer_kinds", "numbers", origin, [])
+        values[name] = value_of(record, name, kind, origin, default)
+    values["layers"] = tuple(map(int, value_of(record, "layers", "numbers", origin, [])))
+    values["work"] = tuple(value_of(record, "work", "numbers", origin, []))
+    kinds = value_of(record, "layer_kinds", "numbers", origin, [])
     values["layer_kinds"] = tuple(map(int, kinds))
-    values["layer_work"] = tuple(_value(record, "layer_work", "numbers", origin, []))
-    values["uncounted"] = tuple(_value(record, "uncounted", "words", origin, []))
-    columns = _value(record, "columns", "words", origin)
+    values["layer_work"] = tuple(value_of(record, "layer_work", "numbers", origin, []))
+    values["uncounted"] = tuple(value_of(record, "uncounted", "words", origin, []))
+    columns = value_of(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:
         raise TraceError(
             f"{origin}: columns are {reprlib.repr(columns)}, this program knows "
             f"{', '.join(COLUMNS)}; use a newer version of it"
         )
     header = TraceHeader(**values)
-    for size, most in _MAX_SIZES.items():
+    for size, most in MAX_SIZES.items():
         if not 1 <= getattr(header, size) <= most:
             raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")
-    if header.num_ranks * header.num_chunks > _MAX_STAGES:
-        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {_MAX_STAGES:,}")
+    if header.num_ranks * header.num_chunks > MAX_STAGES:
+        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {MAX_STAGES:,}")
+    check_layers(values, origin)
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:
             raise TraceError(
                 f"{origin}: {position} is {getattr(header, position)}, expected 0..{limit - 1}"
             )
     return header
-
-
-def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(kind, value))
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and 0 <= value < 1 << 53
-
-
-def _is_group(value: Any) -> bool:
-    """Returns whether a value has the form of a :class:`GroupCollectives` in a marker."""
-    if not isinstance(value, dict):
-        return False
-    operations = value.get("operations")
-    totals = value.get("totals")
-    if not _is_list(operations, lambda word: isinstance(word, str)):
-        return False
-    if not _is_list(totals, lambda row: _is_list(row, _is_count) and len(row) == 3):
-        return False
-    assert operations is not None
-    assert totals is not None
-
-    def is_kept(row: Any) -> bool:
-        if not _is_list(row, _is_int) or len(row) != 4:
-            return False
-        number, of, start_ns, duration_ns = row
-        is_known = _is_count(number) and 0 <= of < len(operations)
-        return is_known and abs(start_ns) < 1 << 53 and _is_count(duration_ns)
-
-    return (
-        isinstance(value.get("kind"), str)
-        and all(_is_count(value.get(name)) for name in ("lowest_rank", "size"))
-        and len(totals) == len(operations)
-        and _is_list(value.get("kept"), is_kept)
-    )
-
-
-_EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_int, "a whole number"),
-    "str": (lambda value: isinstance(value, str), "text"),
-    "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
-    "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
-    "numbers": (
-        lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
-        "numbers from 0",
-    ),
-    "lengths": (
-        lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
-        "lists of whole numbers, none empty",
-    ),
-    "counters": (
-        lambda value: (
-            isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
-        ),
-        "whole numbers from 0 by name",
-    ),
-    "samples": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
-        "lists of four whole numbers",
-    ),
-    "tokens": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) > 2),
-        "lists of at least three whole numbers from 0",
-    ),
-    "layers": (
-        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
-        "lists of four whole numbers from 0",
-    ),
-    "passes": (
-        lambda value: _is_list(
-            value,
-            lambda row: (
-                _is_list(row, _is_int)
-                and len(row) == 4
-                and row[1] in (0, 1)
-                and _is_count(row[0])
-                and _is_count(row[3])
-                and abs(row[2]) < 1 << 53
-            ),
-        ),
-        "lists of four whole numbers, the second 0 or 1",
-    ),
-    "collectives": (
-        lambda value: _is_list(value, _is_group),
-        "a list of process groups with the times of their collectives",
-    ),
-}
-"""Maps each type of field to a check of its value, and a description for error messages."""
-
-
-def _value(
-    record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
-) -> Any:
-    """Returns a field of a record, after the check in :data:`_EXPECTED` for the type ``kind``.
-
-    Raises:
-        TraceError: The field is missing and has no default, or its value has another type.
-    """
-    value = record.get(name, default)
-    is_sound, expected = _EXPECTED[kind]
-    if not is_sound(value):
-        shown = reprlib.repr(value)
-        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
-    # Tables and sheets show this text, and cannot contain control characters.
-    return printable(value) if isinstance(value, str) else value

@@ -1,0 +1,182 @@
+"""Checks the types and ranges of the values in a trace file's lines of JSON."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.adaptive.config.input_files import printable
+from megatron.adaptive.errors import TraceError
+
+MAX_SIZES = {
+    "world_size": 1 << 17,
+    "num_ranks": 1 << 14,
+    "num_chunks": 1 << 10,
+    "num_microbatches": 1 << 20,
+    "num_slices": 1 << 20,
+}
+"""Maximum sizes of a run that a header may state.
+
+Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
+take very long.
+"""
+
+MAX_STAGES = 1 << 16
+"""Maximum number of stages of a run."""
+
+MAX_ITERATION = 1 << 40
+"""Maximum number of an iteration; its product with the number of ranks still fits 64 bits."""
+
+_MAX_LAYERS = 1 << 16
+_MAX_WORK = 1e30
+_OF_LAYERS = ("layer_kinds", "layer_work")
+
+
+def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(kind, value))
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 <= value < 1 << 53
+
+
+def _is_group(value: Any) -> bool:
+    """Returns whether a value has the form of a ``trace_format.GroupCollectives`` in a marker."""
+    if not isinstance(value, dict):
+        return False
+    operations = value.get("operations")
+    totals = value.get("totals")
+    if not _is_list(operations, lambda word: isinstance(word, str)):
+        return False
+    if not _is_list(totals, lambda row: _is_list(row, _is_count) and len(row) == 3):
+        return False
+    assert operations is not None
+    assert totals is not None
+
+    def is_kept(row: Any) -> bool:
+        if not _is_list(row, _is_int) or len(row) != 4:
+            return False
+        number, of, start_ns, duration_ns = row
+        is_known = _is_count(number) and 0 <= of < len(operations)
+        return is_known and abs(start_ns) < 1 << 53 and _is_count(duration_ns)
+
+    return (
+        isinstance(value.get("kind"), str)
+        and all(_is_count(value.get(name)) for name in ("lowest_rank", "size"))
+        and len(totals) == len(operations)
+        and _is_list(value.get("kept"), is_kept)
+    )
+
+
+EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_int, "a whole number"),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
+    "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
+    "numbers": (
+        lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
+        "numbers from 0",
+    ),
+    "lengths": (
+        lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
+        "lists of whole numbers, none empty",
+    ),
+    "counters": (
+        lambda value: (
+            isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
+        ),
+        "whole numbers from 0 by name",
+    ),
+    "samples": (
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
+        "lists of four whole numbers",
+    ),
+    "tokens": (
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) > 2),
+        "lists of at least three whole numbers from 0",
+    ),
+    "layers": (
+        lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
+        "lists of four whole numbers from 0",
+    ),
+    "passes": (
+        lambda value: _is_list(
+            value,
+            lambda row: (
+                _is_list(row, _is_int)
+                and len(row) == 4
+                and row[1] in (0, 1)
+                and _is_count(row[0])
+                and _is_count(row[3])
+                and abs(row[2]) < 1 << 53
+            ),
+        ),
+        "lists of four whole numbers, the second 0 or 1",
+    ),
+    "collectives": (
+        lambda value: _is_list(value, _is_group),
+        "a list of process groups with the times of their collectives",
+    ),
+}
+"""Maps each type of field to a check of its value, and a description for error messages."""
+
+
+def value_of(
+    record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
+) -> Any:
+    """Returns a field of a record, after the check in :data:`EXPECTED` for the type ``kind``.
+
+    Raises:
+        TraceError: The field is missing and has no default, or its value has another type.
+    """
+    value = record.get(name, default)
+    is_sound, expected = EXPECTED[kind]
+    if not is_sound(value):
+        shown = reprlib.repr(value)
+        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
+    # Tables and sheets show this text, and cannot contain control characters.
+    return printable(value) if isinstance(value, str) else value
+
+
+def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
+    """Returns a marker's number of microbatches; raises ``TraceError`` if it is out of range."""
+    number: int = value_of(record, "num_microbatches", "int", origin)
+    most = MAX_SIZES["num_microbatches"]
+    if not 0 <= number <= most:
+        raise TraceError(
+            f"{origin}: num_microbatches is {number}, expected 0 to {most:,}; the file is damaged,"
+            " remove it or that line"
+        )
+    return number
+
+
+def check_layers(values: Mapping[str, Any], origin: object) -> None:
+    """Checks the numbers of layers and of work, because searches loop over all layers.
+
+    Args:
+        values: Fields of a header.
+        origin: Position of the header (``file:line``) for error messages.
+
+    Raises:
+        TraceError: There are more layers, or there is more work, than any model has.
+    """
+    if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
+        shown = reprlib.repr(values["layers"])
+        raise TraceError(f"{origin}: layers are {shown}, expected at most {_MAX_LAYERS:,} in all")
+    for name in _OF_LAYERS:
+        if len(values[name]) > _MAX_LAYERS:
+            raise TraceError(
+                f"{origin}: {name} has {len(values[name]):,} values, expected at most"
+                f" {_MAX_LAYERS:,}"
+            )
+    for name in ("work", "layer_work"):
+        if max(values[name], default=0) > _MAX_WORK:
+            raise TraceError(
+                f"{origin}: {name} is {reprlib.repr(values[name])}, expected numbers up to"
+                f" {_MAX_WORK:g}"
+            )
