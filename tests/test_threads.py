@@ -31,6 +31,7 @@ TOUCHES_NO_DEVICE = {
     "handshake.py": "bytes of sockets",
     "rebalance/time_limit.py": "simulates from numbers",
     "trace/clock.py": "times of sockets",
+    "trace/otlp.py": "text for sockets",
     "trace/recorder.py": "numbers of a trace",
     "training/loggers/prometheus_logger.py": "numbers of curves",
     "transport/gloo.py": "receives on the host; the executor copies to the device",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.span_columns import REASON, match_messages
 from megatron.adaptive.trace.trace_format import CAUSES
 
+from ..support.otlp_collector import Collector, serving
 from .launch import ROOT, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -28,10 +30,35 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunTrace, Collector]:
+    """Runs the job; returns its trace, and the collector that got its spans while it ran."""
     folder = tmp_path_factory.mktemp("job")
-    torchrun(ROOT / "pretrain_gpt.py", FLAGS, world_size=2, log=folder / "output.txt", limit_s=200)
-    return read_run(Path(folder / "traces"))
+    with serving() as collector:
+        flags = [*FLAGS, "--trace-otlp", collector.url]
+        log = folder / "output.txt"
+        torchrun(ROOT / "pretrain_gpt.py", flags, world_size=2, log=log, limit_s=200)
+    return read_run(Path(folder / "traces")), collector
+
+
+@pytest.fixture
+def run(job: tuple[RunTrace, Collector]) -> RunTrace:
+    return job[0]
+
+
+def test_a_collector_got_all_spans_while_the_job_ran(job: tuple[RunTrace, Collector]) -> None:
+    run, collector = job
+    recorded = Counter(
+        "megatron.train_step" if span.action == "step" else span.action
+        for trace in run.ranks.values()
+        for iteration in trace.iterations
+        for span in trace.spans(iteration)
+    )
+    names = Counter(span["name"] for span in collector.spans)
+    assert names.total() == recorded.total() == len({s["spanId"] for s in collector.spans})
+    assert names["megatron.train_step"] == recorded["megatron.train_step"] == 2 * 3
+    assert names["megatron.microbatch.forward"] == recorded["F"]
+    assert names["megatron.save_checkpoint"] == recorded["checkpoint"] > 0
+    assert collector.ranks == {"0", "1"}
 
 
 def test_every_other_iteration_is_there(run: RunTrace) -> None:

@@ -13,6 +13,7 @@ import pytest
 from megatron.adaptive.schedule.catalog import make_schedule
 from megatron.adaptive.schedule.schedule_file import save
 from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.trace.kernels import kernel_figures, kernels_path, read_steps
 from megatron.adaptive.trace.monitor import LiveRun
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import ENDED, read_now
@@ -106,7 +107,10 @@ TWO_RANKS: list[dict[str, Any]] = [
                 "split_backward": True,
                 "weight_pieces": 1,
                 "trace_dir": "traces",
-                "trace_detail": "collectives",
+                "trace_detail": "kernels",
+                "profile_ranks": [1],
+                "profile_step_start": 2,
+                "profile_step_end": 4,
                 "transport": "tcp",
             },
         },
@@ -259,6 +263,15 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert Counter(own_schedule_table.of_kind("F", "B").iteration.tolist()) == dict.fromkeys(
         range(1, 7), 2 * 8
     )
+    # Operators of the chosen rank and iterations belong to its actions.
+    assert not kernels_path(tmp_path / "traces", 0).exists()
+    steps = read_steps(traced, 1)
+    assert [step.iteration for step in steps] == [2, 3]
+    for step in steps:
+        matmuls = {total.action: total.number for total in step.totals if "matmul" in total.name}
+        assert matmuls["F"] > 0
+        assert any("AdamW" in total.name or "Adam" in total.name for total in step.totals)
+    assert {figure.action for figure in kernel_figures(traced, 2)} >= {"F", "B", "optimizer"}
     # The progress file is written by the trainer.
     snapshot = LiveRun(tmp_path / "traces").refresh()
     assert (snapshot.state, snapshot.detail, snapshot.iteration) == (

@@ -4,7 +4,8 @@
 
 Two ranks train a small GPT on this machine. Rank 1 is hindered, see ``support/hindered_rank.py``,
 or the link between the ranks is. An answer is right if the diagnosis names the planted cause; wrong
-if it names a cause that was not planted and that its own counters do not prove; missed otherwise.
+if it names a cause that was not planted and that its own counters do not prove, or the planted
+cause on another rank; missed otherwise.
 Other programs may use the processors and the memory of this machine, so that a finding whose
 counter shows waits for these is never wrong. If the ranks wait for processors most of the time, a
 cause that is not named is masked, and does not count. Exits with status 1 if a goal is missed.
@@ -101,11 +102,13 @@ class Case:
         plant: Function that plants it; its plant is ``None`` if this machine cannot.
         right: Findings of a right diagnosis, as cause and counter of the reason.
         also: Findings that follow from the planted cause.
+        ranks: Ranks of a right finding; empty if any ranks may be named.
     """
 
     plant: Planting
     right: frozenset[Named]
     also: frozenset[Named] = frozenset()
+    ranks: tuple[int, ...] = (HINDERED,)
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,12 @@ def _delayed_link(folder: Path, draw: random.Random) -> Any:
     return _with({"SLOW_LINK": "0-1", "SLOW_LINK_S": seconds}, *SLOW_LINK)
 
 
+def _slow_member(folder: Path, draw: random.Random) -> Any:
+    layer = f"{draw.choice((1, 2))}:{draw.uniform(0.06, 0.1):.3f}"
+    flags = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2"
+    return _with({"SLOW_LAYER": layer}, *flags.split(), "--trace-detail", "collectives")
+
+
 def _slow_layer(folder: Path, draw: random.Random) -> Any:
     return _with({"SLOW_LAYER": f"{draw.choice((2, 3))}:{draw.uniform(0.06, 0.1):.3f}"})
 
@@ -250,10 +259,15 @@ CASES: dict[str, Case] = {
     ),
     "slow disk": Case(_disk, _both("slow data", counter=DISK_WAIT)),
     "slow reader": Case(_reader, _both("slow data")),
-    "delayed link": Case(_delayed_link, _both("slow link")),
+    "delayed link": Case(_delayed_link, _both("slow link"), ranks=(0, 1)),
     "lossy link": Case(
-        _lossy_link, _both("slow link", "lossy link", counter=RESENT_SEGMENTS), _both("slow link")
+        _lossy_link,
+        _both("slow link", "lossy link", counter=RESENT_SEGMENTS),
+        _both("slow link"),
+        ranks=(),
     ),
+    # Both members take longer for the layer: one computes it, the other waits in it.
+    "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }
 """Causes by name."""
@@ -278,6 +292,12 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
     verdict = RIGHT if is_right else MISSED
     for cause in set(named) - case.right - case.also - _SYMPTOMS:
         if cause[1] not in _TRUE_BY_COUNTERS:
+            verdict = WRONG
+    for finding in findings:
+        counter = finding.reason.counter if finding.reason else ""
+        is_planted = (finding.cause, counter) in case.right and finding.cause != "busy machine"
+        is_elsewhere = bool(case.ranks) and finding.ranks != case.ranks
+        if is_planted and is_elsewhere and counter not in _TRUE_BY_COUNTERS:
             verdict = WRONG
     return verdict, named
 

@@ -15,10 +15,10 @@ COUNT = int(os.environ.get("CAUSES", "0"))
 """Number of jobs with each cause. By default none, because other tests beside it are causes too."""
 
 
-def finding(cause: str, counter: str = "") -> Finding:
+def finding(cause: str, counter: str = "", ranks: tuple[int, ...] = (1,)) -> Finding:
     return Finding(
         cause=cause,
-        ranks=(1,),
+        ranks=ranks,
         stages=(1,),
         hosts=("here",),
         period=Period(first=1, last=9),
@@ -36,6 +36,15 @@ def test_verdicts() -> None:
     assert judge(quota, [throttled, finding("slow data")])[0] == WRONG
     assert judge(CASES["quiet"], [busy])[0] == RIGHT
     assert judge(CASES["quiet"], [throttled])[0] == WRONG
+
+
+def test_the_planted_cause_on_another_rank_is_wrong() -> None:
+    assert judge(CASES["slow reader"], [finding("slow data")])[0] == RIGHT
+    assert judge(CASES["slow reader"], [finding("slow data", ranks=(0,))])[0] == WRONG
+    assert judge(CASES["delayed link"], [finding("slow link", ranks=(0, 1))])[0] == RIGHT
+    assert judge(CASES["delayed link"], [finding("slow link", ranks=(1, 0))])[0] == WRONG
+    busy = finding("busy machine", THROTTLED, ranks=(0, 1))
+    assert judge(CASES["quota"], [busy])[0] == RIGHT
 
 
 def test_rows_have_the_goals() -> None:

@@ -209,6 +209,13 @@ def test_a_message_of_an_unknown_rank_blames_nobody(tmp_path: Path) -> None:
     assert "the dumps do not say from whom" in said.text
 
 
+def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:
+    stuck(tmp_path, [call(1, ended=False)], [])
+    for rank in (0, 1):
+        (tmp_path / f"nccl_trace_rank_{rank}").rename(tmp_path / f"_dump_{rank}")
+    assert find_stuck(read_dumps(tmp_path)).culprits == (1,)
+
+
 def test_a_job_that_waits_for_nothing(tmp_path: Path) -> None:
     said = stuck(tmp_path, [call(1)], [call(1)])
     assert said.stuck == ()

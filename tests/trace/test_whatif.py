@@ -14,7 +14,8 @@ from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.imports.published import run_of_columns, write_run
 from megatron.adaptive.trace.metrics import run_figures
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.whatif.answers import WhatIf, what_if, what_if_table
+from megatron.adaptive.trace.whatif.answers import what_if, what_if_table
+from megatron.adaptive.trace.whatif.result import WhatIf
 from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from tests.trace.imports.conftest import (
     BACKWARD_S,

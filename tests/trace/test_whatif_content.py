@@ -15,7 +15,8 @@ from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload, order_by_cost
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.whatif.answers import WhatIf, what_if
+from megatron.adaptive.trace.whatif.answers import what_if
+from megatron.adaptive.trace.whatif.result import WhatIf
 from tests.support import synthetic_trace
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 

@@ -39,6 +39,9 @@ from megatron.adaptive.trace.monitor import LiveRank, LiveRun, Snapshot, find_li
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
 PERIOD_S = 0.5
+PIPE_ROWS = 1000
+"""Maximum number of lines of the table of ranks if the output is not a terminal."""
+
 PIPE_COLUMNS = 160
 """Width of a frame in columns if the output is not a terminal."""
 
@@ -114,6 +117,7 @@ _STATES = {
 }
 _DOING = {"F": "blue", "B": "green", "W": "dark_orange", "wait": "dim"}
 _WAITS = {"input": "red", "memory": "magenta", "order": "yellow", "group": "cyan"}
+_LONGEST_S = 1e9
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -123,15 +127,15 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
     Args:
         snapshot: Snapshot of the run.
         width: Columns of the terminal.
-        height: Rows of the terminal, ``None`` for no limit. If one line per rank does not fit, the
-            table has one line per stage.
+        height: Rows of the terminal, ``None`` for :data:`PIPE_ROWS` lines. If one line per rank
+            does not fit, the table has one line per stage.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
         parts += [_progress(snapshot), _figures(snapshot)]
     shown = len(snapshot.ranks)
     findings = [Text(f" {printable(text)}", style="bold red") for text in _findings(snapshot)]
-    room = shown if height is None else max(1, height - len(parts) - len(findings) - 5)
+    room = PIPE_ROWS if height is None else max(1, height - len(parts) - len(findings) - 5)
     if shown:
         parts.append(Text())
         is_large = shown > room
@@ -384,6 +388,8 @@ def _bytes(size: int) -> str:
 def _ago(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if not seconds < _LONGEST_S:
+        return "years"
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -126,7 +126,8 @@ def diagnose_run(argv: Sequence[str]) -> int:
         f"{_TRACE} diagnose",
         "Name the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N), name the collective that does not end and the late ranks.",
+        "(names end with trace_rank_N or _dump_N), name the collective that does not end and the "
+        "late ranks.",
     )
     help_text = "also search for a cause of your own, package.module:Class; repeatable"
     add = parser.add_argument

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megatron.adaptive.config.adapters import adapted_parts, linear_names
+from megatron.adaptive.config.collector import collector_url
 from megatron.adaptive.config.environment import Installed
 from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import fields_of
@@ -518,8 +519,11 @@ def check_output_folders(config: TrainerConfig) -> None:
     The check leaves no files behind.
 
     Raises:
-        ConfigError: A folder cannot be created, or no file can be written to it.
+        ConfigError: A folder cannot be created, no file can be written to it, or the URL of a
+            collector is none.
     """
+    if (target := config.schedule.trace_otlp) is not None:
+        collector_url("--trace-otlp", target)
     record = config.schedule.record_schedule
     for flag, folder in (
         ("--save", config.checkpoint.save),

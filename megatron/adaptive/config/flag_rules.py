@@ -69,6 +69,7 @@ split_backward=False excludes pipeline_schedule={
     | its order computes weight gradients separately
 split_backward=True needs pipeline_schedule={splits}
     | the others do not split the backward
+trace_otlp needs trace_dir
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto

@@ -367,6 +367,11 @@ class ScheduleConfig:
         "actions",
         choices=TRACE_DETAILS,
     )
+    trace_otlp: Annotated[str, Limits(unit="URL")] | None = flag(
+        "Send the spans of traced iterations to this collector too, while the job runs "
+        "(OpenTelemetry, OTLP over HTTP); a collector that is down loses spans, not the job.",
+        derived="none",
+    )
     diagnose_interval: Natural = flag(
         "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
         "is reported once; 0 for never.",
@@ -413,13 +418,13 @@ def trace_details(chosen: str) -> tuple[str, ...]:
 
 
 def check_no_kernels(trace_detail: str) -> None:
-    """Checks that a trace needs no kernels, which only the trainer records.
+    """Checks that a trace needs no kernels, which only the trainer and the plug-in record.
 
     Raises:
         ConfigError: The detail is ``kernels``.
     """
     if trace_detail == "kernels":
         raise ConfigError(
-            "trace_detail='kernels' was given, and only the trainer records kernels: give "
+            "trace_detail='kernels' was given, and a Pipeline records no kernels: give "
             "'collectives', or record the loop with record_trace(folder, model)"
         )

@@ -38,6 +38,7 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 from megatron.adaptive.trace.clock import start_clock_sync
 from megatron.adaptive.trace.files import set_aside
 from megatron.adaptive.trace.machine_counters import MachineCounters
+from megatron.adaptive.trace.otlp import SpanSender
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import TraceHeader
 from megatron.adaptive.transport.connect import Connector
@@ -219,6 +220,7 @@ def open_trace(
     layer_kinds: Sequence[int] = (),
     layer_work: Sequence[float] = (),
     content_rules: tuple[str, str] = ("", ""),
+    collector: str | None = None,
 ) -> Tracing:
     """Opens this rank's trace file.
 
@@ -244,8 +246,11 @@ def open_trace(
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
         content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``; empty texts in other
             programs.
+        collector: URL of a collector that also gets the spans, as OpenTelemetry (OTLP over HTTP);
+            ``None`` for none.
 
     Raises:
+        ConfigError: ``collector`` is not an HTTP URL.
         TraceError: The file cannot be written.
     """
     if folder is None:
@@ -282,7 +287,8 @@ def open_trace(
         order=content_rules[0],
         dealing=content_rules[1],
     )
-    recorder = Recorder(folder, header)
+    sender = None if collector is None else SpanSender(collector, header)
+    recorder = Recorder(folder, header, sender)
     sync = start_clock_sync(
         rank=job.rank,
         clock_id=header.clock,

@@ -288,6 +288,7 @@ def _start_trace(
         work=stage_work(config, rows),
         num_slices=config.constant_slices,
         transport=config.transport.forced or "",
+        collector=schedule.trace_otlp,
     )
     if schedule.trace_dir is not None:
         tracing.experts = measured_experts(chunks, job.accelerator)

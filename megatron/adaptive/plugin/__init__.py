@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.plugin.settings import Settings, add_arguments
@@ -42,6 +42,10 @@ def install(
     first_weights: Literal["by-rank", "by-layer"] = "by-rank",
     trace_dir: str | os.PathLike[str] | None = None,
     trace_detail: str = "actions",
+    profile_ranks: Sequence[int] | None = None,
+    profile_step_start: int | None = None,
+    profile_step_end: int | None = None,
+    trace_otlp: str | None = None,
     diagnose_interval: int = 100,
     transport: str = "auto",
     transport_silence_s: float = 60.0,
@@ -90,7 +94,16 @@ def install(
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each transformer layer, ``collectives`` to add each collective too.
+            and backward of each transformer layer, ``collectives`` to add each collective too, and
+            ``kernels`` to add operators (CPU) or kernels (GPU) of single steps on single ranks.
+        profile_ranks: Global ranks that record kernels; ``None`` for Megatron-LM's
+            ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
+        profile_step_start: First iteration whose kernels are recorded; ``None`` for Megatron-LM's
+            ``--profile-step-start``, or 10.
+        profile_step_end: Iteration after the last one whose kernels are recorded; ``None`` for
+            Megatron-LM's ``--profile-step-end``, or 12.
+        trace_otlp: URL of a collector that also gets the spans while the job runs (OpenTelemetry,
+            OTLP over HTTP); ``None`` for none. Needs ``trace_dir``.
         diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
             diagnoses off. Needs ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
@@ -125,6 +138,10 @@ def install(
         first_weights=first_weights,
         trace_dir=None if trace_dir is None else os.fspath(trace_dir),
         trace_detail=trace_detail,
+        profile_ranks=profile_ranks,
+        profile_step_start=profile_step_start,
+        profile_step_end=profile_step_end,
+        trace_otlp=trace_otlp,
         diagnose_interval=diagnose_interval,
         transport=transport,
         transport_silence_s=transport_silence_s,
@@ -134,13 +151,28 @@ def install(
     )
     if model is not None:
         settings.require_of_model()
+    _put(settings, model, sys._getframe(1).f_globals)
+
+
+def _put(
+    settings: Settings,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None,
+    caller: dict[str, Any],
+) -> None:
+    """Replaces megatron-core's function that runs a step.
+
+    Args:
+        settings: Settings of the plugin.
+        model: Model that the settings are for; ``None`` for all models.
+        caller: Names of the module that calls :func:`install`.
+    """
     # The order of these imports matters: megatron-core needs a device (or its substitute) when it
     # is imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
     # The calling module uses torch, so it too needs the substitutes for CUDA functions.
-    without_cuda.include_program(sys._getframe(1).f_globals)
+    without_cuda.include_program(caller)
     from megatron.adaptive.engine import core_version
 
     core_version.check(

@@ -11,14 +11,17 @@ import dataclasses
 import datetime
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.collector import collector_url
 from megatron.adaptive.config.flag_rules import GivenFlags, order_rules
 from megatron.adaptive.config.flags import FieldSpec, assign, check_values, fields_of, flag
 from megatron.adaptive.config.model import RecomputeConfig
 from megatron.adaptive.config.parallel import AUTO, ParallelConfig, TransportConfig
-from megatron.adaptive.config.schedule import ScheduleConfig, check_no_kernels
+from megatron.adaptive.config.run import RunConfig
+from megatron.adaptive.config.schedule import ScheduleConfig, trace_details
 from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
@@ -29,6 +32,10 @@ OF_PROCESS = {
     "on_hang": "one watch looks at all models",
 }
 """Maps the name of each setting that all models of a process share to the reason for this."""
+
+
+OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
+"""Names of the settings whose flags are Megatron-LM's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +92,16 @@ class Settings:
             model is built.
         trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each transformer layer, ``collectives`` to add each collective too.
+            and backward of each transformer layer, ``collectives`` to add each collective too, and
+            ``kernels`` to add operators (CPU) or kernels (GPU) of single steps on single ranks.
+        profile_ranks: Global ranks that record kernels; ``None`` for Megatron-LM's
+            ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
+        profile_step_start: First iteration whose kernels are recorded; ``None`` for Megatron-LM's
+            ``--profile-step-start``, or 10.
+        profile_step_end: Iteration after the last one whose kernels are recorded; ``None`` for
+            Megatron-LM's ``--profile-step-end``, or 12.
+        trace_otlp: URL of a collector that also gets the spans while the job runs (OpenTelemetry,
+            OTLP over HTTP); ``None`` for none. Needs ``trace_dir``.
         diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
             diagnoses off. Needs ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
@@ -113,6 +129,10 @@ class Settings:
     first_weights: str = "by-rank"
     trace_dir: str | None = None
     trace_detail: str = ScheduleConfig.trace_detail
+    profile_ranks: Sequence[int] | None = None
+    profile_step_start: int | None = None
+    profile_step_end: int | None = None
+    trace_otlp: str | None = None
     diagnose_interval: int = ScheduleConfig.diagnose_interval
     transport: str = AUTO
     transport_silence_s: float = TransportConfig.transport_silence_s
@@ -125,7 +145,9 @@ class Settings:
             if (path := getattr(self, name)) is not None:
                 assign(self, name, os.fspath(path))
         check_values(vars(self), _flags())
-        check_no_kernels(self.trace_detail)
+        self._check_profiled()
+        if self.trace_otlp is not None:
+            collector_url("--trace-otlp", self.trace_otlp)
         self.require()
 
     def require(self, **model: Any) -> None:
@@ -139,6 +161,56 @@ class Settings:
         """
         settings = {spec.dest: getattr(self, name) for name, spec in _flags().items()}
         GivenFlags(settings | model, _specs()).require(order_rules(self.schedule))
+
+    def _check_profiled(self) -> None:
+        """Checks the ranks and iterations whose kernels are recorded.
+
+        Raises:
+            ConfigError: A number is no whole number from 0, or no iteration is chosen.
+        """
+        if self.profile_ranks is not None:
+            assign(self, "profile_ranks", tuple(self.profile_ranks))
+        numbers = {"profile_step_start": self.profile_step_start}
+        numbers["profile_step_end"] = self.profile_step_end
+        for rank in self.profile_ranks or ():
+            numbers["profile_ranks"] = min(rank, numbers.get("profile_ranks") or rank)
+        for name, number in numbers.items():
+            if number is not None and (type(number) is not int or number < 0):
+                raise ConfigError(f"{name}: {number!r} is not a whole number from 0")
+        first, end = self.profile_step_start, self.profile_step_end
+        if first is not None and end is not None and first >= end:
+            raise ConfigError(
+                f"profile_step_start={first} and profile_step_end={end} choose no iteration: give "
+                "an end after the start"
+            )
+
+    def kernel_iterations(self, rank: int, arguments: Any) -> range:
+        """Returns the iterations whose kernels a rank records; empty for none.
+
+        Args:
+            rank: Global rank.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. They apply where the settings
+                are ``None``.
+
+        Raises:
+            ConfigError: Megatron-LM's own profiler is to record the same rank.
+        """
+
+        def chosen(name: str, default: Any) -> Any:
+            own = getattr(self, name)
+            return getattr(arguments, name, default) if own is None else own
+
+        if "kernels" not in trace_details(self.trace_detail):
+            return range(0)
+        if rank not in chosen("profile_ranks", RunConfig.profile_ranks):
+            return range(0)
+        if getattr(arguments, "profile", False) and arguments.use_pytorch_profiler:
+            raise ConfigError(
+                "trace_detail='kernels' and --profile --use-pytorch-profiler use the same profiler:"
+                " leave one of them out"
+            )
+        first = chosen("profile_step_start", RunConfig.profile_step_start)
+        return range(first, chosen("profile_step_end", RunConfig.profile_step_end))
 
     @property
     def kind(self) -> PlacementKind:
@@ -226,7 +298,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _flags() -> dict[str, FieldSpec]:
     """Returns the command-line flag of each setting."""
     specs = _specs()
-    settings = [field.name for field in dataclasses.fields(Settings)]
+    settings = [
+        field.name for field in dataclasses.fields(Settings) if field.name not in OF_MEGATRON
+    ]
     names = {
         "schedule": "pipeline_schedule",
         "placement": "pipeline_placement",

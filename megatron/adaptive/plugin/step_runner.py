@@ -36,6 +36,7 @@ from megatron.adaptive.engine.executor_setup import (
 )
 from megatron.adaptive.engine.expert_load import measured_experts
 from megatron.adaptive.engine.hang_guard import HangGuard
+from megatron.adaptive.engine.kernel_recorder import KernelRecorder
 from megatron.adaptive.engine.layer_meter import LayerMeter
 from megatron.adaptive.engine.model_groups import ModelGroups
 from megatron.adaptive.engine.policy_factory import Orders
@@ -359,6 +360,7 @@ class Engine:
             model_groups=self._groups,
             # megatron-core's own schedule sends its messages itself.
             transport="" if self._traced is not None else self._settings.channels.forced or "",
+            collector=self._settings.trace_otlp,
         )
         details = trace_details(self._settings.trace_detail)
         if "layers" in details:
@@ -366,6 +368,15 @@ class Engine:
         if "collectives" in details:
             groups = model_parallel_groups(self._groups)
             tracing.collectives = CollectiveMeter(groups, self._accelerator.clock())
+        kernel_iterations = self._settings.kernel_iterations(self._job.rank, megatron_arguments())
+        if kernel_iterations:
+            tracing.kernels = KernelRecorder(
+                folder,
+                self._job.rank,
+                kernel_iterations,
+                on_gpu=self._accelerator.is_cuda,
+                say=functools.partial(print, flush=True),
+            )
         tracing.experts = measured_experts(self._chunks, self._accelerator, self._groups)
         done = getattr(megatron_arguments(), "curr_iteration", None) or 0
         return StepTrace(

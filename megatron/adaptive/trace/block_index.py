@@ -31,6 +31,9 @@ from megatron.adaptive.trace.trace_format import (
     parse_line,
 )
 
+SHORTEST_SPAN = 2 * len(COLUMNS) + 2
+"""Number of bytes of the shortest line of a span."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -49,6 +52,13 @@ class Block:
     size_bytes: int = 0
     is_whole: bool = True
     table: TraceTable | None = None
+
+    @property
+    def num_spans(self) -> int:
+        """Approximate number of spans, at least 1; at most as many as its bytes can hold."""
+        if self.table is not None:
+            return max(1, len(self.table))
+        return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
 
 
 @dataclass

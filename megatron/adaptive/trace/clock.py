@@ -35,6 +35,7 @@ Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import socket
@@ -44,6 +45,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,12 @@ BENT = 4.0
 """Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
 WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
+
+MOST_COMPARED = 5_000_000
+"""Maximum number of comparisons of two clocks, over all rounds that shift clocks by messages."""
+
+LEAST_ROUNDS = 50
+"""Minimum number of these rounds, however many clocks there are."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -185,36 +193,63 @@ def settle(
         Nanoseconds to add to each clock, and the largest time by which a message still arrives
         before it was sent (0 if none does).
     """
-    moves = [0.0] * num_clocks
-    waiting = sorted(set(unsure) - {0})
-    sure = [clock for clock in range(num_clocks) if clock not in waiting]
-    while waiting:
-        # A clock can be settled if messages in both directions connect it to a settled clock.
-        pair = next(
-            ((a, b) for b in waiting for a in sure if (a, b) in slack_ns and (b, a) in slack_ns),
-            None,
-        )
-        if pair is None:
-            break
-        a, b = pair
-        moves[b] = moves[a] + (slack_ns[b, a] - slack_ns[a, b]) / 2
-        waiting.remove(b)
-        sure.append(b)
-    best, least = list(moves), math.inf
-    for _ in range(50 * num_clocks):
-        early = {(a, b): moves[a] - moves[b] - slack for (a, b), slack in slack_ns.items()}
-        worst = max(early.values(), default=0.0)
+    moves = np.zeros(num_clocks)
+    _place_unsure(moves, slack_ns, unsure)
+    if not slack_ns:
+        return [round(move) for move in moves.tolist()], 0
+    pairs = list(slack_ns)
+    source, target = np.array(pairs, dtype=np.int64).T
+    slack = np.array([slack_ns[pair] for pair in pairs], dtype=np.float64)
+    best, least = moves.copy(), math.inf
+    rounds = min(50 * num_clocks, max(LEAST_ROUNDS, MOST_COMPARED // len(pairs)))
+    for _ in range(rounds):
+        early = moves[source] - moves[target] - slack
+        worst = float(early.max())
         if worst < least:
-            best, least = list(moves), worst
+            best, least = moves.copy(), worst
         if worst < 1:
             break
-        for a, b in early:
-            excess = moves[a] - moves[b] - slack_ns[a, b]
+        for index in np.flatnonzero(early > 0).tolist():
+            a, b = pairs[index]
+            excess = moves[a] - moves[b] - slack[index]
             if excess > 0:
                 share = 1.0 if a == 0 else 0.0 if b == 0 else 0.5
                 moves[b] += excess * share
                 moves[a] -= excess * (1 - share)
-    return [round(move) for move in best], max(0, round(least)) if slack_ns else 0
+    return [round(move) for move in best.tolist()], max(0, round(least))
+
+
+def _place_unsure(
+    moves: Floats, slack_ns: Mapping[tuple[int, int], int], unsure: Collection[int]
+) -> None:
+    """Moves each clock without a measured offset to the middle of the bounds by its messages.
+
+    A clock can be placed if messages in both directions connect it to a clock that is placed. Of
+    the clocks that can, the lowest comes first.
+
+    Args:
+        moves: ``[clocks]``, nanoseconds to add to each clock; changed in place.
+        slack_ns: Shortest times of messages, as for :func:`settle`.
+        unsure: Clocks whose offset was not measured.
+    """
+    waiting = set(unsure) - {0}
+    around: dict[int, list[int]] = {}
+    for a, b in slack_ns:
+        if (b, a) in slack_ns:
+            around.setdefault(a, []).append(b)
+    order = {clock: n for n, clock in enumerate(c for c in range(len(moves)) if c not in waiting)}
+    ready = [b for b in waiting if any(a in order for a in around.get(b, ()))]
+    heapq.heapify(ready)
+    while ready:
+        b = heapq.heappop(ready)
+        if b in order:
+            continue
+        a = min((clock for clock in around[b] if clock in order), key=order.__getitem__)
+        moves[b] = moves[a] + (slack_ns[b, a] - slack_ns[a, b]) / 2
+        order[b] = len(order)
+        for clock in around[b]:
+            if clock not in order:
+                heapq.heappush(ready, clock)
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
@@ -288,7 +323,11 @@ class Alignment:
 
     def fit_of(self, name: str) -> ClockFit:
         """Returns the fit that converts readings of the clock named ``name`` into common time."""
-        return next(clock.fit for clock in self.clocks if clock.name == name)
+        return self._fits[name]
+
+    @cached_property
+    def _fits(self) -> dict[str, ClockFit]:
+        return {clock.name: clock.fit for clock in self.clocks}
 
     @property
     def residual_ns(self) -> float:
@@ -385,18 +424,23 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
     clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
     clock_of[list(names)] = [numbers[name] for name in names.values()]
-    ways = np.stack([clock_of[messages.source], clock_of[messages.target]], axis=1)
-    took = messages.arrived_ns - messages.sent_ns
+    count = len(alignment.clocks)
+    ways, way = np.unique(
+        clock_of[messages.source] * count + clock_of[messages.target], return_inverse=True
+    )
+    shortest = np.full(len(ways), np.iinfo(np.int64).max)
+    np.minimum.at(shortest, way, messages.arrived_ns - messages.sent_ns)
     slack = {
-        (int(a), int(b)): int(took[(ways == (a, b)).all(axis=1)].min())
-        for a, b in np.unique(ways, axis=0)
-        if a != b
+        divmod(number, count): took
+        for number, took in zip(ways.tolist(), shortest.tolist(), strict=True)
+        if number // count != number % count
     }
+    has_messages = {number for pair in slack for number in pair}
     unsure = [n for n, clock in enumerate(alignment.clocks) if clock.how == "time of day"]
-    moves, left = settle(slack, len(alignment.clocks), unsure)
+    moves, left = settle(slack, count, unsure)
     clocks = []
     for number, clock in enumerate(alignment.clocks):
-        is_placed = number in unsure and any(number in pair for pair in slack)
+        is_placed = clock.how == "time of day" and number in has_messages
         how = "messages" if is_placed else clock.how
         clocks.append(replace(clock, fit=clock.fit.plus(moves[number]), how=how))
     return Alignment(tuple(clocks), left)

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose.samples import (
@@ -265,34 +264,24 @@ def _computing(first: Measured, second: Measured) -> Iterator[Change]:
     is_known = np.isfinite(change)
     weight = np.where(is_known, 1 / error**2, 0.0)
     rest = np.where(is_known, change, 0.0)
-    parts = list(_parts(first, is_known))
     for _ in range(MOST_CHANGES):
-        best, size, certainty, most_explained = None, 0.0, 0.0, 0.0
-        for part in parts:
-            inside = weight[part.cells]
-            effect = float((inside * rest[part.cells]).sum() / inside.sum())
-            error = math.sqrt(1 / inside.sum() + RANKS_DIFFER**2 / len(part.ranks))
-            if abs(effect) < max(LEAST, SURE * error):
-                continue
-            # Prefer the change that explains most of the differences, such as a whole rank rather
-            # than only its backward passes.
-            explained = effect**2 * inside.sum()
-            if explained > most_explained:
-                best, size, certainty = part, effect, abs(effect) / error
-                most_explained = explained
+        best = _largest_change(first, weight, rest)
         if best is None:
             return
-        rest[best.cells] -= size
-        before_ms = float(np.nansum(times_ms[0][best.cells]) / len(best.ranks))
-        after_ms = float(np.nansum(times_ms[1][best.cells]) / len(best.ranks))
+        part = best.part
+        rest[part.cells] -= np.where(is_known[part.cells], best.size, 0.0)
+        before_ms, after_ms = (
+            float(np.nansum(np.where(is_known, times, 0.0)[part.cells]) / len(part.ranks))
+            for times in times_ms
+        )
         yield Change(
-            kind=best.kind,
-            ranks=best.ranks,
-            stages=best.stages,
-            action=best.action,
+            kind=part.kind,
+            ranks=part.ranks,
+            stages=part.stages,
+            action=part.action,
             before_ms=before_ms,
             after_ms=after_ms,
-            confidence=chance(certainty - SURE / 2),
+            confidence=chance(best.certainty - SURE / 2),
         )
 
 
@@ -302,49 +291,109 @@ class _Part:
 
     Attributes:
         kind: Kind of the change, see :class:`Change`.
-        cells: ``[ranks, chunks, 3] bool``, true for each rank, chunk and kind of action that
-            belongs to the part.
+        cells: Index of the part's cells in arrays ``[ranks, chunks, 3]``.
         ranks: Global ranks of these cells.
         stages: Pipeline stages of these cells.
         action: Kind of action; empty if there are several.
     """
 
     kind: str
-    cells: npt.NDArray[np.bool_]
+    cells: Any
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
     action: str = ""
 
 
-def _parts(m: Measured, is_known: npt.NDArray[np.bool_]) -> Iterator[_Part]:
-    """Yields all parts of the work that may change; of parts with equal cells, only the first."""
-    ranks = tuple(header.rank for header in m.headers)
-    everywhere = tuple(sorted({stage for stages in m.stages for stage in stages}))
+@dataclass(frozen=True, eq=False)
+class _PartChange:
+    """Describes by how much a part of the work changed.
 
-    def cells_at(*index: Any) -> npt.NDArray[np.bool_]:
-        cells = np.zeros_like(is_known)
-        cells[index] = is_known[index]
-        return cells
+    Attributes:
+        part: Part of the work.
+        size: Change as a logarithm.
+        certainty: Change as a number of standard errors.
+        explained: Part of the squared differences between the runs that the change explains.
+    """
 
+    part: _Part
+    size: float
+    certainty: float
+    explained: float
+
+
+_KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("everything", (0, 1, 2)),
+    ("action", (0, 1)),
+    ("rank", (1, 2)),
+    ("stage", (2,)),
+    ("action on rank", (1,)),
+)
+"""Kinds of parts, and the axes of ``[ranks, chunks, 3]`` over which each adds up cells.
+
+If two parts have the same cells, such as a rank with one chunk and its stage, the first is used.
+"""
+
+_PREFERRED = 1 + 1e-9
+"""Minimum ratio of what a later kind of part explains to what an earlier one explains.
+
+Sums of the same numbers over other axes may differ in their last digits.
+"""
+
+
+def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | None:
+    """Returns the change of a part that explains most of the differences; ``None`` if none is sure.
+
+    For example, a whole rank explains more than only its backward passes.
+
+    Args:
+        m: Measured times of a run.
+        weight: ``[ranks, chunks, 3]``, certainty of each cell's change; 0 if it is unknown.
+        rest: ``[ranks, chunks, 3]``, changes that are not explained yet, as logarithms.
+    """
+    best: _PartChange | None = None
+    for kind, axes in _KINDS_OF_PART:
+        inside = np.atleast_1d(weight.sum(axis=axes))
+        ranks = len(m.headers) if 0 in axes else 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            effect = np.atleast_1d((weight * rest).sum(axis=axes)) / inside
+            error = np.sqrt(1 / inside + RANKS_DIFFER**2 / ranks)
+            certainty = np.abs(effect) / error
+        is_sure = (inside > 0) & (np.abs(effect) >= np.maximum(LEAST, SURE * error))
+        explained = np.where(is_sure, effect**2 * inside, 0.0)
+        index = np.unravel_index(int(explained.argmax()), explained.shape)
+        if float(explained[index]) > (_PREFERRED * best.explained if best else 0.0):
+            best = _PartChange(
+                part=_part(m, kind, *map(int, index)),
+                size=float(effect[index]),
+                certainty=float(certainty[index]),
+                explained=float(explained[index]),
+            )
+    return best
+
+
+def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
+    """Returns a part of the work.
+
+    Args:
+        m: Measured times of a run.
+        kind: Kind of the part.
+        first: Column of its rank; for ``action``, index of the kind of action.
+        second: Chunk of a ``stage``; for ``action on rank``, index of the kind of action.
+    """
     every = slice(None)
-    parts = [_Part("everything", is_known, ranks, everywhere)]
-    for number, action in enumerate(DRAWN_ACTIONS):
-        cells = cells_at(every, every, number)
-        parts.append(_Part("action", cells, ranks, everywhere, action))
-    for column, rank in enumerate(ranks):
-        stages = m.stages[column]
-        parts.append(_Part("rank", cells_at(column), (rank,), stages))
-        for chunk in range(m.num_chunks):
-            parts.append(_Part("stage", cells_at(column, chunk), (rank,), (stages[chunk],)))
-        for number, action in enumerate(DRAWN_ACTIONS):
-            cells = cells_at(column, every, number)
-            parts.append(_Part("action on rank", cells, (rank,), stages, action))
-    seen = set()
-    for part in parts:
-        cells_in_bytes = part.cells.tobytes()
-        if part.cells.any() and cells_in_bytes not in seen:
-            seen.add(cells_in_bytes)
-            yield part
+    if kind in ("everything", "action"):
+        ranks = tuple(header.rank for header in m.headers)
+        stages = tuple(sorted({stage for stages in m.stages for stage in stages}))
+        if kind == "everything":
+            return _Part(kind, (every, every, every), ranks, stages)
+        return _Part(kind, (every, every, first), ranks, stages, DRAWN_ACTIONS[first])
+    rank = (m.headers[first].rank,)
+    if kind == "stage":
+        return _Part(kind, (first, second, every), rank, (m.stages[first][second],))
+    if kind == "action on rank":
+        cells = (first, every, second)
+        return _Part(kind, cells, rank, m.stages[first], DRAWN_ACTIONS[second])
+    return _Part(kind, (first, every, every), rank, m.stages[first])
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
@@ -370,12 +419,8 @@ def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
     """Returns the times in ns of messages whose arrival is exact, by sender and receiver."""
     messages = m.messages
     taken_ns = (messages.arrived_ns - messages.sent_ns).astype(np.float64)
-    links = np.stack([messages.source, messages.target], axis=1)[messages.seen]
-    taken_ns = taken_ns[messages.seen]
-    return {
-        (int(source), int(target)): taken_ns[(links == (source, target)).all(axis=1)]
-        for source, target in np.unique(links, axis=0)
-    }
+    exact = ((link, rows[messages.seen[rows]]) for link, rows in messages.by_link())
+    return {link: taken_ns[rows] for link, rows in exact if len(rows)}
 
 
 def _data(first: Measured, second: Measured) -> Iterator[Change]:

@@ -2,8 +2,9 @@
 
 torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective of NCCL takes too
 long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
-``nccl_trace_rank_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists
-the last collectives of each process group, with a number that is the same on all ranks of the
+``nccl_trace_rank_0``. Jobs with NVIDIA's resiliency extension (NVRx) name it ``_dump_0``. A dump is
+a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives of each process group,
+with a number that is the same on all ranks of the
 group. The numbers of messages (point-to-point calls) differ between ranks. So this module matches
 the calls of each pair of sender and receiver by their order. Pickles may contain code. Therefore
 only plain values are read, and a pickle with other objects is refused.
@@ -24,7 +25,7 @@ from megatron.adaptive.config.input_files import parse_json, printable, read_byt
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.read import describe_numbers
 
-_FILE_NAME = re.compile(r".*trace_rank_(\d+)(\.json|\.pkl|\.pickle)?")
+_FILE_NAME = re.compile(r".*(?:trace_rank|_dump)_(\d+)(\.json|\.pkl|\.pickle)?")
 _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")

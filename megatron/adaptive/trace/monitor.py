@@ -42,6 +42,12 @@ from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices
 TAIL_BYTES = 1 << 20
 """Number of bytes to read first from the end of a large file; more if they hold no whole step."""
 
+ALL_TAILS_BYTES = 1 << 28
+"""Number of bytes to read first from the ends of all files together; of many files, less each."""
+
+LEAST_TAIL_BYTES = 1 << 16
+"""Number of bytes to read first from the end of a large file, however many files there are."""
+
 LOOKED_AT = 8
 """Number of latest iterations whose medians are displayed."""
 
@@ -207,9 +213,11 @@ class LiveRun:
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
         files = trace_files(folder)
+        tail_bytes = ALL_TAILS_BYTES // max(1, len(files))
+        tail_bytes = max(LEAST_TAIL_BYTES, min(TAIL_BYTES, tail_bytes))
         for rank, path in files.items():
             if rank not in self._tails or self._tails[rank].path != path:
-                self._tails[rank] = RankTail(path, 2 * LOOKED_AT)
+                self._tails[rank] = RankTail(path, 2 * LOOKED_AT, tail_bytes)
         for rank in set(self._tails) - set(files):
             del self._tails[rank]
         for tail in self._tails.values():
@@ -257,6 +265,7 @@ class RankTail:
     Args:
         path: Path of the trace file.
         kept: Number of latest iterations to keep in memory.
+        tail_bytes: Number of bytes to read first from the end of a large file.
 
     Attributes:
         figures: Statistics of the latest iterations with actions; ``None`` if there are none.
@@ -264,8 +273,9 @@ class RankTail:
         problem: Reason why the file cannot be read; empty if it can.
     """
 
-    def __init__(self, path: Path, kept: int) -> None:
+    def __init__(self, path: Path, kept: int, tail_bytes: int = TAIL_BYTES) -> None:
         self.path = path
+        self._tail_bytes = tail_bytes
         self._kept = kept
         self._reset()
 
@@ -296,7 +306,7 @@ class RankTail:
             return False
         self._size, self.written_s = status.st_size, status.st_mtime
         try:
-            if not self._index.header and self._size > TAIL_BYTES:
+            if not self._index.header and self._size > self._tail_bytes:
                 self._skip()
             self._index.read_on(self._size, is_growing=True)
             blocks = [b for b in self._index.blocks if b.is_whole and not b.marker.is_late]
@@ -310,7 +320,7 @@ class RankTail:
         """Reads a large file's header, then skips to a marker near the end of the file."""
         with open_file(self.path) as file:
             header = parse_line(file.readline(), f"{self.path}:1")
-            tail_bytes = TAIL_BYTES
+            tail_bytes = self._tail_bytes
             while tail_bytes < self._size and isinstance(header, TraceHeader):
                 file.seek(self._size - tail_bytes)
                 offset = file.read(tail_bytes).find(b'\n{"begin_iteration"')

@@ -39,6 +39,9 @@ from megatron.adaptive.trace.trace_format import (
 REFINED_ITERATIONS = 5
 """Number of iterations, evenly spaced over the run, whose messages serve to correct the clocks."""
 
+MOST_MATCHED = 4_000_000
+"""Maximum number of spans in these iterations, unless a single iteration has more."""
+
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
 
@@ -146,7 +149,7 @@ class RankTrace:
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
-            counts[iteration] = counts.get(iteration, 0) + max(sum(block.marker.counts), 1)
+            counts[iteration] = counts.get(iteration, 0) + block.num_spans
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
@@ -242,6 +245,10 @@ class RunTrace:
         """Numbers of the iterations that at least one rank recorded, in ascending order."""
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
+    @cached_property
+    def _numbers(self) -> frozenset[int]:
+        return frozenset(self.iterations)
+
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
         """Returns the traces of one pipeline's ranks; ``None`` for a rank without a file.
 
@@ -292,7 +299,7 @@ class RunTrace:
         Raises:
             TraceError: The iteration was not recorded; the message lists those that were.
         """
-        if iteration not in self.iterations:
+        if iteration not in self._numbers:
             raise TraceError(
                 f"iteration {iteration} is not in {self.origin}; it has "
                 f"{describe_numbers(self.iterations)}"
@@ -443,7 +450,9 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
     common = sorted(set.intersection(*(set(trace.iterations) for trace in traces.values())))
     indices = np.unique(np.linspace(0, len(common) - 1, REFINED_ITERATIONS).astype(int))
     chosen = [common[index] for index in indices.tolist()] if common else []
-    return {rank: trace.table(chosen) for rank, trace in traces.items()}
+    spans = sum(trace.num_spans.get(i, 0) for trace in traces.values() for i in chosen)
+    chosen = chosen[: max(1, len(chosen) * MOST_MATCHED // max(1, spans))]
+    return {rank: trace.table(chosen).of_kind("send", "receive") for rank, trace in traces.items()}
 
 
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:

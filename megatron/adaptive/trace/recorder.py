@@ -29,6 +29,7 @@ from typing import TypeAlias
 
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.files import BestEffortFile, Outage
+from megatron.adaptive.trace.otlp import SpanSender
 from megatron.adaptive.trace.status_files import NowFile, ReadState
 from megatron.adaptive.trace.trace_format import (
     ClockSamples,
@@ -64,12 +65,16 @@ class Recorder(AbstractContextManager["Recorder"]):
     any thread. All other methods must be called from the same thread.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], header: TraceHeader) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], header: TraceHeader, sender: SpanSender | None = None
+    ) -> None:
         """Opens the rank's trace file in a folder, which is created if it does not exist.
 
         Args:
             folder: Path of the folder for the trace files; no other run may use it.
             header: Description of the rank, which becomes the first line of the file.
+            sender: Sender that also gets all spans, even while the disk accepts none; ``None`` for
+                none. :meth:`close` closes it.
 
         Raises:
             TraceError: The folder already has a trace of this rank, or the file cannot be written.
@@ -90,6 +95,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file.begin()
         self._rank = header.rank
         self._read_state: ReadState | None = None
+        self._sender = sender
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
         self._open = True
@@ -239,6 +245,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         # a daemon thread, so the process can exit even then.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
+        if self._sender is not None:
+            self._sender.close()
 
     def __exit__(self, *_: object) -> None:
         """Writes all remaining spans and closes the file."""
@@ -284,6 +292,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             text, iteration = samples_line(batch) if batch.samples else "", None
         else:
             text, iteration = block_text(*batch), None if batch[0].is_late else batch[0].iteration
+            if self._sender is not None:
+                self._sender.add(*batch)
         if not text:
             return
         if self._gap is not None:

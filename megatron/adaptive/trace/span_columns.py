@@ -10,7 +10,7 @@ belongs to each send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -287,6 +287,16 @@ class Messages:
     def __len__(self) -> int:
         """Returns the number of messages."""
         return len(self.iteration)
+
+    def by_link(self) -> Iterator[tuple[tuple[int, int], Ints]]:
+        """Yields sender and receiver of each link, ascending, and the rows of its messages."""
+        if not len(self):
+            return
+        order = np.lexsort((self.target, self.source))
+        links = np.stack([self.source[order], self.target[order]], axis=1)
+        begins = np.flatnonzero((links[1:] != links[:-1]).any(axis=1)) + 1
+        for rows in np.split(order, begins):
+            yield (int(self.source[rows[0]]), int(self.target[rows[0]])), rows
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:

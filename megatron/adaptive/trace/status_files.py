@@ -39,6 +39,7 @@ ENDED = "ended"
 
 _LINE_BYTES = 512
 _LONGEST_NOW_BYTES = 1 << 20
+_MAX_NUMBER = 1 << 63
 
 _KINDS: Mapping[str, Any] = {"doing": str, "cause": str, "since_s": int | float, "done": list}
 
@@ -174,13 +175,16 @@ class NowFile:
 
 def read_now(folder: Path, rank: int) -> Now | None:
     """Reads a rank's status file; returns ``None`` if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
         )
         values = {name: report[name] for name in Now.__slots__ if name in report}
         if all(isinstance(value, _KINDS.get(name, int)) for name, value in values.items()):
-            return Now(**{**values, "done": tuple(map(int, values.get("done", (0, 0, 0))))})
+            done = tuple(map(int, values.get("done", (0, 0, 0))))
+            numbers = [value for value in values.values() if isinstance(value, int | float)]
+            if len(done) >= 2 and all(abs(number) < _MAX_NUMBER for number in (*numbers, *done)):
+                return Now(**{**values, "done": done})
     return None
 
 
@@ -281,6 +285,10 @@ class ProgressTail:
                 self.start = line
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < _MAX_NUMBER
+
+
 def _parsed(line: bytes) -> list[dict[str, Any]]:
     """Parses a line; returns its record in a list, or an empty list if the line is damaged.
 
@@ -297,7 +305,7 @@ def _parsed(line: bytes) -> list[dict[str, Any]]:
         return []
     number = int | float
     is_sound = (
-        all(isinstance(record.get(name, 0), int) for name in _COUNTS)
+        all(_is_whole(record.get(name, 0)) for name in _COUNTS)
         and all(isinstance(record.get(name), number | None) for name in _MEASURED)
         and all(isinstance(finding.get("gain"), number) for finding in findings)
         and all(

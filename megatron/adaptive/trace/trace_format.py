@@ -49,7 +49,15 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.schedule.action import SliceCounts, item_count, item_label
-from megatron.adaptive.trace.field_checks import EXPECTED, MOST_SLICES, value_of
+from megatron.adaptive.trace.trace_values import (
+    EXPECTED,
+    MAX_ITERATION,
+    MAX_SIZES,
+    MAX_STAGES,
+    check_layers,
+    number_of_microbatches,
+    value_of,
+)
 
 FORMAT_NAME = "megatron-adaptive-trace"
 FORMAT_VERSION = 2
@@ -505,22 +513,9 @@ def is_item(number: int, num_slices: SliceCounts) -> bool:
     return 0 <= number < item_count(len(num_slices), num_slices)
 
 
-_MAX_SIZES = {
-    "world_size": 1 << 17,
-    "num_ranks": 1 << 14,
-    "num_chunks": 1 << 10,
-    "num_microbatches": 1 << 20,
-    "num_slices": MOST_SLICES,
-}
-"""Maximum sizes of a run that a header may state.
-
-Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
-take very long.
-"""
 _ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
 """Maps header fields that older files lack to the values that readers assume for them."""
-_MAX_STAGES = 1 << 16
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
@@ -630,16 +625,16 @@ def parse_line(
     for key in ("begin_iteration", "after_iteration"):
         if key in record:
             iteration = value_of(record, key, "int", origin)
-            if iteration < 0:
+            if not 0 <= iteration <= MAX_ITERATION:
                 raise TraceError(
-                    f"{origin}: field {key!r} is {iteration}, expected a number from 0; the file"
-                    " is damaged, remove it or that line"
+                    f"{origin}: field {key!r} is {iteration}, expected 0 to {MAX_ITERATION:,}; the"
+                    " file is damaged, remove it or that line"
                 )
             start_ns = value_of(record, "start_ns", "int", origin)
             groups = value_of(record, "collectives", "collectives", origin, [])
             return IterationStart(
                 iteration=iteration,
-                num_microbatches=value_of(record, "num_microbatches", "int", origin),
+                num_microbatches=number_of_microbatches(record, origin),
                 start_ns=start_ns,
                 counts=tuple(value_of(record, "counts", "counts", origin, [])),
                 size_bytes=value_of(record, "size_bytes", "int", origin),
@@ -709,11 +704,12 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
             f"{', '.join(COLUMNS)}; use a newer version of it"
         )
     header = TraceHeader(**values)
-    for size, most in _MAX_SIZES.items():
+    for size, most in MAX_SIZES.items():
         if not 1 <= getattr(header, size) <= most:
             raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")
-    if header.num_ranks * header.num_chunks > _MAX_STAGES:
-        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {_MAX_STAGES:,}")
+    if header.num_ranks * header.num_chunks > MAX_STAGES:
+        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {MAX_STAGES:,}")
+    check_layers(values, origin)
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:
             raise TraceError(

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.trace.read import read_run
-from megatron.adaptive.trace.whatif.answers import Repair, what_if
+from megatron.adaptive.trace.whatif.answers import what_if
+from megatron.adaptive.trace.whatif.result import Repair
 from tests.soak.tracing.slept_rank import LAYERS
 from tests.soak.tracing.slept_runs import execute, real_run
 from tests.support.synthetic_trace import Fault, SyntheticRun

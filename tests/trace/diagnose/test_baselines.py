@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.adaptive.trace.diagnose.baselines import ALIKE, RankBaselines, rank_baselines
+from megatron.adaptive.trace.diagnose.covariance import Covariance, Shared
 from megatron.adaptive.trace.diagnose.samples import measure
 from megatron.adaptive.trace.read import read_run
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
@@ -26,8 +27,10 @@ def drawn(seed: int, ranks: int = 4, count: int = 20) -> RankBaselines:
     return RankBaselines(
         series=levels + noise,
         by_kind=np.stack([levels + noise] * 3, axis=2),
-        lasting=100 + ALIKE**2 * np.eye(ranks),
-        passing=0.03**2 * np.eye(ranks),
+        lasting=Covariance(
+            np.full(ranks, ALIKE**2), (Shared(np.zeros(ranks, dtype=int), np.full(ranks, 10.0)),)
+        ),
+        passing=Covariance(np.full(ranks, 0.03**2)),
     )
 
 

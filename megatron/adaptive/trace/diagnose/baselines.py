@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron.adaptive.trace.diagnose.covariance import Covariance, InverseCovariance, Shared
 from megatron.adaptive.trace.diagnose.samples import (
     Floats,
     Measured,
@@ -57,6 +58,9 @@ MOST_INTERVALS = 20_000_000
 
 If there are more, only intervals that last to the end of the run are tried.
 """
+
+INTERVALS_AT_ONCE = 500_000
+"""Maximum number of intervals, over some ranks, whose scores are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -95,28 +99,33 @@ class RankBaselines:
         by_kind: ``[iterations, ranks, 3]``, like ``series``, but for only the forward passes, the
             backward passes and the separate weight-gradient passes; NaN for kinds that take little
             time.
-        lasting: ``[ranks, ranks]``, covariance of the deviations that are constant over the run.
-        passing: ``[ranks, ranks]``, covariance of the deviations that vary between iterations.
+        lasting: Covariance of the deviations that are constant over the run.
+        passing: Covariance of the deviations that vary between iterations.
     """
 
     series: Floats
     by_kind: Floats
-    lasting: Floats
-    passing: Floats
-    _level: Floats = field(init=False)
-    _each: Floats = field(init=False)
+    lasting: Covariance
+    passing: Covariance
+    _level: InverseCovariance = field(init=False)
+    _each: InverseCovariance = field(init=False)
 
     def __post_init__(self) -> None:
-        self._invert()
+        self._each = self.passing.inverse()
+        self.doubt(np.zeros(self.series.shape[1]))
 
-    def _invert(self) -> None:
-        self._level = np.linalg.inv(self.lasting + self.passing / len(self.series))
-        self._each = np.linalg.inv(self.passing)
+    def doubt(self, variances: Floats) -> None:
+        """Makes the lasting deviations of ranks more uncertain.
+
+        Args:
+            variances: ``[ranks]``, variance to add to that of each rank's own deviation.
+        """
+        self.lasting = self.lasting.with_own(variances)
+        self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
         """Stops comparing other ranks with this rank, by making the rank's deviation uncertain."""
-        self.lasting[column, column] += 1.0
-        self._invert()
+        self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
         """Subtracts a shift from the series, so that the next search finds other shifts."""
@@ -124,7 +133,7 @@ class RankBaselines:
 
     def errors(self) -> tuple[Floats, Floats]:
         """Returns each rank's shift over all iterations, and its standard error: ``[ranks]``."""
-        precision = np.diagonal(self._level)
+        precision = self._level.diagonal
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
@@ -140,17 +149,21 @@ class RankBaselines:
         count, column = len(series), shift.column
         mean = series.mean(axis=0)
         inside = shift.end - shift.first
-        scores = (series[shift.first : shift.end] - mean) @ self._each[:, column]
-        score = inside / count * (self._level[column] @ mean) + scores.sum()
-        return float(score * self._information(column, inside) ** -1.0)
+        scores = (series[shift.first : shift.end] - mean) @ self._each.column(column)
+        score = inside / count * (self._level.column(column) @ mean) + scores.sum()
+        precision = self._information(np.array([inside]), slice(column, column + 1))
+        return float(score / precision[0, 0])
 
-    def _information(self, column: int, inside: Ints | int) -> Floats | float:
-        """Returns the precision (1 / variance) of a shift's size over ``inside`` iterations."""
-        count = len(self.series)
-        level = self._level[column, column]
-        each = self._each[column, column]
-        part = inside / count
-        precision: Floats | float = part**2 * level + inside * (1 - part) * each
+    def _information(self, inside: Ints, columns: slice) -> Floats:
+        """Returns the precision (1 / variance) of shifts' sizes, ``[intervals, columns]``.
+
+        Args:
+            inside: ``[intervals]``, number of iterations of each shift.
+            columns: Columns of the ranks.
+        """
+        part = (inside / len(self.series))[:, None]
+        level, each = self._level.diagonal[columns], self._each.diagonal[columns]
+        precision: Floats = part**2 * level + inside[:, None] * (1 - part) * each
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
@@ -164,7 +177,7 @@ class RankBaselines:
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
-        level, each = self._level @ mean, (self.series - mean) @ self._each
+        level, each = self._level @ mean, (self._each @ (self.series - mean).T).T
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
         # Add the interval of all iterations at index 0, because intervals() leaves it out.
         first = np.append(0, first)
@@ -173,24 +186,28 @@ class RankBaselines:
         doubt = np.full(len(first), sure**2 + 2 * math.log(max(1.0, ranks / 4)))
         doubt += np.where(inside < count, 2 * math.log(count), 0.0)
         doubt += np.where(end < count, 2 * math.log(count), 0.0)
+        sums = np.concatenate([np.zeros((1, ranks)), np.cumsum(each, axis=0)])
         shifts = []
-        for column in range(ranks):
-            sums = np.concatenate([[0.0], np.cumsum(each[:, column])])
-            scores = inside / count * level[column] + sums[end] - sums[first]
-            precision = np.asarray(self._information(column, inside))
+        at_once = max(1, INTERVALS_AT_ONCE // len(first))
+        for columns in (slice(low, low + at_once) for low in range(0, ranks, at_once)):
+            of_ranks = sums[:, columns]
+            scores = (inside / count)[:, None] * level[columns] + of_ranks[end] - of_ranks[first]
+            precision = self._information(inside, columns)
             size = scores / precision
-            excess = np.where(size >= least, size * scores - doubt, -np.inf)
-            best = int(np.argmax(excess))
-            shifts.append(
-                Shift(
-                    column=column,
-                    first=int(first[best]),
-                    end=int(end[best]),
-                    size=float(size[best]),
-                    error=float(precision[best] ** -0.5),
-                    doubt=float(doubt[best]) if excess[best] > -np.inf else math.inf,
+            excess = np.where(size >= least, size * scores - doubt[:, None], -np.inf)
+            best = excess.argmax(axis=0)
+            for offset, row in enumerate(best.tolist()):
+                is_large = excess[row, offset] > -np.inf
+                shifts.append(
+                    Shift(
+                        column=columns.start + offset,
+                        first=int(first[row]),
+                        end=int(end[row]),
+                        size=float(size[row, offset]),
+                        error=float(precision[row, offset] ** -0.5),
+                        doubt=float(doubt[row]) if is_large else math.inf,
+                    )
                 )
-            )
         return shifts
 
 
@@ -211,19 +228,19 @@ def rank_baselines(m: Measured) -> RankBaselines:
     series = _filled(_weighted(by_kind, share[None, None, :], axis=2))
     of_stage = np.sqrt((weights**2 * unsure**2).sum(axis=1))
     passing = _passing(m, series, _sampling(logs))
-    together = _same(m, m.peers) * np.outer(of_stage, of_stage) + UNKNOWN**2
+    everyone = Shared(np.zeros(num_ranks, dtype=np.int64), np.full(num_ranks, UNKNOWN))
+    peers = Shared(_index_of_group(m, m.peers), of_stage)
     baselines = RankBaselines(
         series=series,
         by_kind=np.stack([_filled(by_kind[:, :, k]) for k in range(3)], axis=2),
-        lasting=together + ALIKE**2 * np.eye(num_ranks),
+        lasting=Covariance(np.full(num_ranks, ALIKE**2), (everyone, peers)),
         passing=passing,
     )
     if num_ranks >= SEEN_BEFORE:
         sizes, errors = baselines.errors()
         wide = min(9.0, max(1.0, float(spread(sizes / errors)) ** 2))
         part = num_ranks / (SEEN_BEFORE + num_ranks)
-        baselines.lasting += part * (wide - 1) * ALIKE**2 * np.eye(num_ranks)
-        baselines._invert()
+        baselines.doubt(np.full(num_ranks, part * (wide - 1) * ALIKE**2))
     return baselines
 
 
@@ -271,7 +288,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         logs[:, pipeline] -= weight * common[:, None, None, None, :]
 
 
-def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
+def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
     These are each rank's own noise, and the deviation that all ranks of a replica share.
@@ -296,8 +313,8 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Floats:
     least = np.maximum(max(usual, LEAST_NOISE), sampling)
     sigma = np.where(own_noise > 2 * usual, np.maximum(own_noise, least), least)
     common_var = float(np.mean([max(0.0, rough**2 - usual**2 / count) for rough, count in shared]))
-    covariance: Floats = np.diag(sigma**2) + common_var * _same(m, m.replicas)
-    return covariance
+    replicas = Shared(_index_of_group(m, m.replicas), np.full(ranks, math.sqrt(common_var)))
+    return Covariance(sigma**2, (replicas,))
 
 
 def _sampling(logs: Floats) -> Floats:
@@ -312,12 +329,12 @@ def _sampling(logs: Floats) -> Floats:
     return sampling
 
 
-def _same(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Floats:
-    """Returns a matrix ``[ranks, ranks]``: 1 if two ranks are in the same group, else 0."""
-    same = np.zeros((len(m.headers), len(m.headers)))
-    for group in groups.values():
-        same[np.ix_(group, group)] = 1.0
-    return same
+def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> Ints:
+    """Returns the index of each rank's group, ``[ranks]``."""
+    index = np.zeros(len(m.headers), dtype=np.int64)
+    for number, columns in enumerate(groups.values()):
+        index[columns] = number
+    return index
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:

@@ -7,9 +7,7 @@ with ``whatif``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from megatron.adaptive.config.own_code import line_of_error
 from megatron.adaptive.errors import AdaptiveError, TraceError
@@ -25,13 +23,19 @@ from megatron.adaptive.trace.whatif.operations import (
     pipelines_of,
     read_operations,
 )
-from megatron.adaptive.trace.whatif.replay import rule_saves_s
+from megatron.adaptive.trace.whatif.replay import RuleReplay
 
 SIMULATED = 32
 """Maximum number of iterations that are simulated for the cost of a finding."""
 
 SIMULATED_SPANS = 300_000
 """Maximum total number of spans in these iterations."""
+
+MOST_RECORDED = 4
+"""Maximum number of sets of simulated iterations that are in memory at the same time."""
+
+MOST_FINDINGS = 20
+"""Maximum number of findings of a cause; the cost of each takes a simulation."""
 
 
 def diagnose(
@@ -71,7 +75,7 @@ def diagnose(
         num_ranks=len(measured.headers),
         counts={"actions": measured.num_actions, "messages": len(measured.messages)},
         step_ms=measured.step / 1e6,
-        notes=(*run.notes(), *_uncounted(run)),
+        notes=(*run.notes(), *_uncounted(run), *search.notes),
         pace_ns=_pace_ns(measured),
     )
 
@@ -98,7 +102,8 @@ class _Search:
     def __init__(self, run: RunTrace, evidence: Evidence) -> None:
         self._run = run
         self._evidence = evidence
-        self._recorded: dict[tuple[int, ...], tuple[Operations, Graph]] = {}
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self.notes: list[str] = []
 
     def find(self, cause: Cause, earlier: Sequence[Finding]) -> list[Finding]:
         """Returns the findings of a cause, with their descriptions, remedies and costs.
@@ -108,7 +113,15 @@ class _Search:
             earlier: Findings of the causes that were searched before.
         """
         reported = []
-        for bare in cause.find(self._evidence, earlier):
+        bare_findings = list(cause.find(self._evidence, earlier))
+        worst = sorted(bare_findings, key=_badness)[:MOST_FINDINGS]
+        if len(worst) < len(bare_findings):
+            self.notes.append(
+                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} further findings are left"
+                f" out; the {MOST_FINDINGS} worst are examined"
+            )
+            bare_findings = [bare for bare in bare_findings if any(bare is each for each in worst)]
+        for bare in bare_findings:
             named = replace(bare, cause=cause.name)
             remedy = cause.advise(named, self._evidence)
             finding = replace(
@@ -137,22 +150,54 @@ class _Search:
         chosen = m.iterations[is_inside][-SIMULATED:]
         spans = self._run.num_spans(chosen.tolist())
         try:
-            ops, graph = self._read(tuple(thinned(chosen, spans, SIMULATED_SPANS).tolist()))
+            recorded = self._read(tuple(thinned(chosen, spans, SIMULATED_SPANS).tolist()))
+            ops = recorded.operations
             steps = RecordedSteps(self._evidence, finding, ops, ops.duration_s.copy())
             without = cause.without(finding, steps)
         except TraceError:
             return None
-        before_s, after_s = graph.simulate([ops.duration_s, without]).mean(axis=0).tolist()
-        saved_s = rule_saves_s(m.headers[0], ops, without, np.unique(ops.iteration).tolist())
+        after_s = float(recorded.graph.simulate([without]).mean())
+        before_s = recorded.step_s
+        saved_s = recorded.replay.saved_s(without)
         if saved_s is None or cause.is_rare:
             saved_s = before_s - after_s
         return max(0.0, saved_s / before_s) if before_s else 0.0
 
-    def _read(self, iterations: tuple[int, ...]) -> tuple[Operations, Graph]:
+    def _read(self, iterations: tuple[int, ...]) -> _Recorded:
         if iterations not in self._recorded:
+            if len(self._recorded) >= MOST_RECORDED:
+                del self._recorded[next(iter(self._recorded))]
             operations = read_operations(self._run, pipelines_of(self._run), iterations)
-            self._recorded[iterations] = operations, build_graph(operations)
+            graph = build_graph(operations)
+            self._recorded[iterations] = _Recorded(
+                operations=operations,
+                graph=graph,
+                replay=RuleReplay(self._evidence.measured.headers[0], operations),
+                step_s=float(graph.simulate([operations.duration_s]).mean()),
+            )
         return self._recorded[iterations]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Recorded:
+    """Contains recorded steps, ready to be simulated with other durations.
+
+    Attributes:
+        operations: Operations of the steps.
+        graph: Dependencies between these operations.
+        replay: Simulation of the steps under the run's own scheduling rule.
+        step_s: Mean time of a step in seconds, simulated with the recorded durations.
+    """
+
+    operations: Operations
+    graph: Graph
+    replay: RuleReplay
+    step_s: float
+
+
+def _badness(finding: Finding) -> tuple[float, float]:
+    """Returns a key by which the worst findings of a cause come first."""
+    return -(finding.delay_ms or 0.0), -(finding.factor or 0.0)
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:

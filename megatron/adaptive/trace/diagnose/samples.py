@@ -17,7 +17,7 @@ from megatron.adaptive.trace.collectives import JoinedCollectives, join_collecti
 from megatron.adaptive.trace.diagnose.finding import Finding, Period
 from megatron.adaptive.trace.machine_counters import COUNTERS
 from megatron.adaptive.trace.metrics import compute_ns
-from megatron.adaptive.trace.read import RunTrace
+from megatron.adaptive.trace.read import RankTrace, RunTrace
 from megatron.adaptive.trace.span_columns import (
     Ints,
     Messages,
@@ -214,7 +214,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     """
     ranks = sorted(run.ranks)
     chosen = np.array(_choose(run, iterations), dtype=np.int64)
-    counts = {i: max(t.num_microbatches.get(i, 0) for t in run.ranks.values()) for i in chosen}
+    counts = {i: max(_count(trace, i) for trace in run.ranks.values()) for i in chosen.tolist()}
     shape = (len(chosen), len(ranks), run.num_chunks, _KINDS, max(counts.values(), default=0))
     action_ns = np.full(shape, np.nan, dtype=np.float32)
     read_ns, reads = np.zeros(shape[:2], dtype=np.int64), np.zeros(shape[:2], dtype=np.int64)
@@ -237,10 +237,14 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
     if not np.isfinite(action_ns).any():
         raise TraceError(f"{run.origin} contains no F, B or W in these iterations")
     headers = [run.ranks[rank].header for rank in ranks]
-    pipelines = np.array([(header.dp_rank, header.tp_rank) for header in headers])
-    members = [(pipelines == pipeline).all(axis=1) for pipeline in np.unique(pipelines, axis=0)]
+    pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
+    order = sorted(range(len(ranks)), key=pipelines.__getitem__)
+    heads = [
+        n for n in range(len(ranks)) if not n or pipelines[order[n]] != pipelines[order[n - 1]]
+    ]
     # Measure steps within each pipeline, because the clocks of different pipelines may disagree.
-    steps = [ends[:, ranks].max(axis=1) - begins[:, ranks].min(axis=1) for ranks in members]
+    steps = np.maximum.reduceat(ends[:, order], heads, axis=1)
+    steps -= np.minimum.reduceat(begins[:, order], heads, axis=1)
     last = max(counts)
     return Measured(
         headers=tuple(headers),
@@ -253,7 +257,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         action_ns=action_ns,
         read_ns=read_ns,
         reads=reads,
-        step_ns=np.max([*steps, np.zeros(len(chosen), dtype=np.int64)], axis=0),
+        step_ns=np.maximum(steps.max(axis=1), 0),
         messages=match_messages(tables),
         clock_error_ns=_clock_error(run),
         experts=tuple(run.ranks[rank].experts for rank in ranks),
@@ -265,6 +269,11 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         collectives=tuple(join_collectives(run, chosen.tolist())),
         layer_kinds=headers[0].layer_kinds,
     )
+
+
+def _count(trace: RankTrace, iteration: int) -> int:
+    """Returns the number of a rank's microbatches in an iteration, at most that of its spans."""
+    return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:

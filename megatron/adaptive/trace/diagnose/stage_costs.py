@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,9 +100,20 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     stages = len(times.rank_of)
     layers = [0] * stages
     busy = np.bincount(times.rank_of, weights=times.extra_ns).astype(np.float64)
-    for _ in range(num_layers):
-        after = [busy[times.rank_of[stage]] + times.layer_ns[stage] for stage in range(stages)]
-        best = min(range(stages), key=lambda stage: (after[stage], layers[stage]))
-        layers[best] += 1
-        busy[times.rank_of[best]] = after[best]
+
+    def candidate(stage: int) -> tuple[float, int, int]:
+        return float(busy[times.rank_of[stage]] + times.layer_ns[stage]), layers[stage], stage
+
+    ready = [candidate(stage) for stage in range(stages)]
+    heapq.heapify(ready)
+    given = 0
+    while given < num_layers:
+        # The time of a rank only grows. So the first entry is the best one if it is up to date.
+        entry = ready[0]
+        stage = entry[2]
+        if entry == candidate(stage):
+            layers[stage] += 1
+            busy[times.rank_of[stage]] = entry[0]
+            given += 1
+        heapq.heapreplace(ready, candidate(stage))
     return tuple(layers)

@@ -32,7 +32,7 @@ from megatron.adaptive.trace.views.palette import (
 )
 
 if TYPE_CHECKING:
-    from megatron.adaptive.trace.whatif.answers import WhatIf
+    from megatron.adaptive.trace.whatif.result import WhatIf
 
 DPI = 150
 WIDTH_IN = 14.0

@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import TraceError
+from megatron.adaptive.trace.diagnose.samples import thinned
 from megatron.adaptive.trace.diagnose.stage_costs import best_partition, split_costs
 from megatron.adaptive.trace.imports.published import run_of_columns
 from megatron.adaptive.trace.metrics import medians
@@ -48,7 +49,13 @@ from megatron.adaptive.trace.whatif.operations import (
     read_operations,
     usual_s,
 )
-from megatron.adaptive.trace.whatif.replay import OtherSchedule, recorded_times, rule_saves_s
+from megatron.adaptive.trace.whatif.replay import (
+    OtherSchedule,
+    RuleReplay,
+    recorded_times,
+    steps_at_most,
+)
+from megatron.adaptive.trace.whatif.result import SHOWN, SLOW, Repair, WhatIf
 from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
@@ -57,10 +64,6 @@ SETS_AT_ONCE = 8
 """Number of sets of durations with which the steps are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
 """Fraction of all ranks that is counted as the slowest ranks; it is at least one rank."""
-SHOWN = 5
-"""Number of the worst ranks, and of the worst links, whose slowdown is computed."""
-SLOW = 1.05
-"""Minimum slowdown for the report to name a cause and print each cause's share."""
 CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be named."""
 WORTH = 0.002
@@ -71,184 +74,16 @@ SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
 """Repair that is left out if other partitions were simulated with the times of single segments."""
+MOST_GROUPS = 64
+"""Maximum number of stages, and of replicas, whose slowdown is simulated; of more, the worst."""
+MOST_SPANS = 8_000_000
+"""Maximum number of spans to analyze; of a longer run, iterations at equal distances are used."""
 REPLAYED = 4
 """Maximum number of steps that are simulated under each other schedule."""
 RECORDED_SPAN_S = 1e-6
 """CPU time in seconds to record and write one trace span, measured with the trace recorder."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Describes a change that would make the run faster, and the time it would save.
-
-    Attributes:
-        description: Short text that says what is changed.
-        flag: Command-line flags that make the change, or advice if there is no flag.
-        step_s: Mean step time with the change, in seconds.
-        gain: Fraction of the simulated step time that the change saves.
-    """
-
-    description: str
-    flag: str
-    step_s: float
-    gain: float
-
-
-@dataclass(frozen=True, eq=False)
-class WhatIf:
-    """Contains the results of the what-if analysis of a run.
-
-    Attributes:
-        where: Maps each recorded rank to its pipeline rank, replica and stages.
-        iterations: ``[steps]``, number of each analyzed step (iteration).
-        recorded_s: ``[steps]``, recorded time of each step in seconds, from the start of the first
-            operation to the end of the last.
-        simulated_s: ``[steps]``, time of each step in seconds, simulated with the recorded
-            durations but without delays of the host between operations.
-        ideal_s: ``[steps]``, time of each step in seconds, simulated with the ideal durations.
-        slowdowns: Slowdown caused by each group, by type and then name of the group. Types are
-            ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length`` of
-            microbatches.
-        by_step: ``[steps]``, slowdown in each step, by type and then name of the group. Types are
-            ``stage``, ``replica`` and ``kind``.
-        worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
-            as the other ranks (Mw in the paper).
-        last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
-            as the other stages (Ms in the paper).
-        length_share: Fraction of the slowdown that would vanish if all microbatches took equally
-            long.
-        slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
-            based.
-        cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
-            ``mixed`` if no single cause explains enough of the slowdown.
-        repairs: Possible repairs, the one that saves most time first.
-        notes: Caveats about the result, one line each.
-    """
-
-    where: Pipelines
-    iterations: Ints
-    recorded_s: Floats
-    simulated_s: Floats
-    ideal_s: Floats
-    slowdowns: Mapping[str, Mapping[str, float]]
-    by_step: Mapping[str, Mapping[str, Floats]]
-    worker_share: float
-    last_stage_share: float
-    length_share: float
-    slowest: tuple[int, ...]
-    cause: str
-    repairs: tuple[Repair, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def slowdown(self) -> float:
-        """Returns the mean simulated step time divided by the mean ideal step time (paper: S)."""
-        return float(self.simulated_s.mean() / self.ideal_s.mean())
-
-    @property
-    def launch_slowdown(self) -> float:
-        """Returns the mean recorded step time divided by the mean simulated step time.
-
-        A value other than 1 is the error of the simulation, mainly because delays of the host are
-        not simulated.
-        """
-        return float(self.recorded_s.mean() / self.simulated_s.mean())
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the analysis as a dict for ``json.dumps``."""
-        steps = self.iterations.tolist()
-        return {
-            "slowdown": self.slowdown,
-            "launch_slowdown": self.launch_slowdown,
-            "cause": self.cause,
-            "Mw": self.worker_share,
-            "Ms": self.last_stage_share,
-            "length_share": self.length_share,
-            "slowest_ranks": self.where.ranks[list(self.slowest)].tolist(),
-            **{f"by_{group}": dict(values) for group, values in self.slowdowns.items()},
-            **{
-                f"by_{group}_per_step": {
-                    str(step): {name: float(values[index]) for name, values in by_name.items()}
-                    for index, step in enumerate(steps)
-                }
-                for group, by_name in self.by_step.items()
-            },
-            **{
-                f"{name}_s": dict(zip(map(str, steps), values.tolist(), strict=True))
-                for name, values in (
-                    ("recorded", self.recorded_s),
-                    ("simulated", self.simulated_s),
-                    ("ideal", self.ideal_s),
-                )
-            },
-            "repairs": [
-                {
-                    "what": repair.description,
-                    "flag": repair.flag,
-                    "step_s": repair.step_s,
-                    "gain": repair.gain,
-                }
-                for repair in self.repairs
-            ],
-            "notes": list(self.notes),
-        }
-
-    def format(self) -> str:
-        """Returns the analysis as lines of text to print."""
-        lines = [
-            f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
-            f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
-            f"({self.launch_slowdown - 1:+.1%}: gaps between operations are not simulated); "
-            f"{self.ideal_s.mean():.4g} s if no rank, stage or microbatch were slower than others",
-            f"slowdown {self.slowdown:.3f}: "
-            + {
-                "none": "no rank, stage or microbatch is clearly slower than others",
-                "mixed": "no single cause",
-                "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
-                "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
-                "sequence lengths": "microbatches of unequal lengths",
-            }[self.cause],
-            self._format_shares(),
-        ]
-        for group, values in self.slowdowns.items():
-            worst = sorted(values.items(), key=lambda pair: -pair[1])[: SHOWN + 1]
-            named = ", ".join(f"{name} {value:.3f}" for name, value in worst)
-            lines.append(f"  slowdown by {group}: {named}")
-        lines.append("repairs and the time they save:" if self.repairs else "no repair would help")
-        lines += [
-            f"  {repair.gain:6.1%}  {repair.description} ({repair.step_s:.4g} s): {repair.flag}"
-            for repair in self.repairs
-        ]
-        return "\n".join(lines)
-
-    def _format_shares(self) -> str:
-        """Returns a line of text that states how much of the slowdown each repair would remove."""
-        if self.slowdown < SLOW and self.cause != "none":
-            return (
-                "  compared with the mean there is no slowdown to share out; see the repairs below"
-            )
-        if self.slowdown < SLOW:
-            return (
-                f"  there is no slowdown to share out: shares are given from a slowdown of {SLOW}"
-            )
-        return (
-            f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
-            f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
-            f"equal lengths of microbatches, {_format_share(self.length_share)}"
-        )
-
-
-def _format_share(share: float) -> str:
-    """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
-
-    Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
-    So a repaired step may be slower than the recorded one, or faster than the ideal one.
-    """
-    if round(share, 2) <= 0:
-        return "none"
-    return "all" if round(share, 2) >= 1 else f"{share:.0%}"
 
 
 @dataclass(eq=False)
@@ -308,6 +143,13 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         chosen = list(whole) or chosen
     if not chosen:
         raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+    sample = thinned(np.array(chosen), run.num_spans(chosen, where.ranks.tolist()), MOST_SPANS)
+    if len(sample) < len(chosen):
+        notes.append(
+            f"{len(sample):,} of {len(chosen):,} iterations are analyzed, at equal distances: all"
+            f" have more than {MOST_SPANS:,} spans; choose a part with --iterations"
+        )
+        chosen = sample.tolist()
     parts = []
     for some in _in_turn(run, where, chosen):
         operations = read_operations(run, where, some)
@@ -417,6 +259,7 @@ class _Answers:
         self._run, self._where, self._parts = run, where, parts
         self._header = next(iter(run.ranks.values())).header
         self._advice = advice_for(self._header)
+        self._replay = RuleReplay(self._header, parts[-1].ops)
         self._measure_cells()
         usual = usual_s([p.ops.kind for p in parts], [p.ops.duration_s for p in parts])
         for part in parts:
@@ -502,8 +345,8 @@ class _Answers:
         }
         kinds = sorted({int(k) for part in self._parts for k in np.unique(part.ops.kind)})
         for group, values in (
-            ("stage", range(where.num_stages)),
-            ("replica", range(int(where.replica.max()) + 1)),
+            ("stage", self._worst("stage", where.num_stages)),
+            ("replica", self._worst("replica", int(where.replica.max()) + 1)),
             ("kind", kinds),
         ):
             for value in values:
@@ -531,9 +374,7 @@ class _Answers:
 
         Under a run-time scheduling rule, a repair also changes the order of actions.
         """
-        part = self._parts[-1]
-        iterations = np.unique(part.ops.iteration).tolist()
-        saved = rule_saves_s(self._header, part.ops, durations(part), iterations)
+        saved = self._replay.saved_s(durations(self._parts[-1]))
         return float(steps.mean()) if saved is None else whole - saved
 
     def _simulate(self, sets: Mapping[tuple[str, str], Durations]) -> dict[tuple[str, str], Floats]:
@@ -608,16 +449,35 @@ class _Answers:
         worst = sorted(late, key=lambda link: -late[link])
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
+    def _worst(self, group: str, count: int) -> list[int]:
+        """Returns the stages or replicas to simulate alone: all, or those that lose most time.
+
+        Args:
+            group: ``stage`` or ``replica``.
+            count: Number of stages or replicas.
+        """
+        if count <= MOST_GROUPS:
+            return list(range(count))
+        late_s = np.zeros(count)
+        for part in self._parts:
+            excess_s = np.maximum(part.ops.duration_s - part.ideal_s, 0)
+            late_s += np.bincount(part.column(group), excess_s, minlength=count)
+        return sorted(np.argsort(-late_s, kind="stable")[:MOST_GROUPS].tolist())
+
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
         """Returns the indices of all ranks, the slowest first.
 
-        A rank's score is the slowdown of its replica or of its stage, whichever is smaller.
+        A rank's score is the slowdown of its replica or of its stage, whichever is smaller. A stage
+        or replica that was not simulated alone counts as the fastest.
         """
         where = self._where
         scores = [
             min(
-                slow["replica"][str(where.replica[worker])],
-                max(slow["stage"][str(stage)] for stage in where.stages[where.pp_rank[worker]]),
+                slow["replica"].get(str(where.replica[worker]), 0.0),
+                max(
+                    slow["stage"].get(str(stage), 0.0)
+                    for stage in where.stages[where.pp_rank[worker]]
+                ),
             )
             for worker in range(len(where.ranks))
         ]
@@ -700,7 +560,8 @@ class _Answers:
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
         # Choose short and long steps: the middle step of each quarter, with the steps sorted by
         # duration.
-        quantiles = (np.arange(REPLAYED) + 0.5) * len(by_length) / REPLAYED
+        count = steps_at_most(self._parts[-1].ops, REPLAYED)
+        quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
         if not chosen:
             return {}
@@ -743,7 +604,7 @@ class _Answers:
         is_cut = any(ops.where.slices(iteration, 0) != 1 for iteration in iterations)
         if is_cut or self._header.order:
             return {}
-        saved_s = rule_saves_s(self._header, ops, ops.duration_s, iterations, slices=SLICES)
+        saved_s = self._replay.saved_s(ops.duration_s, slices=SLICES)
         if saved_s is None:
             return {}
         return {(SLICES_TEXT, SLICES_FLAG): float(simulated.mean()) - saved_s}

@@ -47,6 +47,9 @@ Counts: TypeAlias = tuple[int, ...]
 
 RULE_STEPS = 3
 """Maximum number of steps that are simulated under the run's own scheduling rule."""
+MOST_PIPELINES = 256
+"""Maximum number of pipelines (steps times replicas) to simulate under a rule, unless a single step
+has more."""
 ALIKE = 0.1
 """Maximum relative difference between the simulated and the recorded step time.
 
@@ -319,51 +322,121 @@ def simulated_s(
     return candidate.simulate(work, compiled=compiled, policies=policies).makespan_s
 
 
-def rule_saves_s(
-    header: TraceHeader,
-    ops: Operations,
-    then_s: Floats,
-    iterations: Sequence[int],
-    *,
-    slices: int = 1,
-) -> float | None:
-    """Returns the time in seconds that a step saves with changed durations, under ``adaptive``.
+class RuleReplay:
+    """Simulates the last recorded steps under ``adaptive``, the run's own scheduling rule.
 
-    The scheduling rule ``adaptive`` chooses another order of actions if durations change, so the
-    rule itself is simulated too.
+    The rule chooses another order of actions if durations change, so the rule itself is simulated.
+    The recorded steps are simulated once. With changed durations, only replicas whose durations
+    changed are simulated again.
 
     Args:
         header: Trace header of any rank, which contains the settings of the run.
+        ops: Recorded operations. Of its iterations, the last :data:`RULE_STEPS` are simulated.
+    """
+
+    def __init__(self, header: TraceHeader, ops: Operations) -> None:
+        self._header, self._ops = header, ops
+
+    def saved_s(self, then_s: Floats, *, slices: int = 1) -> float | None:
+        """Returns the time in seconds that a step saves with changed durations.
+
+        Args:
+            then_s: Changed durations in seconds, ``[operations]``.
+            slices: Number of slices into which recorded whole microbatches are cut for the changed
+                step.
+
+        Returns:
+            Mean time saved per step. ``None`` under another schedule, if a rank's actions are
+            missing, or if the simulation with the recorded durations differs from the recorded step
+            time by more than :data:`ALIKE`.
+        """
+        if self._recorded is None:
+            return None
+        saved = []
+        for replicas in self._recorded:
+            then = []
+            for replica in replicas:
+                rows = replica.rows
+                is_changed = slices > 1 or (then_s[rows] != self._ops.duration_s[rows]).any()
+                step = recorded_step(self._ops, rows, then_s) if is_changed else None
+                if is_changed and step is None:
+                    return None
+                then.append(step.simulated_s(self._header, slices) if step else replica.step_s)
+            saved.append(max(replica.step_s for replica in replicas) - max(then))
+        return float(np.mean(saved))
+
+    @cached_property
+    def _recorded(self) -> list[list[_RecordedReplica]] | None:
+        """Times of the recorded steps of all replicas; ``None`` if they cannot be simulated."""
+        if self._header.schedule != "adaptive" or self._ops.where.num_stages == 1:
+            return None
+        recorded = []
+        for rows_of in _rows_by_replica(self._ops, self._last()).values():
+            replicas = []
+            for rows in rows_of:
+                computes = rows[self._ops.kind[rows] <= WEIGHT]
+                step = recorded_step(self._ops, rows, self._ops.duration_s)
+                if not len(computes) or step is None:
+                    return None
+                step_s = step.simulated_s(self._header)
+                span_s = _span_s(self._ops, computes)
+                if abs(step_s - span_s) > ALIKE * span_s:
+                    return None
+                replicas.append(_RecordedReplica(rows, step_s))
+            recorded.append(replicas)
+        return recorded
+
+    def _last(self) -> Ints:
+        """Returns the numbers of the iterations to simulate."""
+        iterations: Ints = np.unique(self._ops.iteration)[-steps_at_most(self._ops, RULE_STEPS) :]
+        return iterations
+
+
+@dataclass(frozen=True, eq=False)
+class _RecordedReplica:
+    """Contains a replica's part of a recorded step.
+
+    Attributes:
+        rows: Indices of the step's operations.
+        step_s: Time of the step in seconds, simulated with the recorded durations.
+    """
+
+    rows: Ints
+    step_s: float
+
+
+def steps_at_most(ops: Operations, most: int) -> int:
+    """Returns how many steps to simulate, at most ``most`` and :data:`MOST_PIPELINES` pipelines."""
+    replicas = int(ops.where.replica.max()) + 1
+    return max(1, min(most, MOST_PIPELINES // replicas))
+
+
+def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]:
+    """Returns the indices of the operations of each replica in some iterations.
+
+    Args:
         ops: Recorded operations.
-        then_s: Changed durations in seconds, ``[operations]``.
-        iterations: Numbers of the iterations in ``ops``; the last :data:`RULE_STEPS` are simulated.
-        slices: Number of slices into which recorded whole microbatches are cut for the changed
-            step.
+        iterations: Numbers of the iterations, ascending.
 
     Returns:
-        Mean time saved per step, in seconds. ``None`` under another schedule, if a rank's actions
-        are missing, or if the simulation with the recorded durations differs from the recorded step
-        time by more than :data:`ALIKE`.
+        Indices by iteration and then by replica, ascending.
     """
-    if header.schedule != "adaptive" or ops.where.num_stages == 1:
-        return None
-    saved = []
-    for iteration in iterations[-RULE_STEPS:]:
-        both: list[tuple[float, float]] = []
-        for replica in range(int(ops.where.replica.max()) + 1):
-            is_of_replica = ops.where.replica[ops.worker] == replica
-            rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
-            computes = rows[ops.kind[rows] <= WEIGHT]
-            now, then = (recorded_step(ops, rows, each) for each in (ops.duration_s, then_s))
-            if not len(computes) or now is None or then is None:
-                return None
-            times = now.simulated_s(header), then.simulated_s(header, slices)
-            span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
-            if abs(times[0] - span_s) > ALIKE * span_s:
-                return None
-            both.append(times)
-        saved.append(max(now for now, _ in both) - max(then for _, then in both))
-    return float(np.mean(saved))
+    replicas = int(ops.where.replica.max()) + 1
+    rows = np.flatnonzero(np.isin(ops.iteration, iterations))
+    cell = np.searchsorted(iterations, ops.iteration[rows]) * replicas
+    cell += ops.where.replica[ops.worker[rows]]
+    rows = rows[np.argsort(cell, kind="stable")]
+    sizes = np.bincount(cell, minlength=len(iterations) * replicas)
+    parts = np.split(rows, np.cumsum(sizes)[:-1])
+    return {
+        iteration: parts[index * replicas : (index + 1) * replicas]
+        for index, iteration in enumerate(iterations.tolist())
+    }
+
+
+def _span_s(ops: Operations, computes: Ints) -> float:
+    """Returns the recorded time in seconds from the first start to the last end of computations."""
+    return float((ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S)
 
 
 @dataclass(frozen=True, eq=False)
@@ -428,9 +501,11 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     stage = ops.stage[rows]
     microbatch = ops.microbatch[rows]
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
+    work = kind <= WEIGHT
+    if shape[1] * shape[2] > int(work.sum()):
+        return None  # a number of a microbatch that a damaged file has may be huge
     durations = np.zeros(shape)
     counts = np.zeros(shape, dtype=np.int64)
-    work = kind <= WEIGHT
     cell = kind[work], stage[work], microbatch[work]
     np.add.at(durations, cell, times_s[rows[work]])
     np.add.at(counts, cell, 1)
@@ -468,15 +543,12 @@ def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedSte
         ``None`` if actions are missing.
     """
     replicas = []
-    for replica in range(int(ops.where.replica.max()) + 1):
-        is_of_replica = ops.where.replica[ops.worker] == replica
-        rows = np.flatnonzero(is_of_replica & (ops.iteration == iteration))
+    for rows in _rows_by_replica(ops, np.array([iteration]))[iteration]:
         computes = rows[ops.kind[rows] <= WEIGHT]
         step = recorded_step(ops, rows, ops.duration_s)
         if not len(computes) or step is None:
             return None
-        span_s = (ops.end_ns[computes].max() - ops.start_ns[computes].min()) / NS_PER_S
-        replicas.append((step, float(span_s)))
+        replicas.append((step, _span_s(ops, computes)))
     return replicas
 
 
@@ -500,10 +572,8 @@ def recorded_times(
     transfers = []
     for ops in parts:
         transfers.append(ops.duration_s[np.isin(ops.kind, (FORWARD_COMM, BACKWARD_COMM))])
-        computes = np.isin(ops.kind, (FORWARD, BACKWARD, WEIGHT))
-        for iteration in np.unique(ops.iteration).tolist():
-            rows = np.flatnonzero(computes & (ops.iteration == iteration))
-            durations = _step_durations(ops, rows, int(where.replica.max()) + 1)
+        for iteration, rows_of in _rows_by_replica(ops, np.unique(ops.iteration)).items():
+            durations = _step_durations(ops, rows_of)
             if durations is not None:
                 steps[iteration] = durations
     transfers_s = np.concatenate(transfers)
@@ -511,15 +581,21 @@ def recorded_times(
     return RecordedTimes(steps, transfer_s, work, where.slices) if steps else None
 
 
-def _step_durations(ops: Operations, rows: Ints, replicas: int) -> tuple[Floats, ...] | None:
-    """Returns ``[2, stages, microbatches]`` in seconds per replica; ``None`` if incomplete."""
+def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
+    """Returns ``[2, stages, microbatches]`` in seconds per replica; ``None`` if incomplete.
+
+    Args:
+        ops: Recorded operations.
+        rows_of: Indices of each replica's operations in the step.
+    """
     durations = []
-    replica_of_row = ops.where.replica[ops.worker[rows]]
-    for replica in range(replicas):
-        part = rows[replica_of_row == replica]
+    for rows in rows_of:
+        part = rows[np.isin(ops.kind[rows], (FORWARD, BACKWARD, WEIGHT))]
         if not len(part):
             return None
         shape = (2, ops.where.num_stages, int(ops.microbatch[part].max()) + 1)
+        if shape[1] * shape[2] > len(part):
+            return None
         cell = (np.where(ops.kind[part] == FORWARD, 0, 1), ops.stage[part], ops.microbatch[part])
         times = np.zeros(shape)
         np.add.at(times, cell, ops.duration_s[part])

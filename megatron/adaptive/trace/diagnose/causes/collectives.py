@@ -90,7 +90,17 @@ class CongestedCollectives(Cause):
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
         m = evidence.measured
-        findings = [_congestion(m, joined) for joined in m.collectives]
+        groups: dict[tuple[str, int, int], list[JoinedCollectives]] = {}
+        for joined in m.collectives:
+            kind = joined.name, len(joined.ranks), _num_hosts(m, joined)
+            groups.setdefault(kind, []).append(joined)
+        findings = []
+        for alike in groups.values():
+            medians = np.array([np.median(of.transfer_ns.min(axis=1)) for of in alike])
+            findings += [
+                _congestion(m, joined, np.delete(medians, number))
+                for number, joined in enumerate(alike)
+            ]
         return [finding for finding in findings if finding is not None]
 
     def describe(self, finding: Finding) -> str:
@@ -182,23 +192,22 @@ def _slow_member(
     )
 
 
-def _congestion(m: Measured, joined: JoinedCollectives) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long; otherwise ``None``."""
-    others = [
-        float(np.median(other.transfer_ns.min(axis=1)))
-        for other in m.collectives
-        if other is not joined
-        and other.name == joined.name
-        and len(other.ranks) == len(joined.ranks)
-        and _num_hosts(m, other) == _num_hosts(m, joined)
-    ]
+def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
+    """Returns a finding if the transfers of a group take too long; otherwise ``None``.
+
+    Args:
+        m: Measured times of the run.
+        joined: Collectives of the group.
+        others: ``[groups]``, median time in ns of a transfer in each other group with the same
+            collectives, size and number of machines.
+    """
     transfer_ns = joined.transfer_ns.min(axis=1).astype(np.float64)
     series = _per_step(joined, transfer_ns, m.iterations)
     usual_ns = None
     differ_ns = 0.0
     if len(others) >= FEWEST_GROUPS:
         usual_ns = float(np.median(others)) * joined.per_step
-        differ_ns = float(spread(np.array(others))) * joined.per_step
+        differ_ns = float(spread(others)) * joined.per_step
     least_ns = _least_ns(m, joined.ranks, joined.per_step)
     period = _period(m, series - (usual_ns or 0.0), least_ns, differ_ns)
     if period is None or (usual_ns is None and period[3] == "others"):

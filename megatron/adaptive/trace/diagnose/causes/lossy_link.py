@@ -125,17 +125,12 @@ def find_lossy_links(m: Measured) -> list[Finding]:
 
 def _lossy_links(m: Measured) -> list[_Link]:
     messages = m.messages
-    if not len(messages):
-        return []
     action_ns = float(middle(m.median_ns))
     resent = np.nan_to_num(m.machine[RESENT_SEGMENTS])
     links = []
-    for source, target in np.unique(
-        np.stack([messages.source, messages.target]), axis=1
-    ).T.tolist():
-        chosen = (messages.source == source) & (messages.target == target)
+    for (source, target), chosen in messages.by_link():
         ends = (m.column[source], m.column[target])
-        if int(chosen.sum()) < LINK_FEWEST or not may_use_tcp(m, ends):
+        if len(chosen) < LINK_FEWEST or not may_use_tcp(m, ends):
             continue
         travel_ns = (messages.arrived_ns[chosen] - messages.sent_ns[chosen]).astype(np.float64)
         rows = np.searchsorted(m.iterations, messages.iteration[chosen])
@@ -156,9 +151,10 @@ def _lossy_links(m: Measured) -> list[_Link]:
         if reason is None or together < LATE_TOGETHER:
             continue
         used = np.unique(rows)
-        late_of_ns = np.bincount(rows[is_late], weights=late_ns, minlength=len(m.iterations))
+        late_of_ns = np.zeros(len(m.iterations))
+        np.add.at(late_of_ns, rows[is_late], late_ns)
         if _chance_of_meeting(late_of_ns[used], lost[used]) <= RANDOMLY:
-            links.append(_Link(ends, int(chosen.sum()), late_ns, rows[is_late], reason))
+            links.append(_Link(ends, len(chosen), late_ns, rows[is_late], reason))
     return links
 
 

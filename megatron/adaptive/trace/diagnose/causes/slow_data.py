@@ -66,16 +66,16 @@ def find_slow_reading(m: Measured) -> list[Finding]:
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
     shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
     levels = middle(each, axis=0)
+    fastest = np.sort(levels[np.isfinite(levels)])[:2].tolist()
     findings = []
     for column in np.flatnonzero(np.isfinite(levels)).tolist():
         chosen = np.flatnonzero(each[:, column] > 0)
         if len(chosen) < READING_ITERATIONS or m.reads[chosen, column].sum() < READS_FEWEST:
             continue
-        others = np.delete(levels, column)
-        others = others[np.isfinite(others)]
         # Compare with the fastest rank, because a shared disk may slow down most ranks.
-        before = float(min(others, default=0.0))
-        against = "others" if len(others) else "plan"
+        others = fastest[1:] if levels[column] == fastest[0] else fastest[:1]
+        before = min(others, default=0.0)
+        against = "others" if others else "plan"
         series = each[chosen, column]
         change = best_interval(
             np.log(series), 0.05, rise=math.log(READING_TIMES), score=READING_CHANGE_SURE

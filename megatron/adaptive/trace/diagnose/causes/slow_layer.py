@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -118,18 +119,19 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
     passes = np.array([middle(layer.passes_ns, axis=0) for layer in layers])
     slower_passes = (passes >= SLOWER_PASS * np.median(passes, axis=0)).all(axis=1)
     last = max(layer.index for layer in layers)
+    beside = _beside(layers, levels)
     slow = [
         number
         for number, layer in enumerate(layers)
         if levels[number]
-        >= (SLOWER if layer.index < last else SLOWER_LAST)
-        * max(usual, _beside(layers, levels, layer))
+        >= (SLOWER if layer.index < last else SLOWER_LAST) * max(usual, beside[number])
     ]
     if not slow or len(slow) > max(1, int(MOST_SLOW * len(layers))):
         return []
     if _are_spaced([layers[number].index for number in slow]):
         return []
-    slow = [number for number in slow if slower_passes[number] and _is_alone(number, slow, levels)]
+    alone = _alone(slow, levels)
+    slow = [number for number in slow if slower_passes[number] and number in alone]
     findings = []
     for number in slow:
         layer = layers[number]
@@ -158,30 +160,38 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
     return findings
 
 
-def _beside(layers: Sequence[_Layer], levels: Floats, layer: _Layer) -> float:
-    """Returns the median time in ns of the other layers of a rank.
+def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
+    """Returns, for each layer, the median time in ns of the other layers of its rank.
 
     The result is infinite if the rank has no other layer, because the rank may be slow instead of
     its layer.
     """
-    others = [
-        float(level)
-        for other, level in zip(layers, levels, strict=True)
-        if other.column == layer.column and other is not layer
-    ]
-    return float(np.median(others)) if others else math.inf
+    of_rank: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        of_rank.setdefault(layer.column, []).append(number)
+    beside = [math.inf] * len(layers)
+    for numbers in of_rank.values():
+        for place, number in enumerate(numbers):
+            if len(numbers) > 1:
+                beside[number] = float(np.median(np.delete(levels[numbers], place)))
+    return beside
 
 
-def _is_alone(number: int, slow: Sequence[int], levels: Floats) -> bool:
-    """Returns whether the time of a slow layer differs from those of all other slow layers.
+def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
+    """Returns the slow layers whose time differs from those of all other slow layers.
 
     Args:
-        number: Number of the layer.
         slow: Numbers of all slow layers.
         levels: Time in ns of each layer.
     """
-    ratios = [levels[number] / levels[other] for other in slow if other != number]
-    return not any(1 / ALIKE < ratio < ALIKE for ratio in ratios)
+    ordered = sorted(slow, key=lambda number: levels[number])
+    alike = {
+        number
+        for pair in pairwise(ordered)
+        if levels[pair[1]] < ALIKE * levels[pair[0]]
+        for number in pair
+    }
+    return set(slow) - alike
 
 
 def _are_spaced(indices: Sequence[int]) -> bool:

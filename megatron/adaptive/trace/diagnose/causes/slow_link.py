@@ -87,6 +87,9 @@ LINK_OF_WAITS = 3.0
 The threads that send a message and that notice its arrival may have to wait for a processor first.
 """
 
+MOST_COMPARED = 1000
+"""Maximum number of other links with which a link is compared; of more, every n-th is used."""
+
 LINK_CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a link's change during the run to be reported."""
 
@@ -122,14 +125,15 @@ class _Link:
 def find_slow_links(m: Measured) -> list[Finding]:
     """Returns findings for slow links, slowest first; at most one direction per pair of ranks."""
     links = _links(m)
-    ends = np.array([link.ends for link in links]).reshape(-1, 2)
-    crosses = np.array([link.crosses for link in links], dtype=np.bool_)
-    levels = np.array([link.levels_ns() for link in links]).reshape(-1, 2)
     action = float(middle(m.median_ns))
+    compared = [
+        _compared([link for link in links if link.crosses is kind]) for kind in (False, True)
+    ]
     findings: dict[frozenset[int], Finding] = {}
     for link in links:
-        same_pair = np.isin(ends, link.ends).all(axis=1)
-        finding = _judge(m, link, levels[~same_pair & (crosses == link.crosses)], action)
+        pairs, levels = compared[link.crosses]
+        is_same_pair = (pairs == sorted(link.ends)).all(axis=1)
+        finding = _judge(m, link, levels[~is_same_pair], action)
         if finding is None:
             continue
         best = findings.get(frozenset(link.ends))
@@ -138,17 +142,25 @@ def find_slow_links(m: Measured) -> list[Finding]:
     return sorted(findings.values(), key=lambda finding: -(finding.delay_ms or 0))
 
 
+def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
+    """Returns the links with which each link of the same kind is compared.
+
+    Args:
+        links: Links of one kind: all within machines, or all between machines.
+
+    Returns:
+        Columns of the two ranks of each link, the lower first, ``[links, 2]``, and median and 10th
+        percentile of its travel time in ns, ``[links, 2]``.
+    """
+    links = links[:: max(1, -(-len(links) // MOST_COMPARED))]
+    pairs = np.array([sorted(link.ends) for link in links], dtype=np.int64).reshape(-1, 2)
+    return pairs, np.array([link.levels_ns() for link in links]).reshape(-1, 2)
+
+
 def _links(m: Measured) -> list[_Link]:
     messages = m.messages
-    if not len(messages):
-        return []  # traces in the older text format have no messages
-    pairs, owner = np.unique(
-        np.stack([messages.source, messages.target]), axis=1, return_inverse=True
-    )
-    order = np.argsort(owner.reshape(-1), kind="stable")
-    starts = np.searchsorted(owner.reshape(-1)[order], np.arange(1, pairs.shape[1]))
     links = []
-    for pair, rows in zip(pairs.T.tolist(), np.split(order, starts), strict=True):
+    for pair, rows in messages.by_link():
         exact = rows[messages.seen[rows]]
         rows = exact if len(exact) >= max(LINK_FEWEST, len(rows) // 4) else rows
         if len(rows) < LINK_FEWEST:

@@ -18,6 +18,7 @@ from megatron.adaptive.trace.diagnose.cause import Cause, Evidence, Floats64, Re
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.diagnose.machine_reasons import reasons_of, starved
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, noise
+from megatron.adaptive.trace.read import describe_numbers
 
 
 class SlowRankCause(Cause):
@@ -30,9 +31,18 @@ class SlowRankCause(Cause):
         layers = [finding for finding in earlier if finding.cause == "slow layer"]
         return [
             finding
-            for finding in find_slow_ranks(evidence.measured)
+            for finding in one_of_each_group(evidence.measured, find_slow_ranks(evidence.measured))
             if not any(_is_of_layer(evidence.measured, finding, layer) for layer in layers)
         ]
+
+    def describe(self, finding: Finding) -> str:
+        if len(finding.ranks) == 1:
+            return super().describe(finding)
+        hosts = ", ".join(dict.fromkeys(finding.hosts))
+        return (
+            f"one of ranks {describe_numbers(finding.ranks)} ({finding.stages_text}, {hosts}), "
+            f"which share each layer, takes {finding.factor:.2f} times as long"
+        )
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         steps.duration_s[steps.affected] /= finding.factor or 1.0
@@ -74,6 +84,9 @@ The rest may be due to the ranks with which it is compared.
 
 OF_LAYER = 0.5
 """Minimum fraction of a rank's lost time that a slow layer must take, to explain the slow rank."""
+
+HOLDS_UP = 2.0
+"""Minimum ratio of the waits for a rank to those for any other member, to blame it alone."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -120,6 +133,53 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
     return sorted(findings, key=lambda finding: -(finding.factor or 0))
 
 
+def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
+    """Returns one finding for all slow ranks of a tensor-parallel group.
+
+    The ranks of a group share each layer. If one is slow, the others wait for it within their
+    actions, so that all look slow. To blame is the rank whose machine shows a reason; else the one
+    for which the collectives of the others wait. Otherwise the finding names all of them.
+    """
+    groups: dict[tuple[int, int, int, int], list[Finding]] = {}
+    for finding in findings:
+        header = m.headers[m.column[finding.ranks[0]]]
+        period = finding.period
+        key = header.pp_rank, header.dp_rank, period.first, period.last
+        groups.setdefault(key, []).append(finding)
+    merged = []
+    for alike in groups.values():
+        explained = [finding for finding in alike if finding.reason is not None]
+        if len(alike) == 1 or explained:
+            merged += explained or alike
+            continue
+        ranks = tuple(sorted(finding.ranks[0] for finding in alike))
+        last = _last_member(m, ranks)
+        if last is not None:
+            merged += [finding for finding in alike if finding.ranks == (last,)]
+            continue
+        hosts = tuple(m.headers[m.column[rank]].host for rank in ranks)
+        merged.append(replace(alike[0], ranks=ranks, hosts=hosts))
+    return sorted(merged, key=lambda finding: -(finding.factor or 0))
+
+
+def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
+    """Returns the rank for which the collectives of a group wait; ``None`` if that is unknown.
+
+    Args:
+        m: Measured times of the run.
+        ranks: Slow global ranks of a tensor-parallel group.
+    """
+    held_ns: dict[int, float] = dict.fromkeys(ranks, 0.0)
+    for joined in m.collectives:
+        if joined.kind == "tensor" and set(ranks) <= set(joined.ranks):
+            means = joined.per_step_ns(joined.held_up_ns).mean(axis=0)
+            for rank, mean in zip(joined.ranks, means.tolist(), strict=True):
+                held_ns[rank] = held_ns.get(rank, 0.0) + mean
+    *others, most = sorted(held_ns, key=lambda rank: held_ns[rank])
+    is_clear = held_ns[most] >= HOLDS_UP * max((held_ns[rank] for rank in others), default=0.0)
+    return most if most in ranks and held_ns[most] > 0 and is_clear else None
+
+
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
 
@@ -128,13 +188,12 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
     doubt = SURE**2 + 2 * math.log(max(1.0, ranks / 4))
-    quick = [
-        Shift(column, 0, count, float(sizes[column]), float(errors[column]), doubt)
-        for column in range(ranks)
-        if column not in judged and sizes[column] <= -SLOW
-    ]
-    best = max(quick, key=lambda shift: shift.excess, default=None)
-    return best if best is not None and best.excess > 0 else None
+    evidence = np.where(sizes <= -SLOW, (sizes / errors) ** 2, -np.inf)
+    evidence[list(judged)] = -np.inf
+    column = int(evidence.argmax())
+    if evidence[column] <= doubt:
+        return None
+    return Shift(column, 0, count, float(sizes[column]), float(errors[column]), doubt)
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:

@@ -70,6 +70,12 @@ SPIKE_RARE = 3e-4
 SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
+MOST_WITH_ALL = 3
+"""Maximum number of ranks with which a rank is compared with all of the others.
+
+With more, the other rank with the most spikes is left out.
+"""
+
 FEW_MICROBATCHES = 4
 """Minimum number of microbatches per step to compare actions within an iteration.
 
@@ -91,17 +97,18 @@ def find_spikes(m: Measured) -> list[Finding]:
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
+    ordered = sorted(range(len(counts)), key=lambda other: (counts[other], totals[other]))
+    all_spikes, all_actions = sum(counts), sum(totals)
     findings = []
     for column, (count, total) in enumerate(zip(counts, totals, strict=True)):
         if count < SPIKE_FEWEST or count > SPIKE_MOST * total:
             continue
-        others = sorted(
-            (counts[other], totals[other]) for other in range(len(counts)) if other != column
-        )
-        # Leave out the other rank with the most spikes, because it may be faulty too.
-        others = others[:-1] if len(others) > 2 else others
-        seen = 1 + sum(spikes for spikes, _ in others)
-        part = total / (1 / SPIKE_BACKGROUND + sum(actions for _, actions in others))
+        seen, actions = 1 + all_spikes - count, all_actions - total
+        if len(counts) > MOST_WITH_ALL:
+            # Leave out the other rank with the most spikes, because it may be faulty too.
+            worst = ordered[-1] if ordered[-1] != column else ordered[-2]
+            seen, actions = seen - counts[worst], actions - totals[worst]
+        part = total / (1 / SPIKE_BACKGROUND + actions)
         rare = _tail(count, seen, part) < SPIKE_RARE / len(counts)
         finding = _spikes(m, odd[:, column], column, limits[column], seen * part) if rare else None
         if finding is not None:

@@ -1,4 +1,4 @@
-"""Checks the fields of a trace file's records, such as markers, when they are read."""
+"""Checks the types and ranges of the values in a trace file's lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,31 @@ from typing import Any
 from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
 
-MOST_SLICES = 1 << 20
+MAX_SLICES = 1 << 20
 """Maximum number of slices of a microbatch. A damaged file may state a larger one."""
+
+MAX_SIZES = {
+    "world_size": 1 << 17,
+    "num_ranks": 1 << 14,
+    "num_chunks": 1 << 10,
+    "num_microbatches": 1 << 20,
+    "num_slices": MAX_SLICES,
+}
+"""Maximum sizes of a run that a header may state.
+
+Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
+take very long.
+"""
+
+MAX_STAGES = 1 << 16
+"""Maximum number of stages of a run."""
+
+MAX_ITERATION = 1 << 40
+"""Maximum number of an iteration; its product with the number of ranks still fits 64 bits."""
+
+_MAX_LAYERS = 1 << 16
+_MAX_WORK = 1e30
+_OF_LAYERS = ("layer_kinds", "layer_work")
 
 
 def _is_list(value: Any, kind: Callable[[Any], bool]) -> bool:
@@ -26,7 +49,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_group(value: Any) -> bool:
-    """Returns whether a value has the form of a :class:`GroupCollectives` in a marker."""
+    """Returns whether a value has the form of a ``trace_format.GroupCollectives`` in a marker."""
     if not isinstance(value, dict):
         return False
     operations = value.get("operations")
@@ -59,8 +82,8 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
     "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
     "slices": (
-        lambda value: _is_list(value, lambda count: _is_int(count) and 1 <= count <= MOST_SLICES),
-        f"numbers of slices from 1 to {MOST_SLICES:,}",
+        lambda value: _is_list(value, lambda count: _is_int(count) and 1 <= count <= MAX_SLICES),
+        f"numbers of slices from 1 to {MAX_SLICES:,}",
     ),
     "numbers": (
         lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
@@ -125,3 +148,42 @@ def value_of(
         raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
     # Tables and sheets show this text, and cannot contain control characters.
     return printable(value) if isinstance(value, str) else value
+
+
+def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
+    """Returns a marker's number of microbatches; raises ``TraceError`` if it is out of range."""
+    number: int = value_of(record, "num_microbatches", "int", origin)
+    most = MAX_SIZES["num_microbatches"]
+    if not 0 <= number <= most:
+        raise TraceError(
+            f"{origin}: num_microbatches is {number}, expected 0 to {most:,}; the file is damaged,"
+            " remove it or that line"
+        )
+    return number
+
+
+def check_layers(values: Mapping[str, Any], origin: object) -> None:
+    """Checks the numbers of layers and of work, because searches loop over all layers.
+
+    Args:
+        values: Fields of a header.
+        origin: Position of the header (``file:line``) for error messages.
+
+    Raises:
+        TraceError: There are more layers, or there is more work, than any model has.
+    """
+    if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
+        shown = reprlib.repr(values["layers"])
+        raise TraceError(f"{origin}: layers are {shown}, expected at most {_MAX_LAYERS:,} in all")
+    for name in _OF_LAYERS:
+        if len(values[name]) > _MAX_LAYERS:
+            raise TraceError(
+                f"{origin}: {name} has {len(values[name]):,} values, expected at most"
+                f" {_MAX_LAYERS:,}"
+            )
+    for name in ("work", "layer_work"):
+        if max(values[name], default=0) > _MAX_WORK:
+            raise TraceError(
+                f"{origin}: {name} is {reprlib.repr(values[name])}, expected numbers up to"
+                f" {_MAX_WORK:g}"
+            )

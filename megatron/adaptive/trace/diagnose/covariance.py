@@ -1,0 +1,119 @@
+"""Defines covariances between ranks, and their inverses, without a matrix of all pairs of ranks.
+
+Each rank has a deviation of its own. A group of ranks, such as a replica, may also share a
+deviation::
+
+    covariance = diagonal of the own variances + sum over kinds of group of (u u' within a group)
+
+So memory and time grow with the number of ranks, and not with its square or cube. The inverse is
+computed in two steps. The kind with the most groups is inverted group by group (Sherman-Morrison
+formula), because its groups have no rank in common. All groups of other kinds are added as one
+update of low rank (Woodbury identity). If 10,000 ranks are 100 replicas of 100 stages, the matrix
+of the update is 101 x 101.
+
+Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.adaptive.trace.diagnose.samples import Floats
+from megatron.adaptive.trace.span_columns import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """Describes deviations that the ranks of a group share; a rank is in one group of a kind.
+
+    Attributes:
+        group: ``[ranks]``, index of each rank's group, from 0 without gaps.
+        size: ``[ranks]``, standard deviation of the shared deviation on each rank.
+    """
+
+    group: Ints
+    size: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Covariance:
+    """Describes the covariance of the deviations of ranks.
+
+    Attributes:
+        own: ``[ranks]``, variance of each rank's own deviation, above 0.
+        shared: Deviations that groups of ranks share, one entry per kind of group.
+    """
+
+    own: Floats
+    shared: tuple[Shared, ...] = ()
+
+    def plus(self, other: Covariance, factor: float = 1.0) -> Covariance:
+        """Returns the sum of this covariance and ``factor`` times another one."""
+        scaled = [replace(each, size=each.size * factor**0.5) for each in other.shared]
+        return Covariance(self.own + factor * other.own, (*self.shared, *scaled))
+
+    def with_own(self, added: Floats) -> Covariance:
+        """Returns a covariance with larger variances of the ranks' own deviations."""
+        return replace(self, own=self.own + added)
+
+    def inverse(self) -> InverseCovariance:
+        """Computes the inverse of the covariance."""
+        return InverseCovariance(self)
+
+
+class InverseCovariance:
+    """Contains the inverse of a covariance, as an operator.
+
+    Args:
+        covariance: Covariance to invert.
+
+    Attributes:
+        diagonal: ``[ranks]``, diagonal of the inverse.
+    """
+
+    def __init__(self, covariance: Covariance) -> None:
+        self._own = covariance.own
+        kinds = sorted(covariance.shared, key=lambda kind: -int(kind.group.max(initial=-1)))
+        ranks = len(covariance.own)
+        first = kinds[0] if kinds else Shared(np.arange(ranks), np.zeros(ranks))
+        self._group, self._size = first.group, first.size
+        self._order = np.argsort(first.group, kind="stable")
+        self._begins = np.flatnonzero(np.diff(first.group[self._order], prepend=-1))
+        weight = self._sums((first.size**2 / self._own)[:, None])
+        self._shrink = (1 / (1 + weight))[:, 0]
+        update = np.zeros((ranks, sum(int(kind.group.max()) + 1 for kind in kinds[1:])))
+        begin = 0
+        for kind in kinds[1:]:
+            update[np.arange(ranks), begin + kind.group] = kind.size
+            begin += int(kind.group.max()) + 1
+        solved = self._within_groups(update)
+        lower = np.linalg.cholesky(np.eye(begin) + update.T @ solved)
+        self._update: Floats = np.linalg.solve(lower, solved.T).T
+        shrunk = (first.size / self._own) ** 2 * self._shrink[first.group]
+        self.diagonal: Floats = 1 / self._own - shrunk - (self._update**2).sum(axis=1)
+
+    def __matmul__(self, values: Floats) -> Floats:
+        """Returns the product of the inverse and ``values``, ``[ranks]`` or ``[ranks, n]``."""
+        columns = values if values.ndim > 1 else values[:, None]
+        product = self._within_groups(columns) - self._update @ (self._update.T @ columns)
+        return np.asarray(product if values.ndim > 1 else product[:, 0])
+
+    def column(self, index: int) -> Floats:
+        """Returns a column of the inverse, which is also its row: ``[ranks]``."""
+        unit = np.zeros(len(self._own))
+        unit[index] = 1.0
+        return self @ unit
+
+    def _within_groups(self, values: Floats) -> Floats:
+        """Returns the product of ``values`` and the inverse for the first kind of group alone."""
+        scaled = values / self._own[:, None]
+        sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
+        result: Floats = scaled - (self._size / self._own)[:, None] * sums[self._group]
+        return result
+
+    def _sums(self, values: Floats) -> Floats:
+        """Adds up ``values``, ``[ranks, n]``, over the ranks of each group: ``[groups, n]``."""
+        sums: Floats = np.add.reduceat(values[self._order], self._begins, axis=0)
+        return sums

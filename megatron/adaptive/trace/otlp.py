@@ -1,0 +1,381 @@
+"""Converts spans to the JSON form of the OpenTelemetry protocol (OTLP), and sends them.
+
+A rank is a resource with one OpenTelemetry trace. The span of a step is the parent of all other
+spans of the step. The spans of steps, forwards, backwards, messages and the optimizer have the same
+names as in Megatron-LM. Ids depend only on run, rank, iteration and position, so that spans that
+were sent during training have the same ids as those that are exported afterwards.
+
+:class:`SpanSender` sends the spans of a training job as they are recorded. Training never waits for
+the collector::
+
+    trace-writer thread ── put, or drop if full ──> queue (64 iterations) ──> thread: POST
+
+If the collector does not answer, its spans are dropped and counted, and the next attempt is made
+after a pause that doubles up to a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive import __version__
+from megatron.adaptive.config.collector import collector_url
+from megatron.adaptive.config.input_files import say
+from megatron.adaptive.trace.trace_format import (
+    KINDS,
+    REASONS,
+    IterationStart,
+    Span,
+    SpanRow,
+    TraceHeader,
+)
+
+LIMIT_S = 10.0
+"""Time in seconds to wait for an answer of a collector."""
+
+BATCH = 1000
+"""Maximum number of spans in a request."""
+
+QUEUE_ITERATIONS = 64
+"""Maximum number of iterations that wait to be sent; further ones are dropped."""
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+"""Pause in seconds after a failure; it doubles with each further failure up to the second value."""
+
+CLOSE_S = 5.0
+"""Maximum time in seconds for which the end of a job waits for the last spans to be sent."""
+
+_PREFIX = "megatron."
+_NAMES = {
+    "step": "train_step",
+    "F": "microbatch.forward",
+    "B": "microbatch.backward",
+    "W": "microbatch.weight_gradient",
+    "reduce": "grad_sync.finish",
+    "optimizer": "optimizer_step",
+    "checkpoint": "save_checkpoint",
+    "receive": "queued_input",
+}
+_PASSES = {"F": "forward", "B": "backward"}
+_INTERNAL = 1  # kind of a span in OTLP
+
+
+def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
+    """Returns a rank's OTLP resource; sizes have the names of Megatron-LM.
+
+    Args:
+        header: Header of the rank's trace.
+        replicas: Number of data-parallel replicas, 0 if unknown.
+        tensor: Number of tensor-parallel ranks, 0 if unknown.
+    """
+    facts = {
+        "service.name": "megatron-adaptive",
+        "service.instance.id": f"rank {header.rank}",
+        "host.name": header.host,
+        "process.pid": header.pid,
+        "nemo.run.id": header.run,
+        "dl.rank": header.rank,
+        "dl.world_size": header.world_size,
+        "dl.pipeline_parallel.size": header.num_ranks,
+        **({"dl.tensor_parallel.size": tensor} if tensor else {}),
+        **({"dl.data_parallel.size": replicas} if replicas else {}),
+        "schedule": header.schedule,
+    }
+    return {"attributes": _attributes(facts)}
+
+
+def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a request with some spans of a resource."""
+    scope = {"name": "megatron.adaptive", "version": __version__}
+    return {
+        "resourceSpans": [
+            {"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}
+        ]
+    }
+
+
+def batches(spans: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yields lists of at most :data:`BATCH` spans."""
+    batch: list[Mapping[str, Any]] = []
+    for span in spans:
+        batch.append(span)
+        if len(batch) == BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def otlp_spans(
+    run: str,
+    rank: int,
+    spans: Sequence[Span],
+    unix_ns: int,
+    *,
+    first: int = 0,
+    has_step: bool | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yields the spans of a rank in one iteration; the span of the step comes first.
+
+    Args:
+        run: Id of the run.
+        rank: Global rank.
+        spans: Spans of the iteration.
+        unix_ns: Time to add to the spans' times to get the time since 1970, in ns.
+        first: Number of spans of the iteration that were converted before.
+        has_step: Whether the iteration has a span of the step; ``None`` to look for it in
+            ``spans``.
+    """
+    ordered = sorted(spans, key=lambda span: span.action != "step")
+    if has_step is None:
+        has_step = bool(ordered) and ordered[0].action == "step"
+    trace_id = _id(16, run, rank)
+    for index, span in enumerate(ordered, first):
+        step_id = _id(8, run, rank, span.iteration)
+        is_step = span.action == "step"
+        yield {
+            "traceId": trace_id,
+            "spanId": step_id if is_step else _id(8, run, rank, span.iteration, index),
+            **({"parentSpanId": step_id} if has_step and not is_step else {}),
+            "name": _PREFIX + _name(span),
+            "kind": _INTERNAL,
+            "startTimeUnixNano": str(span.start_ns + unix_ns),
+            "endTimeUnixNano": str(span.end_ns + unix_ns),
+            "attributes": _attributes(_details(span)),
+        }
+
+
+def _id(size_bytes: int, *parts: object) -> str:
+    """Returns an id in hexadecimal that is equal whenever the same run is exported."""
+    text = " ".join(map(str, parts)).encode()
+    return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
+
+
+def _name(span: Span) -> str:
+    if span.action == "send":
+        return f"p2p.send_{_PASSES.get(span.of, span.of)}"
+    if span.action == "collective" and span.reason:
+        return f"collective.{span.reason}"
+    return _NAMES.get(span.action, span.action)
+
+
+def _details(span: Span) -> dict[str, Any]:
+    """Returns the attributes of a span."""
+    details: dict[str, Any] = {"iteration": span.iteration}
+    numbers = {"microbatch_id": span.microbatch, "chunk": span.chunk, "peer": span.peer}
+    details |= {name: value for name, value in numbers.items() if value >= 0}
+    details |= {name: text for name in ("of", "reason") if (text := getattr(span, name))}
+    if span.bytes:
+        details["bytes"] = span.bytes
+    return details
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns attributes in the JSON form of OTLP, in which integers are strings."""
+    return [
+        {
+            "key": key,
+            "value": {"intValue": str(value)}
+            if isinstance(value, int)
+            else {"stringValue": str(value)},
+        }
+        for key, value in values.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds the answer of a collector to a request.
+
+    Attributes:
+        is_failure: Whether no span was accepted.
+        refused: Number of spans that the collector refused.
+        reason: Reason for the failure or for refused spans; empty if all spans were accepted.
+    """
+
+    is_failure: bool = False
+    refused: int = 0
+    reason: str = ""
+
+
+def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
+    """Sends a request to a collector, and returns its answer.
+
+    Args:
+        url: Address of the collector.
+        request: Request with spans.
+        limit_s: Time in seconds to wait for each part of the answer.
+    """
+    body = json.dumps(request).encode()
+    headers = {"Content-Type": "application/json"}
+    message = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    try:
+        with urllib.request.urlopen(message, timeout=limit_s) as reply:
+            text = reply.read(1 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        inner = getattr(error, "reason", None)
+        shown = getattr(inner, "strerror", None) or (error if isinstance(inner, str) else inner)
+        return Answer(is_failure=True, reason=str(shown or error))
+    try:
+        partial = json.loads(text or b"{}").get("partialSuccess", {})
+        refused = max(0, int(partial.get("rejectedSpans", 0)))
+        return Answer(refused=refused, reason=str(partial.get("errorMessage", "")) * (refused > 0))
+    except (ValueError, AttributeError, TypeError, OverflowError):
+        return Answer()  # an answer in another form says nothing about refused spans
+
+
+_Batch = tuple[IterationStart, Sequence[SpanRow]]
+
+
+class SpanSender:
+    """Sends the spans of one rank to a collector while the job runs, from a thread of its own.
+
+    Thread safety: :meth:`add` is called from one thread and never waits, :meth:`close` from any
+    thread. Times are those of the time of day of the rank's machine.
+
+    Args:
+        target: URL of the collector, as a user gives it.
+        header: Header of the rank's trace.
+        flag: Name of the flag with the URL, for error messages.
+        limit_s: Time in seconds to wait for an answer.
+
+    Attributes:
+        sent: Number of spans that the collector accepted.
+        dropped: Number of spans that it did not get or accept.
+
+    Raises:
+        ConfigError: The target is not an HTTP URL.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        header: TraceHeader,
+        *,
+        flag: str = "--trace-otlp",
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self._url = collector_url(flag, target)
+        self._header = header
+        self._limit_s = limit_s
+        self._resource = resource_of(header, replicas=0, tensor=0)
+        self._unix_ns = header.unix_ns - header.monotonic_ns
+        self._counts: dict[int, tuple[int, bool]] = {}  # spans of the latest iterations
+        self._pause_s = FIRST_PAUSE_S
+        self._next_s = -1.0
+        self._is_down = False
+        self.sent = self.dropped = self._given = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUE_ITERATIONS)
+        self._thread = threading.Thread(target=self._run, name="trace-otlp", daemon=True)
+        self._thread.start()
+
+    def add(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
+        """Adds spans of an iteration; drops and counts them if the queue is full. Never waits."""
+        self._given += len(rows)
+        try:
+            self._queue.put_nowait((marker, rows))
+        except queue.Full:
+            self._count(dropped=len(rows))
+
+    def close(self) -> None:
+        """Sends the remaining spans within :data:`CLOSE_S`, and says how many were dropped."""
+        if self._closing.is_set():
+            return
+        end_s = time.monotonic() + CLOSE_S
+        self._closing.set()
+        # If the queue stays full, the thread is in a request. It is a daemon thread, so the process
+        # can exit.
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_S)
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+        if lost := self._given - self.sent:
+            say(
+                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._url},"
+                f" {self.sent:,} were; the file of the trace has all of them"
+            )
+
+    def _run(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            self._send(*batch)
+
+    def _send(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
+        """Sends the spans of an iteration, or drops them while the collector is down."""
+        first, has_step = self._counts.get(marker.iteration, (0, False))
+        has_step = has_step or any(KINDS[row.kind] == "step" for row in rows)
+        self._counts[marker.iteration] = first + len(rows), has_step
+        while len(self._counts) > QUEUE_ITERATIONS:
+            del self._counts[next(iter(self._counts))]
+        if time.monotonic() < self._next_s:
+            self._count(dropped=len(rows))
+            return
+        spans = [_span(marker.iteration, row) for row in rows]
+        run, rank = self._header.run, self._header.rank
+        converted = otlp_spans(run, rank, spans, self._unix_ns, first=first, has_step=has_step)
+        left = len(rows)
+        for batch in batches(converted):
+            answer = post(self._url, request_of(self._resource, batch), self._limit_s)
+            if answer.is_failure:
+                self._fails(answer.reason)
+                break
+            self._answers()
+            refused = min(answer.refused, len(batch))
+            self._count(sent=len(batch) - refused, dropped=refused)
+            left -= len(batch)
+        self._count(dropped=left)
+
+    def _fails(self, reason: str) -> None:
+        """Makes the next attempt wait, and says once that the collector is down."""
+        self._next_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+        if not self._is_down:
+            self._is_down = True
+            say(
+                f"warning: rank {self._header.rank}: {self._url}: {reason}; its spans are dropped"
+                " until the collector answers, and training continues"
+            )
+
+    def _answers(self) -> None:
+        """Notes that the collector is up, and says so if it was down."""
+        self._pause_s = FIRST_PAUSE_S
+        if self._is_down:
+            self._is_down = False
+            say(
+                f"note: rank {self._header.rank}: {self._url} answers again; spans dropped so far:"
+                f" {self.dropped:,}"
+            )
+
+    def _count(self, *, sent: int = 0, dropped: int = 0) -> None:
+        with self._lock:
+            self.sent += sent
+            self.dropped += dropped
+
+
+def _span(iteration: int, row: SpanRow) -> Span:
+    """Returns a recorded row as a span, with times on the rank's monotonic clock."""
+    return Span(
+        action=KINDS[row.kind],
+        chunk=row.chunk,
+        microbatch=row.microbatch,
+        start_ns=row.start_ns,
+        end_ns=row.end_ns,
+        iteration=iteration,
+        bytes=row.bytes,
+        in_flight_bytes=row.in_flight_bytes,
+        piece=row.piece,
+        queue_depth=row.queue_depth,
+        peer=row.peer,
+        of="" if row.of < 0 else KINDS[row.of],
+        reason=REASONS[row.reason],
+    )

@@ -1,0 +1,188 @@
+"""Defines the results of a what-if analysis, and their forms as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.adaptive.trace.read import describe_numbers
+from megatron.adaptive.trace.span_columns import Ints
+from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
+
+SHOWN = 5
+"""Number of the worst ranks, and of the worst links, whose slowdown is computed."""
+SLOW = 1.05
+"""Minimum slowdown for the report to name a cause and print each cause's share."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Describes a change that would make the run faster, and the time it would save.
+
+    Attributes:
+        description: Short text that says what is changed.
+        flag: Command-line flags that make the change, or advice if there is no flag.
+        step_s: Mean step time with the change, in seconds.
+        gain: Fraction of the simulated step time that the change saves.
+    """
+
+    description: str
+    flag: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """Contains the results of the what-if analysis of a run.
+
+    Attributes:
+        where: Maps each recorded rank to its pipeline rank, replica and stages.
+        iterations: ``[steps]``, number of each analyzed step (iteration).
+        recorded_s: ``[steps]``, recorded time of each step in seconds, from the start of the first
+            operation to the end of the last.
+        simulated_s: ``[steps]``, time of each step in seconds, simulated with the recorded
+            durations but without delays of the host between operations.
+        ideal_s: ``[steps]``, time of each step in seconds, simulated with the ideal durations.
+        slowdowns: Slowdown caused by each group, by type and then name of the group. Types are
+            ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length`` of
+            microbatches.
+        by_step: ``[steps]``, slowdown in each step, by type and then name of the group. Types are
+            ``stage``, ``replica`` and ``kind``.
+        worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
+            as the other ranks (Mw in the paper).
+        last_stage_share: Fraction of the slowdown that would vanish if the last stage were as fast
+            as the other stages (Ms in the paper).
+        length_share: Fraction of the slowdown that would vanish if all microbatches took equally
+            long.
+        slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
+            based.
+        cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
+            ``mixed`` if no single cause explains enough of the slowdown.
+        repairs: Possible repairs, the one that saves most time first.
+        notes: Caveats about the result, one line each.
+    """
+
+    where: Pipelines
+    iterations: Ints
+    recorded_s: Floats
+    simulated_s: Floats
+    ideal_s: Floats
+    slowdowns: Mapping[str, Mapping[str, float]]
+    by_step: Mapping[str, Mapping[str, Floats]]
+    worker_share: float
+    last_stage_share: float
+    length_share: float
+    slowest: tuple[int, ...]
+    cause: str
+    repairs: tuple[Repair, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def slowdown(self) -> float:
+        """Returns the mean simulated step time divided by the mean ideal step time (paper: S)."""
+        return float(self.simulated_s.mean() / self.ideal_s.mean())
+
+    @property
+    def launch_slowdown(self) -> float:
+        """Returns the mean recorded step time divided by the mean simulated step time.
+
+        A value other than 1 is the error of the simulation, mainly because delays of the host are
+        not simulated.
+        """
+        return float(self.recorded_s.mean() / self.simulated_s.mean())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the analysis as a dict for ``json.dumps``."""
+        steps = self.iterations.tolist()
+        return {
+            "slowdown": self.slowdown,
+            "launch_slowdown": self.launch_slowdown,
+            "cause": self.cause,
+            "Mw": self.worker_share,
+            "Ms": self.last_stage_share,
+            "length_share": self.length_share,
+            "slowest_ranks": self.where.ranks[list(self.slowest)].tolist(),
+            **{f"by_{group}": dict(values) for group, values in self.slowdowns.items()},
+            **{
+                f"by_{group}_per_step": {
+                    str(step): {name: float(values[index]) for name, values in by_name.items()}
+                    for index, step in enumerate(steps)
+                }
+                for group, by_name in self.by_step.items()
+            },
+            **{
+                f"{name}_s": dict(zip(map(str, steps), values.tolist(), strict=True))
+                for name, values in (
+                    ("recorded", self.recorded_s),
+                    ("simulated", self.simulated_s),
+                    ("ideal", self.ideal_s),
+                )
+            },
+            "repairs": [
+                {
+                    "what": repair.description,
+                    "flag": repair.flag,
+                    "step_s": repair.step_s,
+                    "gain": repair.gain,
+                }
+                for repair in self.repairs
+            ],
+            "notes": list(self.notes),
+        }
+
+    def format(self) -> str:
+        """Returns the analysis as lines of text to print."""
+        lines = [
+            f"steps {describe_numbers(self.iterations.tolist())} of {len(self.where.ranks)} ranks "
+            f"take {self.recorded_s.mean():.4g} s; simulated {self.simulated_s.mean():.4g} s "
+            f"({self.launch_slowdown - 1:+.1%}: gaps between operations are not simulated); "
+            f"{self.ideal_s.mean():.4g} s if no rank, stage or microbatch were slower than others",
+            f"slowdown {self.slowdown:.3f}: "
+            + {
+                "none": "no rank, stage or microbatch is clearly slower than others",
+                "mixed": "no single cause",
+                "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
+                "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
+                "sequence lengths": "microbatches of unequal lengths",
+            }[self.cause],
+            self._format_shares(),
+        ]
+        for group, values in self.slowdowns.items():
+            worst = sorted(values.items(), key=lambda pair: -pair[1])[: SHOWN + 1]
+            named = ", ".join(f"{name} {value:.3f}" for name, value in worst)
+            lines.append(f"  slowdown by {group}: {named}")
+        lines.append("repairs and the time they save:" if self.repairs else "no repair would help")
+        lines += [
+            f"  {repair.gain:6.1%}  {repair.description} ({repair.step_s:.4g} s): {repair.flag}"
+            for repair in self.repairs
+        ]
+        return "\n".join(lines)
+
+    def _format_shares(self) -> str:
+        """Returns a line of text that states how much of the slowdown each repair would remove."""
+        if self.slowdown < SLOW and self.cause != "none":
+            return (
+                "  compared with the mean there is no slowdown to share out; see the repairs below"
+            )
+        if self.slowdown < SLOW:
+            return (
+                f"  there is no slowdown to share out: shares are given from a slowdown of {SLOW}"
+            )
+        return (
+            f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
+            f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
+            f"equal lengths of microbatches, {_format_share(self.length_share)}"
+        )
+
+
+def _format_share(share: float) -> str:
+    """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
+
+    Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
+    So a repaired step may be slower than the recorded one, or faster than the ideal one.
+    """
+    if round(share, 2) <= 0:
+        return "none"
+    return "all" if round(share, 2) >= 1 else f"{share:.0%}"

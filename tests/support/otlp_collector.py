@@ -1,0 +1,87 @@
+"""A collector of OpenTelemetry spans on loopback, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Collector:
+    """Keeps what it gets.
+
+    Attributes:
+        url: URL of the collector.
+        requests: Requests that it answered, as JSON.
+        answer: Status and body of its answers.
+        held: While it is not set, requests get no answer.
+    """
+
+    url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    answer: tuple[int, bytes] = (200, b"{}")
+    held: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """All spans of the requests."""
+        return [
+            span
+            for request in [*self.requests]
+            for resource in request["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ]
+
+    @property
+    def ranks(self) -> set[str]:
+        """Values of ``dl.rank`` of the resources."""
+        return {
+            attribute["value"]["intValue"]
+            for request in [*self.requests]
+            for resource in request["resourceSpans"]
+            for attribute in resource["resource"]["attributes"]
+            if attribute["key"] == "dl.rank"
+        }
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[Collector]:
+    """Serves as a collector until the block ends."""
+    state = Collector()
+    state.held.set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            assert self.headers["Content-Type"] == "application/json"
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.held.wait(60)
+            status, body = state.answer
+            if status == 200:
+                state.requests.append(content)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.held.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

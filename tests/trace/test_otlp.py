@@ -1,0 +1,179 @@
+"""Spans are sent while a job runs; a collector that is down or hangs costs spans, not time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.adaptive.cli import trace_export
+from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.trace import otlp
+from megatron.adaptive.trace.otlp import SpanSender
+from megatron.adaptive.trace.read import read_run
+from megatron.adaptive.trace.recorder import Recorder
+from megatron.adaptive.trace.trace_format import KINDS, SpanRow, TraceHeader
+
+from ..multiprocess.launch import free_port
+from ..support.otlp_collector import serving
+
+ITERATIONS = 5
+LIMIT_S = 60.0
+
+
+@functools.cache
+def header_of() -> TraceHeader:
+    return TraceHeader(
+        run="live",
+        rank=0,
+        world_size=2,
+        pp_rank=0,
+        num_ranks=2,
+        num_chunks=1,
+        num_microbatches=2,
+        schedule="1f1b",
+    )
+
+
+def rows_at(start_ns: int) -> list[SpanRow]:
+    """Returns the spans of a step: actions with a message, the optimizer, and the step."""
+    names = ("F", "send", "F", "B", "B", "optimizer")
+    rows = [
+        SpanRow(
+            KINDS.index(name),
+            chunk=-1 if name == "optimizer" else 0,
+            microbatch=-1 if name == "optimizer" else number % 2,
+            start_ns=start_ns + 1000 * number,
+            end_ns=start_ns + 1000 * number + 900,
+            bytes=8 * (name == "send"),
+            peer=1 if name == "send" else -1,
+            of=KINDS.index("F") if name == "send" else -1,
+        )
+        for number, name in enumerate(names)
+    ]
+    return [*rows, SpanRow(KINDS.index("step"), start_ns=start_ns, end_ns=start_ns + 6000)]
+
+
+SPANS = len(rows_at(0))
+
+
+def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Recorder:
+    """Records iterations; of the second one, a checkpoint comes late."""
+    recorder = Recorder(folder, header_of(), sender)
+    for iteration in range(1, iterations + 1):
+        start_ns = 10**9 * iteration
+        recorder.begin_iteration(iteration, 2, start_ns=start_ns)
+        recorder.extend(rows_at(start_ns))
+        recorder.end_iteration()
+        if iteration == 2:
+            late = SpanRow(KINDS.index("checkpoint"), start_ns=start_ns, end_ns=start_ns + 5)
+            recorder.add_late(iteration, 2, [late])
+    return recorder
+
+
+def wait_until(is_done: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not is_done():
+        assert time.monotonic() < end_s, "not in time"
+        time.sleep(0.01)
+
+
+def identity(span: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("traceId", "spanId", "parentSpanId", "name", "startTimeUnixNano", "endTimeUnixNano")
+    return tuple(span.get(name) for name in names)
+
+
+def test_sent_spans_are_those_of_a_later_export(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as collector:
+        sender = SpanSender(collector.url, header_of())
+        record(tmp_path / "traces", sender).close()
+    assert (sender.sent, sender.dropped) == (ITERATIONS * SPANS + 1, 0)
+    assert collector.ranks == {"0"}
+    assert trace_export.main([str(tmp_path / "traces"), "--otlp", str(tmp_path / "spans")]) == 0
+    exported = [
+        span
+        for line in (tmp_path / "spans").read_text().splitlines()
+        for span in json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    ]
+    assert sorted(map(identity, collector.spans), key=str) == sorted(
+        map(identity, exported), key=str
+    )
+    names = {span["name"] for span in exported}
+    assert names >= {"megatron.train_step", "megatron.p2p.send_forward", "megatron.optimizer_step"}
+    assert "spans were not sent" not in capfd.readouterr().err
+
+
+def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(otlp, "FIRST_PAUSE_S", 0.05)
+    port = free_port()
+    sender = SpanSender(f"http://127.0.0.1:{port}", header_of())
+    recorder = record(tmp_path, sender)
+    wait_until(lambda: sender.dropped == ITERATIONS * SPANS + 1)
+    with serving(port) as collector:
+        number = ITERATIONS
+        while not collector.requests:
+            number += 1
+            recorder.begin_iteration(number, 2, start_ns=10**9 * number)
+            recorder.extend(rows_at(10**9 * number))
+            recorder.end_iteration()
+            expected = number * SPANS + 1
+            wait_until(lambda n=expected: sender.sent + sender.dropped == n)  # type: ignore[misc]
+            time.sleep(0.05)
+            assert number < 1000
+        recorder.close()
+    assert sender.sent == len(collector.spans) > 0
+    assert sender.sent + sender.dropped == number * SPANS + 1
+    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file has all
+    said = capfd.readouterr().err
+    assert said.count("Connection refused; its spans are dropped until") == 1
+    assert said.count("answers again; spans dropped so far:") == 1
+    assert said.count(f"{sender.dropped:,} spans were not sent to") == 1
+
+
+def test_a_collector_that_hangs_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(otlp, "CLOSE_S", 0.2)
+    iterations = 3 * otlp.QUEUE_ITERATIONS
+    with serving() as collector:
+        collector.held.clear()
+        sender = SpanSender(collector.url, header_of(), limit_s=LIMIT_S)
+        recorder = record(tmp_path, sender, iterations)
+        wait_until(lambda: len(read_run(tmp_path).ranks[0].iterations) == iterations)
+        # One iteration is in the request, a queue of them waits, and the others are dropped.
+        least = (iterations - otlp.QUEUE_ITERATIONS - 1) * SPANS
+        wait_until(lambda: sender.dropped >= least)
+        recorder.close()
+        assert sender.sent == 0
+    lost = iterations * SPANS + 1
+    assert f"{lost:,} spans were not sent to {collector.url}" in capfd.readouterr().err
+
+
+def test_refused_spans_are_counted(tmp_path: Path) -> None:
+    with serving() as collector:
+        refusal = {"partialSuccess": {"rejectedSpans": "2", "errorMessage": "too old"}}
+        collector.answer = (200, json.dumps(refusal).encode())
+        sender = SpanSender(collector.url, header_of())
+        record(tmp_path / "a", sender, 1).close()
+        assert (sender.sent, sender.dropped) == (SPANS - 2, 2)
+        collector.answer = (503, b"")
+        sender = SpanSender(collector.url, header_of())
+        record(tmp_path / "b", sender, 1).close()
+        assert (sender.sent, sender.dropped) == (0, SPANS)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:4318", "grpc://localhost:4317", "http://", "http://[::1", "http://a:x"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="give a URL such as http://127.0.0.1:4318"):
+        SpanSender(url, header_of())
