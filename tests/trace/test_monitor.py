@@ -162,20 +162,17 @@ def test_half_written_iterations_wait(tmp_path: Path, recorders: list[Recorder])
     assert {0, 1, 2} == set(seen)
 
 
-def test_of_a_long_file_only_the_end_is_read(
-    tmp_path: Path, recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, recorders: list[Recorder]) -> None:
     for iteration in range(1, 101):
         run_iteration(recorders, iteration)
     for recorder in recorders:
         recorder.close()
-    monkeypatch.setattr(monitor, "TAIL_BYTES", 2000)
-    tail = RankTail(recorders[0].path, kept=32)
+    tail = RankTail(recorders[0].path, kept=32, tail_bytes=2000)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    monkeypatch.setattr(monitor, "TAIL_BYTES", 10)  # less than one iteration
-    tail = RankTail(recorders[0].path, kept=32)
+    # Less than one iteration.
+    tail = RankTail(recorders[0].path, kept=32, tail_bytes=10)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
 
