@@ -37,6 +37,26 @@ def test_every_choice_is_possible(name: str) -> None:
     assert settings.splits is decided[spec.splits_backward]
 
 
+def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None:
+    flags = argparse.Namespace(profile_ranks=[3], profile_step_start=5, profile_step_end=7)
+    assert not Settings().kernel_iterations(0, flags)
+    kernels = Settings(trace_detail="kernels")
+    assert kernels.kernel_iterations(0, None) == range(10, 12)
+    assert (kernels.kernel_iterations(0, flags), kernels.kernel_iterations(3, flags)) == (
+        range(0),
+        range(5, 7),
+    )
+    own = Settings(trace_detail="kernels", profile_ranks=[1], profile_step_end=9)
+    assert own.kernel_iterations(1, flags) == range(5, 9)
+    with pytest.raises(ConfigError, match="use the same profiler"):
+        own.kernel_iterations(1, argparse.Namespace(profile=True, use_pytorch_profiler=True))
+    for wrong in ({"profile_ranks": [-1]}, {"profile_step_start": "a"}, {"profile_step_end": -2}):
+        with pytest.raises(ConfigError, match="is not a whole number from 0"):
+            Settings(trace_detail="kernels", **wrong)
+    with pytest.raises(ConfigError, match="choose no iteration"):
+        Settings(profile_step_start=4, profile_step_end=4)
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [

@@ -31,6 +31,9 @@ from megatron.adaptive.errors import ConfigError
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 
+_OF_TRACES = "trace_otlp needs trace_dir\n"
+
+
 @functools.cache
 def order_rules(schedule: str) -> str:
     """Returns the table of rules about schedules.
@@ -46,7 +49,7 @@ def order_rules(schedule: str) -> str:
         return ",".join(sorted(selectable_names(matches, also=[schedule])))
 
     splits = names(lambda spec: spec.splits_backward != "never")
-    return f"""\
+    return f"""{_OF_TRACES}\
 stage_data_parallel_sizes needs pipeline_schedule={names(lambda spec: spec.allows_unequal_stages)}
     | the others need stages of equal sizes
 {_CHUNKS}>1 needs pipeline_model_parallel_size>1
@@ -69,7 +72,6 @@ split_backward=False excludes pipeline_schedule={
     | its order computes weight gradients separately
 split_backward=True needs pipeline_schedule={splits}
     | the others do not split the backward
-trace_otlp needs trace_dir
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto

@@ -144,7 +144,8 @@ class Settings:
         for name in ("schedule_file", "trace_dir"):
             if (path := getattr(self, name)) is not None:
                 assign(self, name, os.fspath(path))
-        check_values(vars(self), _flags())
+        flags = _flags()
+        check_values({name: getattr(self, name) for name in flags}, flags)
         self._check_profiled()
         if self.trace_otlp is not None:
             collector_url("--trace-otlp", self.trace_otlp)
@@ -170,12 +171,14 @@ class Settings:
         """
         if self.profile_ranks is not None:
             assign(self, "profile_ranks", tuple(self.profile_ranks))
-        numbers = {"profile_step_start": self.profile_step_start}
-        numbers["profile_step_end"] = self.profile_step_end
-        for rank in self.profile_ranks or ():
-            numbers["profile_ranks"] = min(rank, numbers.get("profile_ranks") or rank)
-        for name, number in numbers.items():
-            if number is not None and (type(number) is not int or number < 0):
+        numbers = [("profile_ranks", rank) for rank in self.profile_ranks or ()]
+        numbers += [
+            (name, getattr(self, name))
+            for name in ("profile_step_start", "profile_step_end")
+            if getattr(self, name) is not None
+        ]
+        for name, number in numbers:
+            if type(number) is not int or number < 0:
                 raise ConfigError(f"{name}: {number!r} is not a whole number from 0")
         first, end = self.profile_step_start, self.profile_step_end
         if first is not None and end is not None and first >= end:

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.adaptive import __version__
 from megatron.adaptive.config.collector import collector_url
 from megatron.adaptive.config.input_files import say
 from megatron.adaptive.trace.trace_format import (
@@ -96,7 +95,7 @@ def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str,
 
 def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a request with some spans of a resource."""
-    scope = {"name": "megatron.adaptive", "version": __version__}
+    scope = {"name": "megatron.adaptive"}
     return {
         "resourceSpans": [
             {"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}
