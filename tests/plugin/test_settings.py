@@ -46,10 +46,10 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
         range(0),
         range(5, 7),
     )
-    own = Settings(trace_detail="kernels", profile_ranks=[1], profile_step_end=9)
-    assert own.kernel_iterations(1, flags) == range(5, 9)
+    narrowed = Settings(trace_detail="kernels", profile_ranks=[1], profile_step_end=9)
+    assert narrowed.kernel_iterations(1, flags) == range(5, 9)
     with pytest.raises(ConfigError, match="use the same profiler"):
-        own.kernel_iterations(1, argparse.Namespace(profile=True, use_pytorch_profiler=True))
+        narrowed.kernel_iterations(1, argparse.Namespace(profile=True, use_pytorch_profiler=True))
     for wrong in ({"profile_ranks": [-1]}, {"profile_step_start": "a"}, {"profile_step_end": -2}):
         with pytest.raises(ConfigError, match="is not a whole number from 0"):
             Settings(trace_detail="kernels", **wrong)

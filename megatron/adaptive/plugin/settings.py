@@ -200,8 +200,8 @@ class Settings:
         """
 
         def chosen(name: str, default: Any) -> Any:
-            own = getattr(self, name)
-            return getattr(arguments, name, default) if own is None else own
+            value = getattr(self, name)
+            return getattr(arguments, name, default) if value is None else value
 
         if "kernels" not in trace_details(self.trace_detail):
             return range(0)
