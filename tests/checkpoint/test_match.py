@@ -55,11 +55,11 @@ def test_every_shape_of_one_model_fits() -> None:
         ("--max-position-embeddings 32", "", "--max-position-embeddings is 32 in"),
         ("--untie-embeddings-and-output-weights", "", "--untie-embeddings-and-output-weights is"),
         ("--group-query-attention --num-query-groups 2", "", "--num-query-groups is 2 in the"),
-        ("--norm-epsilon 1e-6", "", "--norm-epsilon is 1e-06 in the checkpoint and 1e-05 here"),
+        ("--norm-epsilon 1e-6", "", "--norm-epsilon is 1e-06 in the checkpoint, but 1e-05 here"),
     ],
 )
 def test_another_model_is_refused_with_what_differs(before: str, now: str, text: str) -> None:
-    with pytest.raises(CheckpointError, match="of another model") as caught:
+    with pytest.raises(CheckpointError, match="to another model") as caught:
         require_same_model(manifest(settings(before)), settings(now), 128, "--load x")
     assert text in str(caught.value)
     assert str(caught.value).count(" in the checkpoint") == 1
@@ -114,7 +114,7 @@ def test_another_optimizer_is_refused_by_name(before: str, now: str, text: str) 
 
 
 def test_a_checkpoint_without_optimizer_is_refused_where_one_is_needed() -> None:
-    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+    with pytest.raises(CheckpointError, match="contains no optimizer state"):
         require_same_optimizer(manifest(settings(), optimizer=False), settings(), "x")
     require_same_optimizer(manifest(settings()), settings(), "x")
 

@@ -42,7 +42,7 @@ def test_every_choice_is_possible(name: str) -> None:
     [
         (
             {"schedule": "zb-v", "placement": "loop"},
-            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other: .*",
+            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other .*",
         ),
         (
             {"schedule": "1f1b", "placement": "v"},
@@ -53,9 +53,9 @@ def test_every_choice_is_possible(name: str) -> None:
         ({"schedule": "file"}, "--pipeline-schedule file needs --schedule-file; .*"),
         (
             {"schedule": "megatron", "keyed_dropout": True},
-            "--keyed-dropout True and --pipeline-schedule megatron exclude each other: .*",
+            "--keyed-dropout True and --pipeline-schedule megatron exclude each other .*",
         ),
-        ({"schedule": "nimble"}, "schedule: 'nimble' is not one of .*"),
+        ({"schedule": "nimble"}, "schedule: 'nimble' is neither one of .*"),
         (
             {"schedule": "1f1b", "activation_cap": 4},
             "--activation-cap 4 with --pipeline-schedule 1f1b needs --pipeline-schedule adaptive.*",
@@ -67,9 +67,9 @@ def test_every_choice_is_possible(name: str) -> None:
         ),
         (
             {"schedule": "zb-h1", "split_backward": False},
-            "--split-backward False and --pipeline-schedule zb-h1 exclude each other: .*",
+            "--split-backward False and --pipeline-schedule zb-h1 exclude each other .*",
         ),
-        ({"weight_pieces": 0}, "weight_pieces: 0 is too small, give at least 1"),
+        ({"weight_pieces": 0}, "weight_pieces: 0 is too small; give at least 1"),
         ({"timeout_s": float("inf")}, "timeout_s: inf is not a finite number"),
     ],
 )
@@ -108,7 +108,10 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
+        (
+            ("--pipeline-schedule", "forward-only"),
+            "'forward-only' is neither one of 1f1b, adaptive",
+        ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -261,8 +261,8 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     num_rows = -(-max(len(rows), least) // unit) * unit
     if num_rows > len(lengths):
         raise ConfigError(
-            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
-            f"{num_rows} here; use a --global-batch-size of at least {num_rows}, a multiple of "
+            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, but "
+            f"only {num_rows}; use a --global-batch-size of at least {num_rows}, a multiple of "
             f"{unit}"
         )
     while len(rows) < num_rows:
@@ -451,7 +451,7 @@ class MicrobatchLoader:
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
-                "a data worker ended unexpectedly (killed, or out of memory); lower --num-workers"
+                "a data worker exited unexpectedly (killed, or out of memory); lower --num-workers"
             ) from error
         self._read_block += 1
         return arrays
