@@ -49,8 +49,8 @@ def test_every_shape_of_one_model_fits() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [
-        ("--swiglu --ffn-hidden-size 128", "", "--swiglu is given in the checkpoint and not"),
-        ("", "--disable-bias-linear", "--disable-bias-linear is not given in the checkpoint and"),
+        ("--swiglu --ffn-hidden-size 128", "", "--swiglu is given in the checkpoint, but not"),
+        ("", "--disable-bias-linear", "--disable-bias-linear is not given in the checkpoint, but"),
         ("--position-embedding-type rope", "", "--position-embedding-type is rope in"),
         ("--max-position-embeddings 32", "", "--max-position-embeddings is 32 in"),
         ("--untie-embeddings-and-output-weights", "", "--untie-embeddings-and-output-weights is"),
@@ -80,7 +80,7 @@ def test_fine_tuning_may_change_what_weights_mean_but_not_their_shape() -> None:
     with pytest.raises(CheckpointError, match="--rotary-base is 5000"):
         require_same_model(saved, settings(rope), 128, "x")
     saved = manifest(settings("--num-layers 2 --qk-layernorm"))
-    text = "--num-layers is 2 in the checkpoint and 4 here; --qk-layernorm"
+    text = "--num-layers is 2 in the checkpoint, but 4 here; --qk-layernorm"
     with pytest.raises(CheckpointError, match=text):
         require_same_model(saved, settings("--finetune"), 128, "x")
 
@@ -101,10 +101,10 @@ def test_padding_may_change_the_rows_of_the_embedding_but_no_more(rows: int, fit
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [
-        ("--optimizer sgd", "", "--optimizer is sgd in the checkpoint and adam here"),
-        ("--bf16", "", "type of parameters is bfloat16 in the checkpoint and float32 here"),
+        ("--optimizer sgd", "", "--optimizer is sgd in the checkpoint, but adam here"),
+        ("--bf16", "", "type of parameters is bfloat16 in the checkpoint, but float32 here"),
         ("", "--use-distributed-optimizer", "--use-distributed-optimizer is not given in the"),
-        ("--decoupled-lr 1e-2", "", "--decoupled-lr is given in the checkpoint and not given"),
+        ("--decoupled-lr 1e-2", "", "--decoupled-lr is given in the checkpoint, but not"),
     ],
 )
 def test_another_optimizer_is_refused_by_name(before: str, now: str, text: str) -> None:

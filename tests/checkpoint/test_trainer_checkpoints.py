@@ -132,7 +132,9 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     assert resumed.checkpoints.load() == progress
     assert resumed.learn(3, 12) == losses
     worker.require_equal(resumed.state(), run.state(), "resumed")
-    with pytest.raises(CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint and 48"):
+    with pytest.raises(
+        CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
+    ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
     file = path / "common.pt"  # megatron-core 0.19 does not write it, and prefers it if it is there
     common = torch.load(file, weights_only=False) if file.exists() else {}

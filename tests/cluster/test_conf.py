@@ -113,7 +113,7 @@ def test_a_mistake_is_named(text: str, expected: list[str], write: Write) -> Non
     [
         (
             "MODEL=tiny\nPIPELINE_MP_SIZE=2\nPARTITION=2-3",
-            ["PARTITION=2-3 holds 5 layers", "--num-layers of MODEL=tiny is 4"],
+            ["PARTITION=2-3 has 5 layers", "--num-layers of MODEL=tiny is 4"],
         ),
         ("PARTITION=4-x", ["PARTITION: '4-x' is not a partition"]),
         ("PARTITION=4-4", ["PARTITION=4-4 has 2 stages", "make 1"]),

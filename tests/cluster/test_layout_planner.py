@@ -126,7 +126,7 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
         ({"fast": "ab", "slow": "c"}, (), "machines.txt: d is not in .*cluster.json"),
         ({"fast": "", "slow": ""}, (), "node types fast, slow have no hosts"),
         ({"fast": "abcd", "other": ""}, (), "'other-gpu' is neither in the profile nor"),
-        ({"fast": "abcd"}, ("--partition", "3-3"), "--partition: with --plan-with the planner"),
+        ({"fast": "abcd"}, ("--partition", "3-3"), "--partition cannot be used with --plan-with"),
         ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; give a plan file"),
         ({"fast": "abcd"}, ("--hidden-size", "8192"), r"does not fit on .* on fast needs"),
     ],
@@ -172,7 +172,7 @@ def test_a_plan_that_takes_too_long_is_done_without(
         layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is None
-        assert "the planner did not answer within 0.001 s; the layout is chosen without" in said()
+        assert "the planner did not answer within 0.001 s); the layout is chosen without" in said()
         # The same process answers the next question, whatever became of the last one.
         chooser._within_s = 100.0
         layout = chosen("ab")
