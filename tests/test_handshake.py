@@ -152,7 +152,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     assert door.refuses(*recorded.sent)  # the same words once more
     assert door.refuses(b"".join(recorded.sent))
     (said,) = door.said
-    assert "a visitor from 127.0.0.1 to port" in said
+    assert "a connection from 127.0.0.1 to port" in said
     sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
     sealed.send(b"still here")
     assert door.came.get(timeout=WATCHDOG_S).receive() == b"still here"
@@ -199,7 +199,7 @@ def test_a_visitor_that_is_too_slow_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(handshake, "_PROVE_S", 0.2)
     door = Door()
     assert door.refuses(b"MAdapt")
-    assert "did not prove the secret in 0.2 s" in door.said[0]
+    assert "did not prove the secret within 0.2 s" in door.said[0]
     door.close()
 
 
@@ -246,7 +246,7 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET_FILE", str(path))
     assert job_secret() == SECRET
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="every user can read it"):
+    with pytest.raises(ConfigError, match="every user can read the file"):
         job_secret()
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", "short")
     with pytest.raises(ConfigError, match="too short"):

@@ -348,6 +348,6 @@ def test_the_megatron_core_that_is_imported_is_the_one_told(tmp_path: Path) -> N
     first, second = (write_core(tmp_path / str(minor), minor) for minor in (20, 21))
     assert "megatron-core 0.20.7rc1, " in run_with([first, second], "--version").stdout
     said = run_with([second, first, second], "doctor").stdout
-    (line,) = [line for line in said.splitlines() if "several megatron-cores" in line]
+    (line,) = [line for line in said.splitlines() if "several copies of megatron-core" in line]
     assert line.startswith("warning  megatron-core")
     assert f"0.21.7rc1 in {second}/megatron/core is used, not 0.20.7rc1 in {first}/" in line

@@ -150,11 +150,11 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda path: (path / "__0_0.distcp").write_bytes(b"o"), "1 bytes and was written with 3"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"o"), "1 bytes, but was written with 3"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing"),
         (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
-        (lambda path: (path / "manifest.json").write_text('{"form'), "cannot be read"),
+        (lambda path: (path / "manifest.json").write_text('{"form'), "cannot read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "was not written by this program"),
         (lambda path: (path.parent / TRACKER).write_text("30"), "iter_0000030 does not exist"),
     ],
@@ -188,7 +188,9 @@ def test_a_folder_of_another_format_is_named(folder: CheckpointFolder) -> None:
 def test_a_newer_format_is_refused(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder, 10)
     reseal(path / "manifest.json", version=FORMAT_VERSION + 1)
-    with pytest.raises(CheckpointError, match="format version 3 and this program reads up to 2"):
+    with pytest.raises(
+        CheckpointError, match="format version 3, but this program reads .* up to 2"
+    ):
         folder.open(10)
 
 
@@ -303,18 +305,20 @@ def test_what_is_broken_of_a_pipeline_is_named(tmp_path: Path) -> None:
     folder = PipelineFolder(tmp_path)
     path = write_pipeline(folder, 1)
     (path / "__0_0.distcp").write_text("t")
-    with pytest.raises(CheckpointError, match="has 1 bytes and was written with 7"):
+    with pytest.raises(CheckpointError, match="has 1 bytes, but was written with 7"):
         folder.open(1)
     (path / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
         folder.open(1)
     reseal(path / "pipeline.json", format=9)
-    with pytest.raises(CheckpointError, match="format version 9 and this program reads up to 2"):
+    with pytest.raises(
+        CheckpointError, match="format version 9, but this program reads .* up to 2"
+    ):
         folder.open(1)
     (path / "pipeline.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read"):
         folder.open(1)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7: there are steps 1"):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7; it has steps 1"):
         folder.open(7)
 
 
@@ -350,8 +354,8 @@ def test_a_block_of_a_large_file_is_named(folder: CheckpointFolder) -> None:
         stream.write(b"x")
     (problem,) = folder.verify(10)
     assert problem == (
-        f"{file} is damaged (block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}, is not what was"
-        " written)"
+        f"{file} is damaged (block 1, bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES - 1}, does not match "
+        "its checksum)"
     )
 
 
@@ -380,7 +384,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
         del body[name]
     del body["files"][INDEX]
     (path / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
+    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you trust") as caught:
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert folder.open(10, trust=True)[1]["blocks"] == {}
@@ -432,7 +436,7 @@ def test_of_former_versions_times_tell_what_was_written_last(folder: CheckpointF
 def test_a_tracker_without_an_iteration_is_one_line(folder: CheckpointFolder, text: str) -> None:
     write_checkpoint(folder, 10)
     (folder.path / TRACKER).write_text(text, encoding="utf-8")
-    with pytest.raises(DamagedCheckpointError, match="which is not an iteration: write") as caught:
+    with pytest.raises(DamagedCheckpointError, match="which is not an iteration; write") as caught:
         folder.latest()
     assert len(str(caught.value)) < 400
     assert list(folder.candidates()) == [10]
@@ -474,7 +478,7 @@ def test_a_sealed_manifest_with_impossible_progress_is_refused(
 ) -> None:
     path = write_checkpoint(folder, 10)
     reseal(path / "manifest.json", progress=progress)
-    with pytest.raises(DamagedCheckpointError, match=r"manifest.json: .*progress.*damaged"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged .*progress"):
         folder.open(10)
 
 
@@ -484,5 +488,5 @@ def test_a_manifest_names_files_of_its_own_folder_alone(
 ) -> None:
     path = write_checkpoint(folder, 10)
     reseal(path / "manifest.json", files={name: 1})
-    with pytest.raises(DamagedCheckpointError, match="no name of a file in its folder"):
+    with pytest.raises(DamagedCheckpointError, match="not the name of a file in its folder"):
         folder.open(10)

@@ -80,7 +80,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is not uploaded: the disks of these nodes lack a part of it"
+    text = "iteration 2 is not uploaded, because the disks of these nodes lack a part of it"
     assert (text in said) == is_lost
     assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
@@ -124,11 +124,11 @@ def test_training_goes_on_while_the_copy_lags(
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
-        assert f"iteration {iteration} stays on the nodes' own disks: one before" in line
+        assert f"iteration {iteration} stays on the nodes' own disks, because" in line
     # The checkpoint that is being copied stays, beside those to keep.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
-    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 to .* did not end within"):
+    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 .* did not finish within"):
         run.checkpoints.saver.drain()
     run.local._timeout_s = 60.0
     storage.is_open.set()
@@ -197,7 +197,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     (line,) = warned(caplog)
     assert "iteration 1 was not copied to" in line
     assert "Not a directory" in line
-    assert line.endswith("those before it are as they were")
+    assert line.endswith("earlier checkpoints are unchanged")
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]

@@ -221,7 +221,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
     why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
-    assert "on node a and --replicate-memory lets them take 0.00391 GiB" in why
+    assert "on node a, but --replicate-memory allows only 0.00391 GiB" in why
     short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None

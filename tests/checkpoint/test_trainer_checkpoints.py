@@ -123,7 +123,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     run.learn(0, 3)
     path = save_as_megatron_lm(run, tmp_path, 3)
     losses = run.learn(3, 12)
-    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you know") as caught:
+    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you trust") as caught:
         make(load=tmp_path, **flags).checkpoints.load()
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert "\n" not in str(caught.value)
@@ -132,12 +132,14 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     assert resumed.checkpoints.load() == progress
     assert resumed.learn(3, 12) == losses
     worker.require_equal(resumed.state(), run.state(), "resumed")
-    with pytest.raises(CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint and 48"):
+    with pytest.raises(
+        CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
+    ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
     file = path / "common.pt"  # megatron-core 0.19 does not write it, and prefers it if it is there
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
-    with pytest.raises(CheckpointError, match=r"common\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*common\.pt"):
         make(load=tmp_path, trust_checkpoint=None, **flags).checkpoints.load()
     assert not (tmp_path / "ran").exists()
 
@@ -244,7 +246,7 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
         run.checkpoints.save(worker.progress(2), behind=True)
     (text,) = caplog.messages
     assert "iteration 1 was not written to" in text
-    assert text.endswith("training waits until that of iteration 2 is written in its place")
+    assert text.endswith("training waits until the checkpoint of iteration 2 is written instead")
     run.checkpoints.saver.finish()
 
     run.checkpoints.save(worker.progress(3), behind=True)
@@ -311,11 +313,11 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
 def test_a_folder_without_checkpoint_starts_anew_with_a_warning(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for folder, why in ((tmp_path, "holds no checkpoint"), (tmp_path / "no", "does not exist")):
+    for folder, why in ((tmp_path, "contains no checkpoint"), (tmp_path / "no", "does not exist")):
         with caplog.at_level(logging.WARNING):
             assert make(load=folder).checkpoints.load() is None
-        assert f"--load {folder} {why}: starting from scratch" in caplog.text
-        with pytest.raises(CheckpointError, match=f"{why}: name a folder with one"):
+        assert f"--load {folder} {why}; starting from scratch" in caplog.text
+        with pytest.raises(CheckpointError, match=f"{why}; give a folder with a checkpoint"):
             make(load=folder, exit_on_missing_checkpoint=None).checkpoints.load()
 
 
@@ -346,7 +348,7 @@ def test_weights_alone_reach_the_main_weights_of_16_bit_training(
     run.step(2)
     weights = run.state()
     run.checkpoints.save(worker.progress(2))
-    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+    with pytest.raises(CheckpointError, match="contains no optimizer state"):
         make(load=tmp_path, bf16=None).checkpoints.load()
     run = make(load=tmp_path, bf16=None, no_load_optim=None)
     assert run.checkpoints.load() == worker.progress(2)
@@ -381,7 +383,7 @@ def test_other_padding_of_the_vocabulary_is_told_with_the_way_to_keep_it(
     with caplog.at_level(logging.WARNING):
         run = make(load=saved, make_vocab_size_divisible_by=128)
         run.checkpoints.load()
-        assert "has 112 rows in the embedding and this run has 128" in caplog.text
+        assert "has 112 rows in the embedding, but this run has 128" in caplog.text
         assert "--make-vocab-size-divisible-by can keep them" in caplog.text
         weight = worker.unwrap_model(run.chunks[0]).embedding.word_embeddings.weight
         assert not weight[112:].any()

@@ -78,7 +78,7 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
     for other in others:
         assert other == [
             "PeerLostError",
-            "rank 2 (stage 1) ended the step of its decision group: it lost another rank",
+            "rank 2 (stage 1) stopped the step of its decision group, because it lost another rank",
             "soon",
         ]
 
@@ -92,7 +92,7 @@ def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Sta
         assert reader["read"] == writer["read"]
         kind, text = reader["error"]
         assert text.splitlines() == [text]
-        assert text.startswith("no word of rank 0 (stage 1)")
+        assert text.startswith("no message from rank 0 (stage 1)")
         if board == "memory":
             assert kind == "DeadlineError"
         else:

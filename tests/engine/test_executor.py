@@ -206,15 +206,15 @@ class Following(Agreement):
 def test_a_follower_without_decision_names_what_it_lacks() -> None:
     class Silent(Following):
         def next_action(self, *_: Any, **__: Any) -> Action | None:
-            raise DeadlineError("no word of rank 4 within 1 s")
+            raise DeadlineError("no message from rank 4 within 1 s")
 
     pipeline, completions = last_rank()
     executor = make_executor(pipeline, agreement=Silent())
     with pytest.raises(DeadlineError) as info:
         run_last(pipeline, 2, executor=executor)
     assert str(info.value) == (
-        "no word of rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for input "
-        "of F0-0 from rank 0 (stage 0)"
+        "no message from rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for "
+        "input of F0-0 from rank 0 (stage 0)"
     )
     completions.put(PeerLostError("rank 10 is gone"))
     with pytest.raises(PeerLostError, match="rank 10 is gone"):

@@ -55,7 +55,7 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
     text = rf"is written by process {os.getpid()} on \S+ \(job first\) since 20\d\d-\d\d-\d\d"
     try:
         with pytest.raises(
-            LeaseTakenError, match=f"{text}.*end that job, or name another"
+            LeaseTakenError, match=f"{text}.*stop that job, or choose another"
         ) as refusal:
             Lease(tmp_path).claim(job="second", restarts=1)
     finally:

@@ -197,7 +197,7 @@ def test_a_file_needs_the_slices_of_the_run(tmp_path: Path) -> None:
     assert isinstance(policy, Follow)
     assert len(policy.order) == 2 * 2 * 3
     for slices, text in ((1, "whole microbatches"), (2, "2 slices per microbatch")):
-        message = f"has 3 slices per microbatch, and this run has {text}: set --sequence-slices 3"
+        message = f"has 3 slices per microbatch, but this run has {text}; set --sequence-slices 3"
         with pytest.raises(ConfigError, match=message):
             orders(slices)
 

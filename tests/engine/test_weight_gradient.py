@@ -149,7 +149,7 @@ def test_clear_forgets_and_starts_anew() -> None:
     [
         ((1, 0, 2), "microbatch 1, piece 0 of 2 .* microbatch 0, piece 1 of 2 is due"),
         ((0, 0, 2), "microbatch 0, piece 0 of 2 .* microbatch 0, piece 1 of 2 is due"),
-        ((0, 1, 3), "piece 1 of 3 .* piece 1 of 2 is due: ask for .* ascending order"),
+        ((0, 1, 3), "piece 1 of 3 .* piece 1 of 2 is due; request .* ascending order"),
         ((0, 2, 2), "piece 2 of 2 .* ascending order"),
         ((0, -1, 2), "piece -1 of 2 .* ascending order"),
     ],
@@ -166,7 +166,7 @@ def test_another_piece_is_refused(asked: tuple[int, int, int], text: str) -> Non
 
 def test_backwards_ascend_and_come_before_their_weights() -> None:
     store = WeightGradientStore()
-    with pytest.raises(ScheduleError, match="nothing is due: ask for each once, after its"):
+    with pytest.raises(ScheduleError, match="nothing is due; request each once, after its"):
         store.run(0, 0, 1)
     with (
         store.collect(0),

@@ -700,7 +700,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         require_refused(lambda: load(folder, step=8), "no checkpoint of step 8", "3, 5")
         require_refused(lambda: load(folder / "none"), "none", "no complete checkpoint")
         require_refused(lambda: save(folder, extra={"a": torch.ones(1)}), "extra", "JSON")
-        require_refused(lambda: save(folder, keep=0), "keep 0")
+        require_refused(lambda: save(folder, keep=0), "keep must be", "got 0")
         inside = folder / "step_00000003" / ".metadata"
         require_refused(lambda: save(inside), ".metadata", "name another folder")
         pipeline.set_optimizer(sgd)
@@ -710,7 +710,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         (whole,) = newest.glob("__0_*.distcp")
         size = whole.stat().st_size
         for content, phrases in (
-            (b"", ["step_00000005", "has 0 bytes and was written with"]),
+            (b"", ["step_00000005", "has 0 bytes, but was written with"]),
             (b"x" * size, ["step_00000005", "__0_0.distcp is damaged (block 0", "rank 0"]),
         ):
             dist.barrier()

@@ -62,7 +62,7 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
     [
         (
             {"schedule": "zb-v", "placement": "loop"},
-            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other: .*",
+            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other .*",
         ),
         (
             {"schedule": "1f1b", "placement": "v"},
@@ -73,9 +73,9 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
         ({"schedule": "file"}, "--pipeline-schedule file needs --schedule-file; .*"),
         (
             {"schedule": "megatron", "keyed_dropout": True},
-            "--keyed-dropout True and --pipeline-schedule megatron exclude each other: .*",
+            "--keyed-dropout True and --pipeline-schedule megatron exclude each other .*",
         ),
-        ({"schedule": "nimble"}, "schedule: 'nimble' is not one of .*"),
+        ({"schedule": "nimble"}, "schedule: 'nimble' is neither one of .*"),
         (
             {"schedule": "1f1b", "activation_cap": 4},
             "--activation-cap 4 with --pipeline-schedule 1f1b needs --pipeline-schedule adaptive.*",
@@ -87,9 +87,9 @@ def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None
         ),
         (
             {"schedule": "zb-h1", "split_backward": False},
-            "--split-backward False and --pipeline-schedule zb-h1 exclude each other: .*",
+            "--split-backward False and --pipeline-schedule zb-h1 exclude each other .*",
         ),
-        ({"weight_pieces": 0}, "weight_pieces: 0 is too small, give at least 1"),
+        ({"weight_pieces": 0}, "weight_pieces: 0 is too small; give at least 1"),
         ({"timeout_s": float("inf")}, "timeout_s: inf is not a finite number"),
     ],
 )
@@ -128,7 +128,10 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
+        (
+            ("--pipeline-schedule", "forward-only"),
+            "'forward-only' is neither one of 1f1b, adaptive",
+        ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

@@ -489,7 +489,7 @@ def _elastic(
 
 def _complaints(said: str, most: int) -> list[str]:
     """Returns what a job printed about strangers that it should not have."""
-    warnings = [line for line in said.splitlines() if "is not of this job and was refused" in line]
+    warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
 

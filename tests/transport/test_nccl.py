@@ -45,7 +45,7 @@ def test_an_arrival_is_announced_when_its_data_is_there(pool: Pool) -> None:
 def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
     name, text = pool.run("programs.one_takes_nothing", 3)[0]
     assert name == "DeadlineError"
-    assert "were not taken within 0.3 s by rank 1 (stage 1 on host-1)" in text
+    assert "were not received within 0.3 s by rank 1 (stage 1 on host-1)" in text
 
 
 def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
@@ -57,7 +57,7 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
     (name, text), *others = pool.run("programs.broken_row", 4)
     assert others == [[name, text]] * 3
     assert name == "TransportError"
-    assert re.match("rank [123]: a channel over NCCL cannot be opened: .*; --transport", text)
+    assert re.match("rank [123]: a channel over NCCL cannot be opened: .* with --transport", text)
 
 
 class Cuda:

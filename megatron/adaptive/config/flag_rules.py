@@ -104,8 +104,8 @@ overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
 
 
 _REMEDIES = {
-    "needs": "give that, or change or drop the first",
-    "excludes": "change or drop one of them",
+    "needs": "set the second flag, or change or remove the first",
+    "excludes": "change or remove one of them",
     "within": "change one of them",
     "divides": "change one of them",
 }
@@ -138,7 +138,7 @@ class GivenFlags:
         """
         for rule in _rules_of(table):
             if violation := self._violation(rule):
-                reason = rule.reason and f": {rule.reason}"
+                reason = rule.reason and f" ({rule.reason})"
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
@@ -236,5 +236,5 @@ def _rules_of(table: str) -> list[_Rule]:
 def _parts(term: str) -> tuple[str, str, str]:
     """Splits a term into the name of the setting, ``=`` or ``>``, and the values after it."""
     match = _TERM.fullmatch(term)
-    assert match is not None, f"{term} is no term of a rule"
+    assert match is not None, f"{term} is not a term of a rule"
     return match[1], match[2] or "", match[3] or ""

@@ -326,8 +326,8 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
         if pair is not None:
             here_text, first_text = (text or "nothing in its place" for text in pair)
             raise ConfigError(
-                f"{here_text} on rank {rank}, but {first_text} on rank 0: ranks of a job share "
-                "their settings; start all of them with the same ones"
+                f"{here_text} on rank {rank}, but {first_text} on rank 0; start all ranks of a "
+                "job with the same settings"
             )
 
 
