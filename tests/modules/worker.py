@@ -347,7 +347,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # Dealing in turns would let one replica train both costly microbatches of the second step.
+    # Dealt in turns, one replica would train both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)

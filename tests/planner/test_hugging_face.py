@@ -145,7 +145,7 @@ def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> Non
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    # Bounded scores would all be stored, including those outside of the window.
+    # Bounded scores would all be stored, including scores outside of the window.
     gemma = {**GEMMA, "attn_logit_softcapping": None}
     model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
