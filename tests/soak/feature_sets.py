@@ -9,9 +9,11 @@ loop, and with a schedule of this project. All losses, gradient norms and evalua
 bitwise equal, and so must the weights of every rank after every step. In a V, where ranks hold
 other layers, losses and norms must be equal to 1e-6. The table has one line for each set:
 
-    equal       the numbers are equal refused     the engine exited before the first step, with one
-    line that names the reason own fails   the tree's own schedule does not run here, so there is no
-    reference DIFFERS     the numbers differ FAILS       the engine failed in another way
+    equal       the numbers are equal
+    refused     the engine exited before the first step, with one line that names the reason
+    own fails   the tree's own schedule does not run here, so there is no reference
+    DIFFERS     the numbers differ
+    FAILS       the engine failed in another way
 
 Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set.
 Modules that the tree needs and this environment lacks (``six`` for 0.16) may be in folders of

@@ -460,8 +460,10 @@ def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
 def measure(folder: Path, hits: int, seed: int) -> Result:
     """Runs a chain of each kind of job.
 
-    folder: Empty folder for all files of the jobs. hits: Number of signals for each kind. seed:
-    Seed of all random choices.
+    Args:
+        folder: Empty folder for all files of the jobs.
+        hits: Number of signals for each kind.
+        seed: Seed of all random choices.
     """
     outcomes: list[Outcome] = []
     for kind in KINDS:
