@@ -1,4 +1,4 @@
-"""Ranks of a save or load fail alike, and name a peer that is gone."""
+"""Tests that all ranks of a save or load fail with the same error, which names a lost peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters: trained as PEFT trains them, in its format in and out, and what is refused."""
+"""Tests adapters: training as in PEFT, reading and writing PEFT's format, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS += ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "predicting")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model of some families, adapters and their training."""
+    """Returns a folder with small models of some families, adapters and their training results."""
     folder = tmp_path_factory.mktemp("models")
     script = Path(__file__).with_name("peft_models.py")
     subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Trains adapters in shapes and compares with PEFT; each case is to have said it."""
+    """Trains adapters in shapes and compares with PEFT; each case must have reported its result."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
     )
@@ -61,7 +61,7 @@ def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None
 
 @pytest.mark.multiprocess
 def test_one_rank_trains_as_peft_does(models: Path) -> None:
-    # PEFT trains without the loss of further tokens.
+    # PEFT trains without the loss of multi-token prediction.
     cases = [(name, "--mtp-loss-scaling-factor 0" * (name == "predicting")) for name in MODELS]
     compare(models, [*cases, ("llama", "--recompute-activations")], 1)
 
@@ -131,7 +131,7 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
         assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
-    # Nothing else is saved: the model is where it was.
+    # Only adapters are saved, because the model can be loaded from its old place.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
@@ -168,7 +168,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, second[key]) for key, weight in first.items())
     assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
-    # PEFT reads what is written without one of its own to start from.
+    # PEFT reads the result without an adapter configuration from PEFT.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
     arguments = [str(models / "llama"), str(tmp_path / "once-out")]
@@ -178,7 +178,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
-    """The model comes from a checkpoint: both are saved, and the whole is exported."""
+    """Checks a model from a checkpoint: model and adapters are saved, and merged for export."""
     import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
     flags = (tmp_path / "imported" / "model_flags.txt").read_text()
     start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
@@ -285,7 +285,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """The linear layers that PEFT puts adapters beside, by their names."""
+    """Returns the linear layers to which PEFT adds adapters, by name."""
     import peft
     import transformers
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: a complete one is always named, what is not whole is refused."""
+"""Tests that a checkpoint folder names only complete checkpoints, and refuses others."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
             assert content == b"new"
             break
         seen.add(content)
-        # The next run clears up what this one left.
+        # The next run removes the files that this run left.
         write_checkpoint(folder, 10, b"old")
         for other in folder.path.glob("iter_0000020"):
             shutil.rmtree(other)
@@ -220,7 +220,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
     folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs on one folder both ended well, each with parts of the other's checkpoints."""
+    """Checks that two runs on one folder cannot mix parts of their checkpoints."""
     folder.lease = Lease(folder.path)
     folder.lease.claim()
     write_checkpoint(folder, 10)
@@ -237,7 +237,7 @@ def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
 
     if moment == "before":
         take_over()
-    else:  # after the last look
+    else:  # after the last check
         looks = [take_over, folder.lease.require]
         monkeypatch.setattr(folder.lease, "require", lambda: looks.pop(0)())
         for name in ("metadata.json", "__0_0.distcp"):
@@ -388,7 +388,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert folder.open(10, trust=True)[1]["blocks"] == {}
-    # One of now is not taken for a former one.
+    # A new checkpoint is not mistaken for an earlier one.
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
@@ -399,7 +399,7 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
 def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a run was killed between the name of a checkpoint and the tracker, even twice."""
+    """Checks runs that were killed between naming a checkpoint and the tracker, even twice."""
     for iteration in (10, 20, 30):
         write_checkpoint(folder, iteration)
         (folder.path / TRACKER).write_text("10")

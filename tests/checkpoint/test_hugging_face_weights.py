@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: the same logits, gradients and bytes, and what is refused."""
+"""Tests import and export of Hugging Face models: equal logits, gradients and bytes, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Runs models in shapes and compares what they compute; each is to have said it."""
+    """Runs models in shapes and compares results; each model must have reported its result."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
@@ -52,7 +52,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model of each family and its outputs."""
+    """Returns a folder with a small model of each family and its outputs."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -121,7 +121,7 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
     with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # A folder without them, as transformers writes it, is a model without.
+    # A folder without these layers, as transformers writes it, is a model without them.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -134,7 +134,7 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
 
 
 def test_every_family_has_a_small_model() -> None:
-    """Kimi-K2 is DeepSeek-V3 under another name, and is tested below."""
+    """Checks all but Kimi-K2, which is DeepSeek-V3 under another name and tested below."""
     assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
@@ -174,12 +174,12 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """``hf export`` needs no folder named, also after a run of one's own."""
+    """Checks that ``hf export`` needs no model folder, even after a run from scratch."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # without the end
+    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # no end id
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
     more += " --save-interval 1"
@@ -199,7 +199,7 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # One that was loaded is written in the order of the alphabet.
+    # A loaded configuration is written in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -218,7 +218,7 @@ def test_shards_and_index_are_those_of_transformers(
         assert torch.equal(parameter, other)
 
 
-# Keys of the published files, beside keys without effect.
+# Keys of the published files, without keys that have no effect.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -350,7 +350,7 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Lets two matrices of one shape lie at the same bytes, and cuts those that are free then."""
+    """Makes two matrices of one shape overlap, and removes the bytes that are then unused."""
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -512,7 +512,7 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
     for group in ("model", "core"):
         values, references = (vars(getattr(settings, group)) for settings in (config, expected))
         changed = {key: value for key, value in values.items() if value != references[key]}
-        # Settings of the training stay those of the recipe.
+        # Training settings of the recipe are kept.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
     with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts the value 4 .*--load-hf"):
@@ -541,7 +541,7 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
 def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     models: Path, tmp_path: Path
 ) -> None:
-    """The model of the configuration would have 600 billion parameters."""
+    """Checks a configuration whose model would have 600 billion parameters."""
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}

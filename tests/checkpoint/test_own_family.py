@@ -1,4 +1,4 @@
-"""A family of models from outside the package: as docs/huggingface.md says, in and out again."""
+"""Tests import and export of a model family from outside the package, as documented."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 AURORA = {**SIZES, "model_type": "aurora", "depth": LAYERS, "score_scale": 4.0}
-# Qwen 3 has the same layers, under other names.
+# Qwen 3 has the same layers with other names.
 QWEN = {**SIZES, "model_type": "qwen3", "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5}
 ROWS = {"q": 4 * WIDTH, "k": 2 * WIDTH, "v": 2 * WIDTH}
 
@@ -50,7 +50,7 @@ def code_of_page() -> str:
 
 @pytest.fixture
 def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the page's file ``aurora.py``, in which the test runs, and a model of it."""
+    """Returns a folder with the page's ``aurora.py`` and a model, in which the test runs."""
     (tmp_path / "aurora.py").write_text(code_of_page())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "aurora", raising=False)
@@ -196,7 +196,7 @@ def test_a_class_that_is_wrong_is_named(
 def test_a_package_provides_one_by_its_model_type(
     aurora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entry point has the name of the model type, and no flag is needed."""
+    """Checks an entry point named after the model type, which needs no flag."""
     about = aurora / "aurora-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: aurora\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: bit for bit, in other shapes, and after every kind of failure."""
+"""Tests that runs resume bitwise equally, in other shapes, and after all kinds of failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Make = Callable[..., Any]
 
 
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
-    """Runs a scenario of the worker on several ranks; returns its status and what they wrote."""
+    """Runs a scenario of the worker on several ranks; returns its status and their output."""
     log = folder.with_name(f"{folder.name}.log")
     status = run_ranks(
         [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
@@ -44,7 +44,7 @@ def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
 
 @pytest.fixture
 def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
-    """A folder with a checkpoint of iteration 2."""
+    """Returns a folder with a checkpoint of iteration 2."""
     run = make(save=tmp_path / "saved")
     run.step(2)
     run.checkpoints.save(worker.progress(2))
@@ -54,7 +54,7 @@ def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
-    """Weights, optimizer, schedule and loss scale equal what the shape computes itself."""
+    """Checks weights, optimizer, schedule and loss scale against those of an undisturbed run."""
     status, said = ranks(4, "reshape", tmp_path)
     assert status == 0, said
     assert "reshape: ok" in said
@@ -96,7 +96,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
 def test_a_resumed_run_goes_on_bit_for_bit(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """The same losses, dropout included, and the same end, as without the interruption."""
+    """Checks that losses, including dropout, and the final state are those without interruption."""
     run = make(save=tmp_path, **flags)
     run.learn(0, 3)
     run.checkpoints.save(worker.progress(3))
@@ -117,8 +117,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """The run continues with the same losses; without trust, files with pickles are refused."""
-    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # drawn from other states
+    """Checks losses of the resumed run, and that files with pickles are refused without trust."""
+    flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # random states differ
     run = make(**flags)
     run.learn(0, 3)
     path = save_as_megatron_lm(run, tmp_path, 3)
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
         CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
     ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    file = path / "common.pt"  # megatron-core 0.19 does not write it, and prefers it if it is there
+    file = path / "common.pt"  # megatron-core 0.19 prefers this file but does not write it
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError, match=r"cannot read .*common\.pt"):
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
 
 
 class Evil:
-    """Runs a program where it is unpickled."""
+    """Runs a program when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -195,7 +195,7 @@ def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = N
 
 
 def test_common_values_beside_the_tensors_are_read(make: Make, tmp_path: Path) -> None:
-    """megatron-core 0.19 writes them as an object of the index instead of in a file."""
+    """Checks values that megatron-core 0.19 writes as an object of the index instead of a file."""
     flags: dict[str, str | None] = {"attention_dropout": "0", "hidden_dropout": "0"}
     run = make(**flags)
     run.learn(0, 3)
@@ -221,7 +221,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
     run.checkpoints.save(worker.progress(1), behind=True)
     assert run.learn(1, 3) == losses[1:3]
     run.checkpoints.save(worker.progress(3), behind=True)
-    run.checkpoints.save(worker.progress(4), behind=True)  # waits for the one before
+    run.checkpoints.save(worker.progress(4), behind=True)  # waits for the previous save
     assert run.learn(3, 6) == losses[3:]
     run.checkpoints.saver.finish()
     path = CheckpointFolder(tmp_path).complete_path
@@ -237,7 +237,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
 def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that was full for a moment ended the run, and its steps were done again."""
+    """Checks that a disk that is full for a moment does not stop the run."""
     folder = tmp_path / "late"
     run = make(save=folder / "inner")
     folder.write_text("a file in the way")
@@ -274,7 +274,7 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
 def test_ranks_that_the_job_went_on_without_save_nothing(
     make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
 ) -> None:
-    """A machine that stood still wrote over what the others had done since."""
+    """Checks that a machine that was stopped does not overwrite newer checkpoints."""
     monkeypatch.chdir(tmp_path)
     saved = tmp_path / "saved"
     run = make(save=saved, **flags)
@@ -301,7 +301,7 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
     def count() -> int:
         total = 0
         for task in children.iterdir():
-            with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            with contextlib.suppress(OSError):  # a thread that exited meanwhile
                 total += len((task / "children").read_text().split())
         return total
 

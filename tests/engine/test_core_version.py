@@ -1,4 +1,4 @@
-"""Whether the engine knows the releases of megatron-core that it can use."""
+"""Tests that the engine recognizes the releases of megatron-core that it supports."""
 
 from __future__ import annotations
 

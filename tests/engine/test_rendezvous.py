@@ -1,4 +1,4 @@
-"""Ranks that cannot meet end with one line that says why, within a limited time."""
+"""Tests that ranks that cannot connect exit with one line of explanation after a timeout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def place(
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """Gives a port at which a program listens that never says anything."""
+    """Opens a port at which a program listens that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield int(listener.getsockname()[1])
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the line of a rank that did not meet the others."""
+    """Returns the error line of a rank that did not reach the others."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)

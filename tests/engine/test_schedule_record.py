@@ -1,4 +1,4 @@
-"""Orders are written to a file and taken again."""
+"""Tests that orders are written to a file and replayed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_is_repeated(kind: Any, pieces: int, tmp_path: Path) -> None:
     pipeline, record = Ranks(placement), ScheduleRecord(shape)
     taken = {}
     for step, count in ((5, 4), (6, 6)):
-        # One rank is eager for what came last, which no static order says.
+        # One rank prefers the newest input, which no static order does.
         policies = [make_policies("adaptive", placement, count)[0], Picks(ready_first)]
         stages, _ = pipeline.step(policies, count, weight_pieces=pieces)
         taken[step] = [stage.actions for stage in stages]
@@ -199,7 +199,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        # The later start went on after step 2 and took step 4.
+        # The later start resumed after step 2 and took step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]
         assert seen["codes"] == [static, static, [static[0], static[0]]]

@@ -1,4 +1,4 @@
-"""Weight gradients that wait: their order, their pieces, what they hold and where they go."""
+"""Tests deferred weight gradients: their order, pieces, memory and destination."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
 def test_the_size_of_the_first_microbatch_is_known() -> None:
     store, layers = WeightGradientStore(), [weight() for _ in range(4)]
     assert store.microbatch_bytes == 0
-    # Each layer holds its input and a gradient; the first input is a tensor like the others.
+    # Each layer holds its input and a gradient, and the first input counts too.
     for number in range(2):
         collect(store, number, layers[: 4 - number])
         assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
@@ -107,7 +107,7 @@ def test_a_tensor_of_two_layers_counts_once() -> None:
 
 
 class Watched(LinearCall):
-    """A call whose end can be seen."""
+    """Is a call whose end can be observed."""
 
     __slots__ = ("__weakref__",)
 
@@ -228,7 +228,7 @@ def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
     table = torch.nn.Parameter(torch.randn(5, WIDTH))
     output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
     assert torch.equal(output, table[tokens])
-    assert output.requires_grad  # though its input does not
+    assert output.requires_grad  # although its input does not require gradients
     with store.collect(0):
         output.sum().backward()
     assert table.grad is None

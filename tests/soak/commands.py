@@ -1,7 +1,7 @@
-"""Wrong command lines and files: each must end with one line and status 2 within 10 seconds.
+"""Checks that wrong command lines and files give one line and status 2 within 10 seconds.
 
 :data:`CASES` is the table; ``{f}`` in a command line stands for the folder of :func:`write_files`.
-Tests run the lines in their own process, :func:`measure` runs each as a user does.
+Tests run the lines in their own process; :func:`measure` runs each line as a new program.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-
 {HOSTILE} => unknown subcommand
 """.strip().splitlines()
 )
-"""Command line and a part of the answer."""
+"""Command lines, each with a part of the expected answer."""
 
 
 def write_files(folder: Path) -> None:
@@ -233,17 +233,17 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    else:  # root can read every other file
+    else:  # root can read any other file
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Returns what is wrong with the end of a program that got wrong input, empty if nothing is.
+    """Returns what is wrong with a program's answer to wrong input; empty if nothing is.
 
     Args:
         status: Exit status of the program.
-        errors: Text on its standard error.
-        part: Part of the expected line.
+        errors: Standard error of the program.
+        part: Expected part of the line.
     """
     lines = errors.splitlines()
     if status != 2:
@@ -254,10 +254,10 @@ def complaint(status: int, errors: str, part: str) -> str:
 
 
 def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
-    """Runs every line as a program of its own, two at a time.
+    """Runs every line as a separate program, two at a time.
 
     Returns:
-        ``cases``: number of lines; ``wrong``: command line and fault of each wrong end;
+        ``cases``: number of lines; ``wrong``: command line and fault of each wrong answer;
         ``longest_s``: seconds of the slowest program.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Headers and the completion queue that all transports share."""
+"""Tests headers and the completion queue that all transports share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_foreign_words_are_refused(word: int, value: int) -> None:
 
 
 def test_a_failed_channel_is_told_in_its_turn() -> None:
-    """What arrived before the failure is still handed over, by wait as by poll."""
+    """Checks that wait and poll return earlier arrivals before the failure."""
     queue = CompletionQueue()
     for _ in range(2):
         queue.put(arrival(0))
