@@ -35,6 +35,9 @@ def main(checkpoints: Path) -> int:
         elif self._all.is_first and progress.iteration == MENDED:
             checkpoints.unlink()
             aside.rename(checkpoints)
+        elif progress.iteration > MENDED:
+            # The previous checkpoint completes only now, so it has not been reported yet.
+            self.saver.wait()
         return save(self, progress, behind=behind)
 
     def move_once(*_: Any) -> Move | None:

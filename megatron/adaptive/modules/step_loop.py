@@ -340,13 +340,17 @@ class Loop:
             is_behind=is_behind,
         )
         self._saved_at = self._pipeline.steps
-        self._waited_s = time.perf_counter() - begin_s
+        waited_s = time.perf_counter() - begin_s
+        if path is not None:
+            # The background thread may have completed the previous checkpoint meanwhile.
+            self._report_completed()
+        self._waited_s = waited_s
         if path is not None:
             self._report_saved(self._saved_at, path, is_behind=False)
 
     def _report_completed(self) -> None:
-        """Reports a checkpoint that the writing thread has completed since the last step."""
-        if (completed := self._pipeline._checkpointer.saver.completed()) is not None:
+        """Reports the checkpoints that the background thread has completed since the last call."""
+        while (completed := self._pipeline._checkpointer.saver.completed()) is not None:
             self._report_saved(*completed, is_behind=True)
 
     def _report_saved(self, step: int, path: Path, *, is_behind: bool) -> None:
