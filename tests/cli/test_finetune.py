@@ -166,6 +166,62 @@ def test_wrong_options_are_named_in_one_line(
     assert errors.count("\n") == 1
 
 
+def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that lost a process after it had saved the model refused its own folder."""
+    write_text_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    write_text_data(tmp_path / "data" / "train.jsonl")
+    options = ["--checkpoints", str(tmp_path / "checkpoints"), "--lora-rank", "4"]
+    tuned_folder = tmp_path / "tuned"
+
+    def run(restarts: int, *more: str) -> tuple[int, str, str]:
+        command = ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path), *options, *more]
+        monkeypatch.setattr("sys.argv", command)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        status = program.main()
+        return status, *capsys.readouterr()
+
+    def files() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in tuned_folder.iterdir()}
+
+    status, output, errors = run(0)
+    assert status == 0, errors
+    assert " loss " in output
+    saved = files()
+    assert {"finetune.json", "adapter_model.safetensors", "tokenizer_config.json"} <= saved.keys()
+    status, output, errors = run(1)
+    assert status == 0, errors
+    assert " loss " not in output
+    assert files() == saved
+    refused = f"{tuned_folder} exists and is not empty: name a new folder\n"
+    status, _, errors = run(0)
+    assert (status, errors.endswith(refused)) == (2, True)
+    status, _, errors = run(1, "--seed", "2")
+    assert (status, errors.endswith(refused)) == (2, True)
+    data = tmp_path / "data" / "train.jsonl"
+    data.write_text("\n".join(data.read_text().splitlines()[::-1]))
+    status, _, errors = run(1)
+    assert (status, errors.endswith(refused)) == (2, True)
+    (tuned_folder / "finetune.json").unlink()
+    status, _, errors = run(1)
+    assert (status, errors.endswith(refused)) == (2, True)
+
+
+def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended without a word, and the launcher could end the first one before its report."""
+    (tmp_path / "tuned").write_text("")
+    monkeypatch.setattr("megatron.adaptive.cli.finetune._REPORT_S", 0.01)
+    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.argv", ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path)])
+    assert program.main() == 2
+    assert "tuned exists and is not empty: name a new folder" in capsys.readouterr().err
+
+
 def losses_of(output: str) -> dict[str, float]:
     """Returns the loss of each step and evaluation, by what the line says of it."""
     return {

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from megatron.adaptive.cli import try_plan
 from megatron.adaptive.cli.plan import main
 from megatron.adaptive.errors import ConfigError
 
@@ -204,3 +207,25 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
     arguments = ["--model", SMALL, "--cluster", str(tmp_path / "cluster.json")]
     with pytest.raises(ConfigError, match="is a plan without measurements: try a rank of it"):
         main([*arguments, "--profile", str(path), "--global-batch-size", "8"])
+
+
+def test_ranks_that_hang_while_links_are_measured_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command waited for them without an end, because they kept the launcher's pipe open."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {tmp_path}/rank\nwait\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    monkeypatch.setattr(try_plan, "_LINKS_S", 1.0)
+    monkeypatch.setattr(try_plan, "most_bytes", lambda plan, model: 1024.0)
+    trial: Any = SimpleNamespace(world_size=2, model=None)
+    begin_s = time.monotonic()
+    plan: Any = None
+    assert try_plan._measure_links(trial, plan) == {}
+    assert time.monotonic() - begin_s < 20
+    assert "links between two ranks were not measured: they took more than 1 s" in (
+        capsys.readouterr().err
+    )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "rank").read_text())).status() == "zombie"

@@ -103,3 +103,19 @@ def test_the_other_spelling_of_a_flag_of_the_trainer_is_named() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         parse(["--disable-align-grad-reduce"], world_size=1)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--freeze-base-for-mtp",
+        "--modelopt-enabled",
+        "--enable-gpt-oss",
+        "--finetune-hf-dataset",
+        "--qad-train-target",
+    ],
+)
+def test_a_flag_without_which_another_model_is_trained_is_refused(flag: str) -> None:
+    """They were ignored, although no other flag that is refused must be given with them."""
+    with pytest.raises(ConfigError, match=f"^{flag} is a flag of Megatron-LM that this trainer"):
+        parse([flag, "1"], world_size=1)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.adaptive.cli import launch
-from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, run_cli
+from megatron.adaptive.cli.common import run_cli
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, count, number
 from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
+
+_REPORT_S = 10.0
+"""Time in seconds in which the first process of a node should report an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a model of Hugging Face transformers over several processes, as a whole or with LoRA.
@@ -78,8 +82,9 @@ def main(argv: Sequence[str]) -> int:
 def _train(options: dict[str, Any], local_rank: int) -> int:
     """Fine-tunes a model as one process of a job.
 
-    All processes of a node detect the same errors in settings and files, so only the node's first
-    process reports them.
+    All processes of a node detect the same errors in settings and files, so the node's first
+    process reports them, and the launcher then ends the others. A process that still runs after a
+    while reports its error too, because the first process may not have the same error.
     """
     # Imported only when needed, because torch and transformers take seconds.
     from megatron.adaptive.modules.finetune import FineTuning, fine_tune
@@ -89,7 +94,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         processor, samples = settings.read()
     except AdaptiveError:
         if local_rank:
-            return EXIT_EXPECTED_ERROR
+            # If this process ended now, the launcher might end the first one before its report.
+            time.sleep(_REPORT_S)
         raise
     fine_tune(settings, processor, samples)
     return 0

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron.adaptive.cli.common import EXIT_EXPECTED_ERROR, show
 from megatron.adaptive.cli.plan_inputs import measured_kinds
 from megatron.adaptive.cluster.inventory import count_gpus
 from megatron.adaptive.config.input_files import aligned, say
+from megatron.adaptive.config.parent_process import ending_with_this_process
 from megatron.adaptive.config.plan_file import load_plan, plan_flags, world_size_of
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.model_description import Model
@@ -215,23 +220,51 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
         target = Path(folder) / "links.json"
         command = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
         command += ["--nproc-per-node", "2", "-m", _LINKS, str(target)]
+        errors = Path(folder) / "errors.txt"
         try:
-            process = subprocess.run(
-                [*command, str(most_bytes(plan, trial.model))],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_LINKS_S,
-            )
+            status = _run_launcher([*command, str(most_bytes(plan, trial.model))], errors)
         except subprocess.TimeoutExpired:
             reason = f"they took more than {_LINKS_S:g} s"
         else:
-            if process.returncode == 0 and target.exists():
+            if status == 0 and target.exists():
                 measured: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
                 return measured
-            reason = (process.stderr.strip().splitlines() or ["no message"])[0]
+            text = errors.read_text(encoding="utf-8", errors="replace")
+            reason = (text.strip().splitlines() or ["no message"])[0]
     show(f"warning: links between two ranks were not measured: {reason}", file=sys.stderr)
     return {}
+
+
+def _run_launcher(command: Sequence[str], errors: Path) -> int:
+    """Runs a launcher and its ranks, none of which outlives the call; returns the exit status.
+
+    Args:
+        command: Command of the launcher.
+        errors: File for what they write to their error stream. A pipe would have no end until all
+            ranks have closed it.
+
+    Raises:
+        TimeoutExpired: They took too long.
+    """
+    with errors.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            preexec_fn=ending_with_this_process(signal.SIGTERM),
+        )
+    try:
+        return process.wait(_LINKS_S)
+    finally:
+        family: list[psutil.Process] = []
+        if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                launcher = psutil.Process(process.pid)
+                family = [launcher, *launcher.children(recursive=True)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
 
 
 def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -> str:

@@ -185,8 +185,8 @@ class TrainerConfig:
         """Whether microbatches of a step may have different numbers of slices.
 
         With an order that is fixed before the step, all microbatches need the same number of
-        slices. Replicas that exchange tokens with experts need it too, because they must run the
         slices. Replicas that exchange tokens with experts need this too, because they must run the
+        same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
         follows = spec.kind not in ("rule", "auto") or spec.is_own or spec.name == "hinted"

@@ -90,7 +90,9 @@ only Megatron-LM's own trainer writes these tensors and choices; drop the flag
 there is no distillation from saved logits; drop the flag
     logits-load-dir logits-save-dir
 quantization and distillation need ModelOpt, which this trainer does not call; drop the flag
-    export-*
+    export-* modelopt-enabled enable-gpt-oss finetune-hf-dataset qad-train-target
+all parameters of the model are trained; drop the flag, or train adapters with --lora-rank
+    freeze-base-for-mtp
 this trainer's traces show slow ranks; use --trace-dir
     log-straggler run-workload-inspector-server
 GPUs are checked before a run, not during it; use python -m megatron.adaptive doctor
@@ -206,8 +208,7 @@ it is part of a feature whose own flag is refused
     use-kitchen-attention max-seqlen-per-dp-cp-rank yarn-* no-yarn-* validation-set-names
     no-use-layer-wise-param-layout optimizer-state-offload-* csa-* gdn-* num-residual-streams
     use-fused-mhc o-lora-rank use-layer-wise-param-layout varlen-* thd-* pad-packed-seq-alignment
-    min-dynamic-context-parallel-size cp-partition-mode modelopt-enabled enable-gpt-oss
-    finetune-hf-dataset finetune-data-* freeze-base-for-mtp qad-train-target
+    min-dynamic-context-parallel-size cp-partition-mode finetune-data-*
 it tunes how megatron-core reads or writes files, which this trainer does itself
     ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-*
     ckpt-fully-parallel-save-process-group ckpt-pg-* async-strategy dist-ckpt-workers

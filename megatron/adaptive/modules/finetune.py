@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,13 @@ from megatron.adaptive.errors import CheckpointError, ConfigError, SetupError
 from megatron.adaptive.modules.batch import Microbatch
 from megatron.adaptive.modules.pipeline import Pipeline
 from megatron.adaptive.modules.pretrained import read_config
+from megatron.adaptive.modules.pretrained_saving import finish, guarded
 from megatron.adaptive.modules.processors import load_processor
 from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
+
+_RECORD = "finetune.json"
+"""Name of the file in the tuned model's folder with the settings that made it."""
 
 _READ_LIMIT_S = 600.0
 """Maximum time in seconds to wait for another process that encodes its part of the samples."""
@@ -91,10 +97,10 @@ class FineTuning:
 
         Raises:
             ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
+                A restarted job may find the model there that it saved before it lost a process.
         """
         # Check the path now, because an error after the training would lose the result.
-        if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
-            raise ConfigError(f"{self.output} exists and is not empty: name a new folder")
+        self._check_output()
         processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
         reader = SampleReader(
             processor=processor,
@@ -105,7 +111,41 @@ class FineTuning:
         )
         samples = _read_together(reader, self.data)
         self.num_trained(len(samples))
+        self._check_output(samples)
         return processor, samples
+
+    def is_saved(self, samples: SampleFile | None = None) -> bool:
+        """Returns whether an earlier start of this job has saved the tuned model.
+
+        Args:
+            samples: Samples of this start; ``None`` to compare only the settings.
+        """
+        if not Environment.read().restart_count:
+            return False
+        try:
+            record = json.loads((self.output / _RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        digest = None if samples is None else samples.digest
+        return bool(record == self.record(digest or record.get("samples")))
+
+    def record(self, digest: str) -> dict[str, Any]:
+        """Returns the settings that decide the tuned model, for a file in its folder.
+
+        Args:
+            digest: Hash of the samples.
+        """
+        values = dataclasses.asdict(self)
+        for name in ("checkpoints", "save_interval", "wandb"):
+            del values[name]
+        texts = {name: str(value) for name, value in values.items() if isinstance(value, Path)}
+        return {**values, **texts, "samples": digest}
+
+    def _check_output(self, samples: SampleFile | None = None) -> None:
+        folder = self.output
+        is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        if not is_new and not self.is_saved(samples):
+            raise ConfigError(f"{folder} exists and is not empty: name a new folder")
 
     def num_trained(self, num_samples: int) -> int:
         """Returns the number of samples to train on; the remaining samples are for evaluation.
@@ -190,9 +230,31 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
         decisive_entries=samples.decisive_entries,
     ) as pipeline:
         _Run(settings, pipeline, samples).train()
-        pipeline.save_pretrained(settings.output)
-        if torch.distributed.get_rank() == 0:
-            processor.save_pretrained(settings.output)
+        _save(settings, pipeline, processor, samples)
+
+
+def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
+    """Saves the model and its processor, unless an earlier start of this job has saved them.
+
+    The folder gets its name when it is complete: a job that loses a process before saves again, and
+    a job that loses one afterwards has finished.
+    """
+    mesh, output = pipeline._mesh, settings.output
+    unnamed = output.parent / f".{output.name}.tuned"
+
+    def begin() -> bool:
+        shutil.rmtree(unnamed, ignore_errors=True)
+        return settings.is_saved(samples)
+
+    def end() -> None:
+        processor.save_pretrained(unnamed)
+        text = json.dumps(settings.record(samples.digest), indent=2)
+        (unnamed / _RECORD).write_text(text + "\n", encoding="utf-8")
+        finish(unnamed, output)
+
+    if not mesh.on_first(begin):
+        pipeline.save_pretrained(unnamed)
+        mesh.on_first(lambda: guarded(end))
 
 
 def _alike(samples: SampleFile, count: int) -> Microbatch:

@@ -85,11 +85,11 @@ def save_pretrained(
         gathered: dict[str, torch.Tensor] = {}
         for part in mesh.gather(tensors if mesh.dp_rank == 0 else {}):
             gathered.update(part)
-        mesh.on_first(lambda: _guarded(lambda: _write_adapters(partial, model, gathered)))
+        mesh.on_first(lambda: guarded(lambda: _write_adapters(partial, model, gathered)))
     else:
         _write_model(partial, base, _own_tensors(base, held, mesh), mesh, shard_bytes)
-        mesh.on_first(lambda: _guarded(lambda: _write_settings(partial, base, source)))
-    mesh.on_first(lambda: _guarded(lambda: _finish(partial, folder)))
+        mesh.on_first(lambda: guarded(lambda: _write_settings(partial, base, source)))
+    mesh.on_first(lambda: guarded(lambda: finish(partial, folder)))
 
 
 def _make(folder: Path, partial: Path) -> None:
@@ -101,10 +101,10 @@ def _make(folder: Path, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
 
-    _guarded(make)
+    guarded(make)
 
 
-def _guarded(action: Callable[[], None]) -> None:
+def guarded(action: Callable[[], None]) -> None:
     """Runs an action that writes files, and turns an ``OSError`` into a ``CheckpointError``."""
     try:
         action()
@@ -156,7 +156,7 @@ def _write_model(
 
     failure: AdaptiveError | None = None
     try:
-        _guarded(write)
+        guarded(write)
     except CheckpointError as error:
         failure = error
     for rank_failure in (failure, *mesh.gather(failure)):
@@ -166,7 +166,7 @@ def _write_model(
     if count > 1:
         table = {name: file for part, _ in parts for name, file in part.items()}
         sizes = {name: size for _, part in parts for name, size in part.items()}
-        mesh.on_first(lambda: _guarded(lambda: write_index(partial, table, sizes)))
+        mesh.on_first(lambda: guarded(lambda: write_index(partial, table, sizes)))
 
 
 def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
@@ -196,7 +196,7 @@ def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tenso
     )
 
 
-def _finish(partial: Path, folder: Path) -> None:
+def finish(partial: Path, folder: Path) -> None:
     """Flushes the files to disk and gives the folder its name."""
     for path in partial.iterdir():
         sync(path)
