@@ -122,6 +122,43 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     assert read_together([missing] * 2) == [error] * 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """A block of lines that had grown while they were short took gigabytes for images."""
+    texts = [{"text": "ab"}] * 500 + [{"text": "a" * 2000}] * 500
+    path = write(tmp_path / "train.jsonl", texts)
+    expected = SampleReader(processor=make_tokenizer()).read(path)
+    monkeypatch.setattr(samples, "_EXCHANGED_BYTES", 1 << 18)
+    monkeypatch.setattr(samples, "_MOST_EXCHANGED_BYTES", 1 << 19)
+    sent: list[int] = []
+    meeting_job = Meeting.job
+
+    def job(self: Meeting, rank: int) -> Any:
+        made = meeting_job(self, rank)
+        gather = made.gather
+
+        def counted(value: Any) -> list[Any]:
+            if isinstance(value, list):
+                entries = [each.sample.values() for each in value if each.sample is not None]
+                sent.append(sum(entry.nbytes for sample in entries for entry in sample))
+            values: list[Any] = gather(value)
+            return values
+
+        made.gather = counted
+        return made
+
+    monkeypatch.setattr(Meeting, "job", job)
+    for read in read_together([path] * ranks):
+        assert read.digest == expected.digest
+        assert read.num_learned == expected.num_learned
+        assert 500 < len(read._kept) < 1000
+        for sample, same in zip(read, expected, strict=True):
+            assert all(torch.equal(sample[name], same[name]) for name in same)
+    assert 0 < ranks * max(sent) <= 1 << 19
+
+
 def test_images_are_sent_too(tmp_path: Path) -> None:
     """The hash of lines and images is that of one process, so that checkpoints stay valid."""
     from ..support.tuned_models import make_processor

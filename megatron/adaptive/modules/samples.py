@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,10 +47,11 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 _NAMES = ("image", "path", "url", "image_url")
 
 # Number of lines that each process encodes before the first exchange, and at most before another.
-_FIRST_LINES, _MOST_LINES = 4, 1024
+_FIRST_LINES, _MOST_LINES = 1, 1024
 
-# Approximate size in bytes of the samples that a process sends in one exchange.
-_EXCHANGED_BYTES = 1 << 22
+# Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
+# samples may follow short ones, so the approximate size alone would not limit the memory.
+_EXCHANGED_BYTES, _MOST_EXCHANGED_BYTES = 1 << 25, 1 << 28
 
 
 def num_learned(batch: Sequence[Microbatch]) -> list[float]:
@@ -231,7 +232,7 @@ class _Encoded:
         names: Names of the sample's entries.
         content: Hashes of the line and of its images.
         num_bytes: Size of the sample in bytes.
-        sample: Encoded line; ``None`` if there is no room to keep it.
+        sample: Encoded line; ``None`` if there is no room to keep it, or to send it.
     """
 
     error: str = ""
@@ -276,9 +277,10 @@ class SampleFile:
                 continue
             self.num_learned.append(encoded.learned)
             self._indices_of_kinds.setdefault(encoded.names, len(self._lines))
-            self._left_bytes -= encoded.num_bytes
-            if self._left_bytes >= 0 and encoded.sample is not None:
-                self._kept[len(self._lines)] = encoded.sample
+            if encoded.sample is not None:
+                self._left_bytes -= encoded.num_bytes
+                if self._left_bytes >= 0:
+                    self._kept[len(self._lines)] = encoded.sample
             self._lines.append(line)
         self.digest = digest.hexdigest()
         if not self._lines:
@@ -299,14 +301,27 @@ class SampleFile:
             return
         lines = _common_lines(self._path, job)
         ranks = job.environment.world_size
-        size = _FIRST_LINES
-        while lines:
-            block, lines = lines[: size * ranks], lines[size * ranks :]
-            of_rank = job.gather([self._examined(line) for line in block[job.rank :: ranks]])
-            sent_bytes = [sum(each.num_bytes for each in part if each.sample) for part in of_rank]
+        size, start = _FIRST_LINES, 0
+        while start < len(lines):
+            block = lines[start : start + size * ranks]
+            start += len(block)
+            of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            size = _next_size(size, max(sent_bytes))
+            # A gather takes as much memory for each process as for the one that sends most.
+            sent_bytes = ranks * max(map(_size_of_samples, of_rank))
+            size = _next_size(size, sent_bytes)
+
+    def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
+        """Encodes this process's lines of a block, with samples as long as they may be sent."""
+        part: list[_Encoded] = []
+        room = _MOST_EXCHANGED_BYTES // ranks
+        for line in lines:
+            encoded = self._examined(line)
+            if encoded.sample is not None:
+                room -= encoded.num_bytes
+            part.append(encoded if room >= 0 else replace(encoded, sample=None))
+        return part
 
     def _examined(self, line: _Line) -> _Encoded:
         """Encodes a line, without its sample if there is no room to keep one."""
@@ -376,10 +391,15 @@ def _next_size(size: int, sent_bytes: int) -> int:
 
     Args:
         size: Number of lines before the last exchange.
-        sent_bytes: Size in bytes of the samples that a process sent then, at most.
+        sent_bytes: Size in bytes of the memory for the samples that all processes sent then.
     """
     fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
     return max(1, min(2 * size, fitting, _MOST_LINES))
+
+
+def _size_of_samples(part: Sequence[_Encoded]) -> int:
+    """Returns the size in bytes of the samples that a process sent."""
+    return sum(each.num_bytes for each in part if each.sample is not None)
 
 
 def _common_lines(path: Path, job: Job) -> list[_Line]:
