@@ -41,7 +41,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
         (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB from 1e-06 to 1e+06"),
         (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 to 1,000,000"),
-        (["--status"], "give the folder of checkpoints"),
+        (["--status"], "the folder of checkpoints"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the folder of checkpoints of a job"):
+    with pytest.raises(ConfigError, match="the folder of checkpoints of a job"):
         main(["--status", str(tmp_path)])
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "state.json").write_text("{")

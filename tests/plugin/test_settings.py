@@ -130,7 +130,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
     [
         (
             ("--pipeline-schedule", "forward-only"),
-            "'forward-only' is neither one of 1f1b, adaptive",
+            "'forward-only' is not one of 1f1b, adaptive",
         ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],

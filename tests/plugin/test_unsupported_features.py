@@ -176,7 +176,7 @@ def test_models(chunk: Any, line: str) -> None:
         (
             1,
             {"schedule": "varuna"},
-            "--pipeline-schedule varuna needs --recompute-granularity full: it",
+            "--pipeline-schedule varuna needs --recompute-granularity full .it",
         ),
     ],
 )

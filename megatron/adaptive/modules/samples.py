@@ -624,6 +624,6 @@ def _lines_of(path: Path) -> Iterator[_Line]:
                 if text.strip():
                     yield _Line(number=number, text=text)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}:{number}: byte {error.start} is no valid UTF-8") from None
+        raise ConfigError(f"{path}:{number}: byte {error.start} is not valid UTF-8") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: name a file of JSON lines") from None
