@@ -100,7 +100,7 @@ def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
         run = read_run(Path(folder) / "traces")
         iterations = run.complete_iterations()[1:]
         peaks = [
-            rank_figures(trace.table(iterations), run.num_chunks, slices).peak_in_flight_bytes
+            rank_figures(trace.table(iterations), run.num_chunks, trace.slices).peak_in_flight_bytes
             for trace in run.ranks.values()
         ]
     timed = [line for line in lines if "loss" in line]

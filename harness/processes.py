@@ -28,7 +28,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
     """Kills a process and all its descendants, including ranks in sessions of their own."""
-    import psutil  # not at the top: the check of a GPU starts on machines that lack it
+    import psutil  # imported here: the GPU check starts on machines without psutil
 
     try:
         family = psutil.Process(process.pid).children(recursive=True)

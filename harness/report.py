@@ -175,7 +175,7 @@ def describe_machine() -> dict[str, Any]:
 
 def others_busy(seconds: float = 1.0) -> float:
     """Returns the share of the processors in use while this process sleeps, 0 to 1."""
-    import psutil  # not at the top: the check of a GPU starts on machines that lack it
+    import psutil  # imported here: the GPU check starts on machines without psutil
 
     return psutil.cpu_percent(seconds) / 100
 

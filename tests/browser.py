@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages."""
+"""Runs a headless Chromium for tests of pages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FLAGS = (
 
 @contextmanager
 def opened_browser(profile: Path) -> Iterator[Any]:
-    """Gives the driver of a browser; skips the test where there is none.
+    """Yields the driver of a browser; skips the test if there is no browser.
 
     Args:
-        profile: a folder for the browser's own files.
+        profile: Folder for the browser's own files.
     """
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
     programs = shutil.which("chromium"), shutil.which("chromedriver")
@@ -41,5 +41,5 @@ def opened_browser(profile: Path) -> Iterator[Any]:
 
 
 def complaints(browser: Any) -> list[Any]:
-    """Returns the errors on the browser's console since the last call."""
+    """Returns the errors on the browser's console since the previous call."""
     return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -1,4 +1,4 @@
-"""What all tests rely on."""
+"""Configures all tests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pathlib import Path
 
 import pytest
 
-# A shell's background job ignores Ctrl-C, and so would all programs that tests start and interrupt.
+# A shell's background job ignores SIGINT, which programs started by the tests would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start processes, though their folders do not show it.
+# Files whose tests start processes although their folders do not show it.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
-# Tests that may run again after a failure, in one run of all.
+# Number of tests that may be rerun after a failure in one run of all tests.
 MOST_RERUNS = 3
-# Markers of suites that need packages or rights which a machine may lack.
+# Markers of suites that need packages or privileges that a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Files that take minutes come first: one that starts last leaves the others idle.
+# Files that take minutes run first; if one started last, the other workers would be idle.
 LONGEST_FIRST = (
     *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
     *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
@@ -43,9 +43,10 @@ COMPILED = ("planner", "schedule")
 
 @pytest.fixture(scope="session", autouse=True)
 def _machine_code() -> Iterator[None]:
-    """Keeps what numba compiles in the user's cache, for all checkouts of the same sources.
+    """Shares the code that numba compiles between all checkouts with the same sources.
 
-    numba trusts machine code of a source with the same time: sources get one made of their content.
+    numba trusts machine code of a source with the same modification time, so the fixture derives
+    the time of sources from their content.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
     kept = []
@@ -59,7 +60,7 @@ def _machine_code() -> Iterator[None]:
             with contextlib.suppress(OSError):  # another user's checkout
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
-        with contextlib.suppress(OSError):  # a place that cannot be written: it is compiled again
+        with contextlib.suppress(OSError):  # without write permission it is compiled again
             _copy_machine_code(*reversed(kept[-1]))
     yield
     for made, folder in kept:
@@ -69,13 +70,13 @@ def _machine_code() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives all programs that tests start a folder for temporary files, which ends with the run.
+    """Gives programs that tests start a temporary folder, which is removed after the run.
 
-    A program that is killed leaves its temporary files: some thousands in a run of all tests.
+    A killed program leaves its temporary files, which would be thousands in a run of all tests.
     """
-    tmp_path_factory.getbasetemp()  # outside of it, where folders of failed tests stay
+    tmp_path_factory.getbasetemp()  # not in this folder, which keeps folders of failed tests
     folder = tempfile.mkdtemp(prefix="tests-")
-    # After the end of multiprocessing, which removes its own folder there.
+    # Remove it after multiprocessing has removed its own folder in it.
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,9 +87,9 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None:
-    """Keeps the name of a test's folder, which pytest has removed, from being used again.
+    """Reserves the name of a test's folder, which pytest has removed, so that it is not reused.
 
-    A process of the earlier test could write to the folder of a later one.
+    A process of the earlier test could otherwise write to the folder of a later test.
     """
     if fixturedef.argname == "tmp_path" and fixturedef.cached_result is not None:
         folder = fixturedef.cached_result[0]
@@ -97,7 +98,7 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:
-    """Copies what is not there or holds less; other processes may do so as well."""
+    """Copies files that are missing or smaller in the target; other processes may do the same."""
     paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
     for path in paths:
         there = target / path.name
@@ -109,17 +110,17 @@ def _copy_machine_code(source: Path, target: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs long files first, and marks tests that run again after a failure.
+    """Runs long files first, and marks tests that are rerun after a failure.
 
-    A test that failed runs once more, and is listed as ``RERUN`` at the end: thousands of tests
-    with real processes share a few processors, and one of them meets a moment without any. What a
-    second run passes is unsteady and to be mended, but says nothing against a change. Whether
-    losses and gradients are right never depends on such a moment: those tests and everything
-    without processes of its own have one run only.
+    A test that failed is run once more and listed as ``RERUN`` at the end: thousands of tests with
+    real processes share a few processors, so some test occasionally gets no processor time. A test
+    that passes only on the second run is flaky and must be fixed, but does not reject a change.
+    Tests of losses and gradients, and tests without processes, do not depend on load and are never
+    rerun.
     """
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    # Before all others what forks this process: later it has threads of many kinds, and a child
-    # may inherit a lock that one of them holds.
+    # Tests that fork this process run first: later it has many threads, and a child may inherit a
+    # lock that a thread holds.
     rank["test_loader.py"] = -1
     items.sort(
         key=lambda item: rank.get(item.path.name, rank.get(item.path.parent.name, len(rank)))
@@ -134,14 +135,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what all tests import out of every later search for garbage, which tests ask for."""
+    """Excludes the modules that all tests import from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run in which more tests than a few passed only when they ran again."""
+    """Fails a run in which more than a few tests passed only when they were rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
@@ -149,7 +150,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says in one line each which suites were left out, and why."""
+    """Prints one line for each skipped suite with the reason."""
     left_out: dict[str, list[str]] = {}
     for report in terminalreporter.getreports("skipped"):
         reason = report.longrepr[2].removeprefix("Skipped: ")

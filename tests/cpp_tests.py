@@ -1,8 +1,8 @@
-"""Builds the C++ tests in ``csrc/tests``, by default with the address and undefined sanitizers.
+"""Builds the C++ tests in ``csrc/tests``, by default with address and undefined sanitizers.
 
-Objects are kept in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (``~/.cache`` without that
-variable) under a digest of what they are made of, for all checkouts of a user: only what changed is
-compiled again.
+Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (``~/.cache`` without that
+variable) under a digest of their inputs, for all checkouts of a user, so only changes are compiled
+again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# For real verbs: needs the library and its headers. Only what knows of verbs is compiled for it.
+# For real verbs, which needs the library and headers; only code that uses verbs is recompiled.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
 # Folders of C++ sources that all test programs are linked with; they need no Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
-KEPT_S = 14 * 24 * 3600.0  # objects that nobody asked for in that time go
+KEPT_S = 14 * 24 * 3600.0  # objects that were not used for this time are removed
 
 
 class CppTests:
-    """The test programs of one compiler.
+    """Builds the test programs with one compiler.
 
     Args:
-        compiler: the program.
+        compiler: Path of the compiler.
         flags: Flags of the compiler in addition to ``BASICS``.
         folder: Folder for the programs; each choice of flags needs its own.
     """
@@ -56,10 +56,11 @@ class CppTests:
     def build(self, name: str, *more: str) -> Path:
         """Returns the program of ``csrc/tests/<name>.cc`` and ``more`` files there.
 
-        One without a function ``main`` gets that of ``test_main.cc``.
+        A program without a ``main`` function is linked with ``test_main.cc``.
 
         Raises:
-            AssertionError: it does not compile without warnings; carries the compiler's words.
+            AssertionError: It does not compile without warnings; the message has the compiler's
+                output.
         """
         sources = [ROOT / "csrc" / "tests" / f"{part}.cc" for part in (name, *more)]
         if not any("\nint main(" in source.read_text() for source in sources):
@@ -74,10 +75,10 @@ class CppTests:
         return program
 
     def library(self, name: str) -> Path:
-        """Returns the shared library of ``csrc/tests/<name>.cc``, which is made without the rest.
+        """Returns the shared library of ``csrc/tests/<name>.cc``, which is built separately.
 
         Raises:
-            AssertionError: as in :meth:`build`.
+            AssertionError: See :meth:`build`.
         """
         made = self._compile(ROOT / "csrc" / "tests" / f"{name}.cc", "-fPIC")
         target = self._folder / f"lib{name}.so"
@@ -117,14 +118,14 @@ def compiler_or_skip() -> str:
     """Returns the C++ compiler; skips the test where there is none."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     if compiler is None:
-        import pytest  # benchmarks use this file without it
+        import pytest  # benchmarks use this file without pytest
 
         pytest.skip("there is no C++ compiler")
     return compiler
 
 
 def cache_folder() -> Path:
-    """Where objects are kept; those that are long out of use are removed."""
+    """Returns the folder of cached objects, after removing objects that were not used for long."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron-adaptive" / "cpp-tests"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A rank that calls collectives of megatron-core and torch over gloo with tensors of a GPU.
+"""Calls collectives of megatron-core and torch over gloo with GPU tensors, on one rank.
 
 Runs all cases, one after the other, in the environment that ``torchrun`` gives.
 """
@@ -46,7 +46,7 @@ def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-unty
 
 
 def _gradients(*, distributed: bool, overlaps: bool) -> None:
-    """The gradients of all replicas are averaged, also with optimizer states spread out."""
+    """Checks that gradients of all replicas are averaged, also with sharded optimizer states."""
     group = _bucket_group(distributed=distributed, overlaps=overlaps)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -61,7 +61,7 @@ def _gradients(*, distributed: bool, overlaps: bool) -> None:
 
 
 def _parameters() -> None:
-    """Each rank's part of the parameters reaches the others."""
+    """Checks that each rank's shard of the parameters reaches the others."""
     group = _bucket_group(distributed=True, overlaps=False)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -74,7 +74,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Messages of megatron-core's own schedule arrive."""
+    """Checks that messages of megatron-core's own schedule arrive."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -97,7 +97,7 @@ def _pipeline(batched: bool) -> None:
 
 
 def _unequal_parts() -> None:
-    """Parts of experts that several ranks share have different sizes."""
+    """Checks experts that several ranks share in parts of different sizes."""
     rank, sizes = dist.get_rank(), [1, 2]
     sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
     parts = [on_device(torch.zeros(size, 2)) for size in sizes]
@@ -109,7 +109,7 @@ def _unequal_parts() -> None:
 
 
 def _coalesced_lists() -> None:
-    """Several tensors of several ranks are gathered in one call."""
+    """Checks that several tensors of several ranks are gathered in one call."""
     rank = dist.get_rank()
     sent = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
     parts = [[on_device(torch.zeros(size)) for size in (1, 2)] for _ in range(WORLD_SIZE)]
@@ -121,7 +121,7 @@ def _coalesced_lists() -> None:
 
 
 def _from_anybody() -> None:
-    """A receive from any rank says whose message it was."""
+    """Checks that a receive from any rank returns the sender."""
     tensor = on_device(torch.tensor([7.0]))
     if dist.get_rank() == 0:
         dist.send(tensor, 1)
@@ -131,7 +131,7 @@ def _from_anybody() -> None:
         assert values(tensor) == [7.0]
 
 
-# The first ones come before accelerator.install(), which replaces functions that they call.
+# The first cases run before accelerator.install(), which replaces functions that they call.
 CASES: tuple[Callable[[], None], ...] = (
     _unequal_parts,
     _coalesced_lists,
@@ -149,7 +149,7 @@ CASES: tuple[Callable[[], None], ...] = (
 def main() -> None:
     """Runs the cases."""
     device_collectives.install()
-    device_collectives.install()  # changes nothing more
+    device_collectives.install()  # changes nothing else
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
     for case in CASES:
         case()

@@ -1,9 +1,9 @@
-"""A tensor whose device is a GPU, on machines without one, for what happens over gloo.
+"""Provides a tensor that appears to be on a GPU, to test gloo on machines without one.
 
-Its memory is the host's, so that all operators work; but what reaches gloo is what a real GPU's
-tensor would meet there. gloo's own code runs and refuses the device where it does so; the calls
-that copy through the host run on the host's memory, as torch without CUDA has no code for them; the
-calls that hand an address of the device to a socket are refused here.
+Its memory is the host's, so that all operators work, but gloo sees it as it would see a real GPU
+tensor. gloo's own code runs and refuses the device where it does so. Calls that copy through the
+host run on the host's memory, because torch without CUDA has no code for them. Calls that pass a
+device address to a socket are refused here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that says ``cuda:0``.
+    """Is a tensor that claims to be on ``cuda:0``.
 
     Args:
-        host: A tensor of the host, whose memory this one shares.
+        host: Tensor on the host, whose memory this tensor shares.
 
     Attributes:
-        host: The memory behind it.
+        host: Tensor that holds the memory.
     """
 
     host: torch.Tensor
@@ -52,7 +52,7 @@ class DeviceTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
-        """Copies values here; torch would ask for CUDA before it dispatches this operator."""
+        """Copies values; torch would require CUDA before it dispatches this operator."""
         self.host.copy_(_host(source))
         return self
 
@@ -91,10 +91,10 @@ def _host(value: Any) -> Any:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of a GPU with these values: a real one where there is a GPU."""
+    """Returns a GPU tensor with these values; a real one if there is a GPU."""
     return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
 
 
 def values(tensor: torch.Tensor) -> list[Any]:
-    """Returns what a tensor of :func:`on_device` holds."""
+    """Returns the values of a tensor from :func:`on_device`."""
     return tensor.to("cpu").tolist()  # type: ignore[no-any-return]

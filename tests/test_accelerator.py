@@ -1,4 +1,4 @@
-"""The device of a process: its choice, memory, and clocks."""
+"""Tests the device of a process: its choice, memory, and clocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_detect_without_cuda(backend: str | None) -> None:
 
 @without_gpu
 def test_nccl_without_cuda_is_refused() -> None:
-    # A torch that was built for CUDA needs a driver, another one a torch with CUDA.
+    # A torch built for CUDA needs a driver; a torch without CUDA needs another build.
     remedy = "nvidia-smi" if torch.backends.cuda.is_built() else "use gloo"
     with pytest.raises(SetupError, match=f"--distributed-backend nccl: .*{remedy}"):
         detect(0, backend="nccl")
@@ -48,7 +48,7 @@ def test_nccl_without_cuda_is_refused() -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """A machine with two GPUs, as far as ``detect`` can see; holds the devices made current."""
+    """Simulates a machine with two GPUs for ``detect``; returns the devices made current."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -79,7 +79,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """A new thread's current device is GPU 0, whichever the process computes on."""
+    """Checks this because a new thread's current device is always GPU 0."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -98,12 +98,12 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()
-    # Not from the heap, which may hold as much that is free.
+    # Memory from the heap could reuse free memory.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # The two are counted by different means, and other threads give memory back in between.
+    # The two figures are measured differently, and other threads free memory in between.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
 
@@ -135,7 +135,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
 
 
 class MadeUpDevice:
-    """A device whose clock drifts from the host's; it passes a mark some time after it was put."""
+    """Simulates a device whose clock drifts, and which reaches a mark later than it was set."""
 
     def __init__(self, drift: float) -> None:
         self.host_ns = 10**12
@@ -178,7 +178,7 @@ def test_cuda_clock_keeps_with_the_host_for_hours(
     clock = CudaClock()
     for step in range(3 * 3600 // 2):
         device.host_ns += 2 * 10**9
-        # The first mark of a step finds the device idle, later ones queue up.
+        # The device is idle at the first mark of a step, and later marks are queued.
         for number in range(4):
             device.host_ns += 3_000_000
             device.delay_ns = 8_000 + number * 40_000_000
@@ -218,7 +218,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Lets ranks that see one GPU each agree; ``gpus`` are the identities of these."""
+    """Lets ranks that see one GPU each agree; ``gpus`` are the identities of the GPUs."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,
@@ -247,7 +247,7 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 ) -> None:
     apart = agreed(["a", "b", "c"], monkeypatch)
     assert [(answer.backend, answer.shares) for answer in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
-    # One backend for the whole job, also for a rank that has its GPU to itself.
+    # The whole job uses one backend, even for a rank that does not share its GPU.
     mixed = agreed(["a", "b", "a"], monkeypatch)
     expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
     assert [(answer.backend, answer.shares) for answer in mixed] == expected  # type: ignore[union-attr]
@@ -256,7 +256,7 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
     assert {str(answer) for answer in refused} == {
-        "--distributed-backend nccl: ranks 0, 2 share a GPU, and NCCL refuses two ranks on one: "
-        "start 2 ranks, or leave the flag out or use gloo, with which ranks can share a GPU"
+        "--distributed-backend nccl: ranks 0, 2 share a GPU, but NCCL refuses two ranks on one "
+        "GPU; start 2 ranks, or remove the flag or use gloo, with which ranks can share a GPU"
     }
     assert all(answer.backend == "nccl" for answer in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

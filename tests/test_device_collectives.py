@@ -1,4 +1,4 @@
-"""Collectives over gloo with tensors of a GPU, as of ranks that share one."""
+"""Tests collectives over gloo with GPU tensors, as for ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _group() -> object:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.usefixtures("_group")
 def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
-    """The stand-in for a GPU's tensor reaches gloo's own code, whose answer was the fault."""
+    """Checks that the stand-in for a GPU tensor reaches gloo's own code."""
     refuse = dist.ProcessGroup.allreduce_coalesced
     refuse = getattr(refuse, "__wrapped__", refuse)
     with pytest.raises(RuntimeError, match="unsupported device type cuda"):
@@ -41,7 +41,7 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
 
 
 def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:
-    """A new release of torch with another name for a collective shows itself here."""
+    """Checks that a renamed or new collective in a torch release is noticed."""
     methods = {
         name
         for name in dir(dist.ProcessGroup)
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_gpu_get_them(
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
-    """Lets torch with CUDA 13.0 answer that there is no GPU."""
+    """Makes torch with CUDA 13.0 report that there is no GPU."""
 
     def fail() -> None:
         raise RuntimeError(why)
@@ -91,7 +91,7 @@ NO_GPU = "No CUDA GPUs are available"
         (NO_DRIVER, None, "no NVIDIA driver answers", "nvidia-smi"),
         (OLD_DRIVER, None, "the NVIDIA driver is older than CUDA 13.0", "update the driver"),
         (NO_GPU, "", "CUDA_VISIBLE_DEVICES is empty", "unset it"),
-        (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 names no GPU of this machine", "unset it"),
+        (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 contains no GPU of this machine", "unset it"),
         (NO_GPU, None, NO_GPU, "nvidia-smi"),
     ],
 )
@@ -121,7 +121,7 @@ def test_gpus_that_are_named_and_not_there_do_not_become_a_cpu(
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SetupError, match="built without CUDA: install one with it"):
+    with pytest.raises(SetupError, match="built without CUDA; install one with it"):
         accelerator.detect(0, backend="nccl")
 
 

@@ -1,4 +1,4 @@
-"""The C++ extension: how it is found, its decision log between processes, its own C++ tests."""
+"""Tests the C++ extension: its lookup, the decision log between processes, and the C++ tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DeadlineError, TransportError
 from .cpp_tests import SANITIZED, THREADS, CppTests, compiler_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
-# Far longer than any wait that goes well, so that a hang ends in DeadlineError.
+# Longer than any successful wait, so that a hang ends in DeadlineError.
 PATIENT_S = 60.0
 SOON_S = 0.01
 
@@ -38,7 +38,7 @@ def native() -> ModuleType:
 
 
 def in_child(body: Callable[[], None]) -> int:
-    """Forks; the child runs body and exits with 0, or with 1 and a traceback."""
+    """Forks a child that runs ``body`` and exits with 0, or with 1 and a traceback."""
     pid = os.fork()
     if pid:
         return pid
@@ -109,7 +109,7 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # -S leaves out the environment's packages, among them this checkout with its own build.
+        # -S excludes the environment's packages, including this checkout with its own build.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         said = subprocess.run(
@@ -127,7 +127,7 @@ from megatron.adaptive import extension
 assert extension.load() is None
 print(extension.why_missing())
 """
-        assert "has interface 0, this code needs" in run_python(code).stdout
+        assert "has interface 0, but this code needs" in run_python(code).stdout
 
     def test_require_gives_the_module(self, native: ModuleType) -> None:
         assert extension.require("a test") is native
@@ -158,7 +158,7 @@ class TestDecisionLog:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        # Only runs on while the other thread waits because waiting releases the GIL.
+        # This thread only runs during the wait of the other thread if waiting releases the GIL.
         time.sleep(0.02)
         other.abort(17)
         thread.join(PATIENT_S)
@@ -174,7 +174,8 @@ class TestDecisionLog:
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
-                # Only the first signal ends the wait; more may come before the other side sees it.
+                # Only the first signal ends the wait; more may arrive before the other side sees
+                # it.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 raise KeyboardInterrupt
 
@@ -248,7 +249,7 @@ class TestRdma:
 
 
 def check_program(command: list[str | Path], expected: str, **env: str) -> None:
-    """Runs a C++ test program, which must succeed and say ``expected``."""
+    """Runs a C++ test program, which must succeed and print ``expected``."""
     done = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=250
     )
@@ -258,7 +259,7 @@ def check_program(command: list[str | Path], expected: str, **env: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sanitizer
-@pytest.mark.timeout(600)  # the first one compiles what all share
+@pytest.mark.timeout(600)  # the first test compiles the shared objects
 @pytest.mark.parametrize(
     "name",
     [
@@ -282,7 +283,7 @@ def test_cpp(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_records", "fuzz_shm", "fuzz_tcp"])
 def test_bytes_of_other_processes_are_survived(name: str) -> None:
-    """The same changes of the same inputs each time; to search for new ones, see fuzz.h."""
+    """Checks fixed changes of fixed inputs; fuzz.h explains how to search for new ones."""
     program = CppTests(compiler_or_skip()).build(name, "fuzz_main")
     check_program([program, "--runs", "3000"], "seeds and 3000 changes of them")
 
@@ -296,14 +297,14 @@ def test_bytes_of_other_processes_are_survived(name: str) -> None:
     ids=["address", "thread"],
 )
 def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
-    """The stand-in is opened in the place of CUDA's driver; see tests/gpu for the real one."""
+    """Checks this with a stand-in for CUDA's driver; tests/gpu uses the real driver."""
     programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
     library = str(programs.library("standin_cuda"))
     check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)
 
 
 class TestBuild:
-    """setup.py: the extension that it builds on each machine, and its messages if it cannot."""
+    """Tests setup.py: the extension that it builds on each machine, and its error messages."""
 
     @staticmethod
     def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The check of a GPU: parts with limits; ``tests/test_gpu_rehearsal.py`` runs all of them."""
+"""Tests the GPU check with its time limits; ``tests/test_gpu_rehearsal.py`` runs all parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts with every kind of end; their processes are found by the folder."""
+    """Returns parts that finish in every possible way; the folder identifies their processes."""
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
@@ -67,7 +67,7 @@ def some_parts(folder: str) -> list[Part]:
 
 
 def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
-    # A process of its own: it ends all that is below it.
+    # Run in a separate process, because the check kills all its descendants.
     command = [sys.executable, "-c", RUN, str(tmp_path), "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
@@ -172,7 +172,7 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     ]
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(named) == files
-    # Its test that takes all memory is deselected there, and the last part.
+    # Its test that uses all memory is deselected there, and is the last part.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal of the check of a GPU, without one."""
+"""Tests a rehearsal of the GPU check without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     states = {part["name"]: part["state"] for part in content["parts"]}
     parts = "set-up device ipc equivalence pp1 pp2 memory resume v transports training others"
     assert set(states) == {*parts.split(), "nccl", "te", "oom"}
-    # Without a GPU there is nothing to test of them, or not to run out of.
+    # These parts need a GPU, or its memory limit.
     assert {name for name, state in states.items() if state == "left out"} == {
         *("transports", "oom", "nccl", "te")
     }

@@ -1,4 +1,4 @@
-"""The parts of the check of a GPU that need torch, without a GPU."""
+"""Tests the parts of the GPU check that need torch, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMARK = (
 
 
 def test_a_remark_about_the_debug_mode_is_no_synchronization() -> None:
-    """It was counted as one, so that a step that never waits missed its goal."""
+    """Checks that it does not count, so that a step that never waits reaches its goal."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.warn(REMARK, stacklevel=1)

@@ -1,4 +1,4 @@
-"""A visitor with the job's secret is let in; another is refused before its messages are read."""
+"""Tests that the gate admits visitors with the job's secret, and refuses others unread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """A gate with the connections that it let in and its messages."""
+    """Runs a gate, and holds the connections that it admitted and their messages."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -48,13 +48,13 @@ class Door:
         self.came.put(sealed)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self.gate.close()
         for sealed in self._in:
             sealed.socket.close()
 
     def refuses(self, *parts: bytes) -> bool:
-        """Says these after each other; whether the gate ends the connection without letting in."""
+        """Sends these parts; returns whether the gate refuses the connection and closes it."""
         stranger = socket.create_connection(self.place, WATCHDOG_S)
         with stranger, contextlib.suppress(ConnectionError):
             for part in parts:
@@ -74,7 +74,7 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Takes two sides through their handshake as far as it goes."""
+    """Runs the handshake of two sides as far as possible."""
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
     listener.advance(visitor.advance(listener.advance(visitor.first)))
@@ -149,17 +149,17 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     assert door.refuses(hello, bytes(32))
     recorded = Recorder(door)
     assert door.came.get(timeout=WATCHDOG_S)
-    assert door.refuses(*recorded.sent)  # the same words once more
+    assert door.refuses(*recorded.sent)  # the same bytes again
     assert door.refuses(b"".join(recorded.sent))
     (said,) = door.said
-    assert "a visitor from 127.0.0.1 to port" in said
+    assert "a connection from 127.0.0.1 to port" in said
     sealed = dial(door.place, SECRET, "test", WATCHDOG_S)
     sealed.send(b"still here")
     assert door.came.get(timeout=WATCHDOG_S).receive() == b"still here"
 
 
 class Recorder:
-    """Goes through a handshake with the right secret and keeps the bytes that it sent."""
+    """Completes a handshake with the right secret and records the bytes that it sent."""
 
     def __init__(self, door: Door) -> None:
         shake = Handshake(SECRET, "test", visiting=True)
@@ -199,7 +199,7 @@ def test_a_visitor_that_is_too_slow_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(handshake, "_PROVE_S", 0.2)
     door = Door()
     assert door.refuses(b"MAdapt")
-    assert "did not prove the secret in 0.2 s" in door.said[0]
+    assert "did not prove the secret within 0.2 s" in door.said[0]
     door.close()
 
 
@@ -246,7 +246,7 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET_FILE", str(path))
     assert job_secret() == SECRET
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="every user can read it"):
+    with pytest.raises(ConfigError, match="every user can read the file"):
         job_secret()
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", "short")
     with pytest.raises(ConfigError, match="too short"):
@@ -254,7 +254,7 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
-    assert job_secret() is None  # no process that is started later has it
+    assert job_secret() is None  # processes that are started later do not get it
 
 
 def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
@@ -268,7 +268,7 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While its loop is held, a visitor comes and the gate is closed: it sees both at once.
+    # While the loop is blocked, a visitor connects and the gate is closed: it sees both at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)
     with socket.create_connection(door.place, WATCHDOG_S):

@@ -1,4 +1,4 @@
-"""What may be imported without what, and that ``megatron`` stays a namespace."""
+"""Tests which modules work without others, and that ``megatron`` stays a namespace package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITHOUT_TORCH = [
 ]
 
 # Folders of a checkout, and the folders that their files must not import from. Only the tests of
-# the benchmarks import these.
+# the benchmarks may import benchmarks.
 FORBIDDEN = {
     "megatron": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
     "harness": ("benchmarks", "gpu_check", "studies", "tests"),
@@ -37,8 +37,8 @@ FORBIDDEN = {
     "examples": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
 }
 
-# Imports every module below a package (or one module) with torch and megatron-core out of reach;
-# for ``schedule`` also numba, which is slow to import and for compiled simulation alone.
+# Imports every module below a package (or one module) with torch and megatron-core unavailable; for
+# ``schedule`` also numba, which is slow to import and only needed for compiled simulation.
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
 
@@ -101,7 +101,7 @@ assert importlib.util.find_spec("megatron.core") is not None
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
-    """Builds wheel and source archive, installs the wheel elsewhere, and runs from there."""
+    """Checks this with a wheel and a source archive; the wheel is installed and run elsewhere."""
     environment = {**os.environ, "PYTHON": sys.executable}
     build = ["bash", str(ROOT / "scripts" / "build_wheel.sh"), str(tmp_path / "dist")]
     done = subprocess.run(
@@ -145,7 +145,7 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
-    """Users take benchmarks without tests; nothing depends on benchmarks or studies."""
+    """Checks this so that users can take benchmarks without tests, and nothing needs benchmarks."""
     wrong = [
         f"{path.relative_to(ROOT)}: imports {name}"
         for path in (ROOT / folder).rglob("*.py")

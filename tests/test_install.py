@@ -1,7 +1,7 @@
-"""Checks that pip adds this package to an environment without any change to the others.
+"""Checks that pip adds this package to an environment without changing other packages.
 
-The packages are wheels made here: real pip decides by their names, versions and requirements. In an
-environment that runs the package, they refer to the modules of the Python that runs the tests.
+The packages are wheels made here, and real pip decides by their names, versions and requirements.
+To run the package, an environment refers to the modules of the Python that runs the tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .support.core_trees import UNPACKED
 pytestmark = pytest.mark.slow
 
 NVIDIA = "2.9.0a0+nv25.09"
-"""Version of torch in a container of NVIDIA: a pre-release with a label."""
+"""Version of torch in an NVIDIA container: a pre-release with a local label."""
 CONTAINER = {
     "torch": NVIDIA,
     "megatron-core": "0.19.2",
@@ -45,18 +45,18 @@ CONTAINER = {
     "pyyaml": "6.0.2",
     "tomli": "2.2.1",
 }
-"""Packages and versions such as a container for training has in 2026."""
+"""Packages and versions like those of a training container in 2026."""
 ABSENT = {"openpyxl": "3.1.5", "plotly": "6.3.0", "xxhash": "3.5.0"}
-"""Packages that it lacks."""
+"""Packages that the container lacks."""
 NEEDS = {"megatron-core": ["torch>=2.6.0", "numpy"], "numba": ["numpy>=1.24"]}
 INDEX = {"torch": ["2.6.0", "2.13.0"], "megatron-core": ["0.16.1", "0.18.2", "0.19.2", "0.20.0"]}
-"""Versions of the folder beside those of the environment, for pip to choose from."""
+"""Further versions in the folder, among which pip can choose."""
 
 
 def write_wheel(
     folder: Path, name: str, version: str, files: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes a wheel of a package without modules of its own."""
+    """Writes a wheel of a package without modules."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in NEEDS.get(name, ()))
@@ -78,17 +78,17 @@ def write_wheel(
 
 
 class Environment:
-    """A virtual environment without packages, which pip changes from outside, without a network."""
+    """Manages a virtual environment without packages, which pip changes from outside, offline."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
         self.python = folder / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Runs pip without the settings of this machine, and without the checkout on its path.
+        """Runs pip without this machine's settings, and without the checkout on its path.
 
-        A checkout that was built holds ``megatron_adaptive.egg-info``, which pip would take for an
-        installed package.
+        A built checkout contains ``megatron_adaptive.egg-info``, which pip would take for an
+        installed package. installed package.
         """
         variables = {
             key: value
@@ -114,7 +114,7 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment, far from the checkout."""
+        """Runs a program of the environment, outside of the checkout."""
         variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         return subprocess.run(
             [self.python.parent / command[0], *command[1:]],
@@ -127,7 +127,7 @@ class Environment:
         )
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the packages by name, without those that others refer to."""
+        """Returns the versions of packages by name, without packages that only refer to others."""
         code = (
             "import json, sysconfig, importlib.metadata as m; "
             "present = m.distributions(path=[sysconfig.get_path('purelib')]); "
@@ -144,7 +144,7 @@ def empty(tmp_path: Path) -> Environment:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies what the package is built from, without builds that lie beside it."""
+    """Copies the sources from which the package is built, without existing builds."""
     for name in ("megatron", "csrc", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -171,7 +171,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gives this package's wheel, without the extension: its requirements are the same."""
+    """Builds this package's wheel without the extension; its requirements are the same."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -181,7 +181,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Gives a folder of wheels: those of the container, those that it lacks, other versions."""
+    """Makes a folder of wheels: the container's, the missing ones, and other versions."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in {**CONTAINER, **ABSENT}.items():
         for other in {version, *INDEX.get(name, ())}:
@@ -299,7 +299,7 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """A pre-release alone is taken; the modules are those of the Python that runs the tests."""
+    """Checks that pip accepts a pre-release if there is no other version."""
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:
@@ -335,7 +335,7 @@ def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProce
 
 
 def write_core(folder: Path, minor: int) -> Path:
-    """Writes as much of a megatron-core as shows its version."""
+    """Writes the parts of a megatron-core that show its version."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(
@@ -348,6 +348,6 @@ def test_the_megatron_core_that_is_imported_is_the_one_told(tmp_path: Path) -> N
     first, second = (write_core(tmp_path / str(minor), minor) for minor in (20, 21))
     assert "megatron-core 0.20.7rc1, " in run_with([first, second], "--version").stdout
     said = run_with([second, first, second], "doctor").stdout
-    (line,) = [line for line in said.splitlines() if "several megatron-cores" in line]
+    (line,) = [line for line in said.splitlines() if "several copies of megatron-core" in line]
     assert line.startswith("warning  megatron-core")
     assert f"0.21.7rc1 in {second}/megatron/core is used, not 0.20.7rc1 in {first}/" in line

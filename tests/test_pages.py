@@ -1,4 +1,4 @@
-"""Checks pages against the files, names and headings that they mention, and their form."""
+"""Checks the form of pages, and the files, names and headings that they mention."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TOP = (
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 USE_PAGE_LINES = 150
-"""Largest number of lines of a page that says how to use something."""
+"""Maximum number of lines of a page about usage."""
 LONGEST_SENTENCE = 40
 """Maximum number of words in a sentence."""
 NOTEBOOK = "tutorial.md"
 """Page that is a notebook with its output, and therefore may be longer."""
 GENERATED = "flags.md"
-"""Page that a program prints; the sentences are checked where they are written."""
+"""Page that a program prints; its sentences are checked in the program."""
 
 
 def paths_in(page: Path) -> set[str]:
@@ -54,7 +54,7 @@ def groups_of_pages() -> dict[str, list[str]]:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings, as mkdocs and GitHub form them."""
+    """Returns the anchors of a page's headings in the form of mkdocs and GitHub."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     slugs = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
@@ -118,7 +118,7 @@ def test_sentences_are_short(page: Path) -> None:
 def test_files_that_pages_name_exist(page: Path) -> None:
     if page.name == "CHANGELOG.md":
         return  # about files of earlier releases
-    # CONTRIBUTING.md says that this one does not exist.
+    # CONTRIBUTING.md says that this file does not exist.
     missing = {
         path
         for path in paths_in(page) - {"megatron/__init__.py"}

@@ -1,4 +1,4 @@
-"""The files around the package that name its version or run its commands fit the package."""
+"""Tests that files which name the package's version or run its commands fit the package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Checks that the package's types show a reader and a type checker the arguments of a call.
+"""Checks that types show readers and type checkers the arguments of the package's functions.
 
-An entry point such as ``Pipeline`` writes out its parameters, and passes them to a dataclass of
-settings, or to another function. The defaults and the descriptions are written in both places, and
-must not differ.
+An entry point such as ``Pipeline`` lists its parameters, and passes them to a dataclass of settings
+or to another function. The defaults and descriptions exist in both places, and must not differ.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ ANY_NAMES = {
     "trace/read.py RankTrace.of_tables": "fields of TraceHeader, from files of other programs",
     "trace/views/page.py encode": "values of a block of the page",
 }
-"""Public functions that take any keyword, and what the keywords are."""
+"""Public functions that accept any keyword, and what the keywords are."""
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -119,7 +118,7 @@ def _glosses(subject: Any, section: str) -> dict[str, str]:
 
 
 def _class_glosses(kind: type) -> dict[str, str]:
-    """Returns the descriptions of a dataclass's attributes, inherited ones included."""
+    """Returns the descriptions of a dataclass's attributes, including inherited attributes."""
     merged: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base is not object:

@@ -1,7 +1,8 @@
-"""One canary for each substitution that stands in for CUDA, and what they leave alone.
+"""Tests each substitution for CUDA with a canary, and what the substitutions leave alone.
 
-A canary does the thing in megatron-core that needs its substitution. It must work with all of them
-and fail with all but its own; so they name the changes of a new release of torch or megatron-core.
+A canary runs the part of megatron-core that needs its substitution. It must work with all
+substitutions and fail without its own, so it shows changes in new releases of torch or
+megatron-core.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
-# Runs in separate processes, forked from one that has loaded torch alone: megatron-core must be
-# imported after the substitutions, or before them, and only once for it takes seconds.
+# Runs in separate processes, forked from a process that has loaded only torch. megatron-core must
+# be imported before or after the substitutions, and only once, because that takes seconds.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
@@ -288,14 +289,14 @@ for _ in range(2):
 sys.exit(failed)
 """
 LIMIT_S = 200
-"""Seconds after which an experiment prints its stacks and ends."""
-# A torch that was built for CUDA complains otherwise than one that was not.
+"""Seconds after which an experiment prints its stacks and exits."""
+# Errors of a torch built for CUDA, and of a torch without CUDA, differ.
 NO_CUDA = (
     "Found no NVIDIA driver"
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# Answer of each canary, and a part of its complaint.
+# Answer of each canary, and a part of its error message.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -313,14 +314,14 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """What the experiments answered; of a canary ``{"value": ...}`` or ``{"error": text}``."""
+    """Returns the answers: ``{"value": ...}`` or ``{"error": text}`` for a canary."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the experiments, each of which ends with its stacks at the limit."""
+    """Runs the experiments, each of which prints its stacks and exits after the timeout."""
     return subprocess.run(
         [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -338,7 +339,7 @@ def failure_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_experiments_that_fail_say_why() -> None:
-    """All tests of this file once failed without a reason, and a killed experiment had status 0."""
+    """Checks that a failure has a reason, and that a killed experiment has a nonzero status."""
     text = failure_of(experiments(0.2))
     assert "status 1" in text
     assert "Timeout (0:00:00.200000)!" in text
@@ -374,8 +375,8 @@ def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str, Any]) -> None:
-    """Once ``with torch.device(...)`` had no effect in the whole process: torch knows factories by
-    identity, and they were wrapped."""
+    """Checks that ``with torch.device(...)`` still works: torch identifies factories by
+    identity, so they must not be wrapped."""
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]
@@ -385,15 +386,15 @@ def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str,
 
 @without_gpu
 def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
-    assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]  # both look at their caller
+    assert answers["changed"] == ["Module.cuda", "Tensor.cuda"]  # both inspect their caller
     assert answers["added modules"] == []
     assert answers["environment"]
 
 
 @without_gpu
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
-    """``torch.cuda.manual_seed`` was ``torch.manual_seed`` itself: torch's compiler knows functions
-    by identity, so torch 2.11 refused to load it ("Duplicate torch object")."""
+    """Checks this because torch's compiler identifies functions by identity, so torch 2.11 refuses
+    a substitute that it has already ("Duplicate torch object")."""
     assert answers["shared"] == []
 
 
@@ -404,7 +405,7 @@ def test_with_cuda_nothing_is_substituted() -> None:
     assert torch.zeros(1, device="cuda").is_cuda
 
 
-# A Megatron-LM of which only the start is there; up to 0.16 it asks the CUDA compiler.
+# A Megatron-LM that contains only the start; up to 0.16 it runs the CUDA compiler.
 TRAINER = {
     "core/__init__.py": "",
     "training/__init__.py": "",
@@ -442,8 +443,8 @@ print(*counts, initialize_megatron.__name__, torch.cuda.device_count())
 
 @without_gpu
 def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
-    """``pretrain_gpt.py`` ended with "Megatron requires CUDA." and with 0.16 without a reason: it
-    joined CUDA's folder, which is None, to the compiler's name."""
+    """Checks that ``pretrain_gpt.py`` does not exit with "Megatron requires CUDA.", and that 0.16
+    does not join CUDA's folder, which is None, to the compiler's name."""
     for name, text in TRAINER.items():
         path = tmp_path / "megatron" / name
         path.parent.mkdir(parents=True, exist_ok=True)

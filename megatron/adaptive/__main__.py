@@ -72,7 +72,7 @@ SECTIONS: dict[str, tuple[Subcommand, ...]] = {
         Subcommand(
             "train elastic",
             "run.main",
-            "a job that goes on in another layout when machines join or leave",
+            "a job that continues with another layout when machines join or leave",
             former="run",
         ),
         Subcommand(
@@ -322,7 +322,7 @@ def _unknown_subcommand(name: str, arguments: Sequence[str]) -> ConfigError:
     hint = (
         f"did you mean {targets[nearest[0]]}" if nearest else f"choose one of {', '.join(groups)}"
     )
-    return ConfigError(f"unknown subcommand {name!r}: {hint}")
+    return ConfigError(f"unknown subcommand {name!r}; {hint}")
 
 
 def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
@@ -334,7 +334,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
     nearest = _nearest_mode(modes, word)
     names = ", ".join(mode.name.rpartition(" ")[2] for mode in modes)
     hint = f"did you mean {nearest}" if nearest else f"choose one of {names}"
-    return ConfigError(f"{group}: unknown mode {word!r}: {hint}")
+    return ConfigError(f"{group}: unknown mode {word!r}; {hint}")
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
@@ -360,7 +360,7 @@ def _check_misspelt_mode(name: str, word: str) -> None:
     if word.startswith("-") or "/" in word or os.path.exists(word):
         return
     if nearest := _nearest_mode(_modes(name), word):
-        raise ConfigError(f"{name}: there is no mode or folder {word!r}: did you mean {nearest}")
+        raise ConfigError(f"{name}: there is no mode or folder {word!r}; did you mean {nearest}")
 
 
 def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:

@@ -379,8 +379,8 @@ def agree_on_sharing(
     shared = next((ranks for ranks in owners.values() if len(ranks) > 1), None)
     if shared is not None and accelerator.asked_backend == "nccl":
         raise SetupError(
-            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, and "
-            f"NCCL refuses two ranks on one: start {len(owners)} ranks, or leave the flag out or "
+            f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, but "
+            f"NCCL refuses two ranks on one GPU; start {len(owners)} ranks, or remove the flag or "
             "use gloo, with which ranks can share a GPU"
         )
     backend = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
@@ -418,13 +418,13 @@ def _require_devices(backend: str | None, ranks: int) -> None:
         setting = f"CUDA_VISIBLE_DEVICES={visible}"
         if backend == "nccl":
             setting = "--distributed-backend nccl"
-        raise SetupError(f"{setting}: there is no GPU to use here: {reason}")
+        raise SetupError(f"{setting}: no GPU can be used here, because {reason}")
     count = torch.cuda.device_count() if reason is None else 0
     if backend == "nccl" and ranks > count and visible is None:  # unset: all ranks see all GPUs
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
-            f"GPU{'' if count == 1 else 's'}, and NCCL refuses two ranks on one: start at most "
-            f"{count} ranks per node, or leave the flag out or use gloo, with which ranks can "
+            f"GPU{'' if count == 1 else 's'}, but NCCL refuses two ranks on one GPU; start at "
+            f"most {count} ranks per node, or remove the flag or use gloo, with which ranks can "
             "share a GPU"
         )
 
@@ -433,13 +433,13 @@ def why_no_gpu() -> str:
     """Returns one line that says why torch finds no GPU, and what the user can change."""
     if torch.version.cuda is None:
         return (
-            f"torch {torch.__version__} is built without CUDA: install one with it "
-            "(requirements-gpu.txt), or leave the setting out or use gloo on CPUs"
+            f"torch {torch.__version__} is built without CUDA; install one with it "
+            "(requirements-gpu.txt), or remove the setting or use gloo on CPUs"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
         return (
-            "CUDA_VISIBLE_DEVICES is empty: unset it, or name GPUs in it as nvidia-smi numbers them"
+            "CUDA_VISIBLE_DEVICES is empty; unset it, or list GPUs in it as nvidia-smi numbers them"
         )
     try:
         torch.cuda.init()
@@ -448,19 +448,19 @@ def why_no_gpu() -> str:
         if "driver" in cause and ("too old" in cause or "insufficient" in cause):
             return (
                 f"the NVIDIA driver is older than CUDA {torch.version.cuda}, which torch "
-                f"{torch.__version__} was built with ({cause}): update the driver, or install a "
+                f"{torch.__version__} was built with ({cause}); update the driver, or install a "
                 "torch for an older CUDA"
             )
         if "driver" in cause or "NVML" in cause:
-            return f"no NVIDIA driver answers ({cause}): see whether nvidia-smi lists a GPU"
+            return f"no NVIDIA driver answers ({cause}); check whether nvidia-smi lists a GPU"
         if visible is None:
-            return f"{cause}: see whether nvidia-smi lists a GPU"
+            return f"{cause}; check whether nvidia-smi lists a GPU"
     if visible is not None:
         return (
-            f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this machine: give numbers that "
+            f"CUDA_VISIBLE_DEVICES={visible} contains no GPU of this machine; give numbers that "
             "nvidia-smi lists, or unset it"
         )
-    return "the NVIDIA driver lists none: see nvidia-smi"
+    return "the NVIDIA driver lists none; see nvidia-smi"
 
 
 def keep_freed_memory() -> None:

@@ -57,13 +57,16 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:
         if error.name != _NAME:
-            return None, f"{_NAME} cannot be loaded: {error}"
+            return None, f"cannot load {_NAME}: {error}"
         return None, f"{_NAME} is not built for this Python{_builds_for_others()}; {_REMEDY}"
     except ImportError as error:
-        return None, f"{_NAME} cannot be loaded: {error}"
+        return None, f"cannot load {_NAME}: {error}"
     interface = getattr(module, "INTERFACE", None)
     if interface != _INTERFACE:
-        return None, f"{_NAME} has interface {interface}, this code needs {_INTERFACE}; {_REMEDY}"
+        return (
+            None,
+            f"{_NAME} has interface {interface}, but this code needs {_INTERFACE}; {_REMEDY}",
+        )
     return module, None
 
 

@@ -492,7 +492,7 @@ class Gate:
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
-            self._refuse(address, f"it did not prove the secret in {_PROVE_S:g} s")
+            self._refuse(address, f"it did not prove the secret within {_PROVE_S:g} s")
         except OSError as error:
             self._refuse(address, str(error))
         return None
@@ -535,7 +535,7 @@ class Gate:
             oldest = next(task for task, address in self._waiting.items() if address == crowd)
             del self._waiting[oldest]
             oldest.cancel()
-            self._refuse(crowd, "too many came at once")
+            self._refuse(crowd, "too many connections came at once")
 
     def _refuse(self, address: str, reason: str) -> None:
         self._refused += 1
@@ -545,8 +545,8 @@ class Gate:
             self._reported_s = now_s
             with contextlib.suppress(OSError, ValueError):  # the output stream may be closed
                 self._report(
-                    f"warning: a visitor from {address} to port {self.port} ({self._purpose}) is"
-                    f" not of this job and was refused: {reason}{total}"
+                    f"warning: a connection from {address} to port {self.port} ({self._purpose}) "
+                    f"does not belong to this job and was refused: {reason}{total}"
                 )
 
 

@@ -62,8 +62,8 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
         by_interface = addresses()
         if interface not in by_interface:
             raise ConfigError(
-                f"network interface {interface} is unknown on {socket.gethostname()} or has no"
-                f" address: name one of {', '.join(sorted(by_interface))}"
+                f"network interface {interface} is unknown on {socket.gethostname()} or has no "
+                f"address; choose one of {', '.join(sorted(by_interface))}"
             )
         return by_interface[interface][0]
     routed = None
@@ -79,8 +79,8 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
     if address := reachable or routed:
         return address
     raise SetupError(
-        f"{socket.gethostname()} has no network address but the loopback: other nodes cannot reach "
-        "it; bring an interface up, or name one with IFNAME or --ifname"
+        f"{socket.gethostname()} has no network address except the loopback, so other nodes "
+        "cannot reach it; bring an interface up, or choose one with IFNAME or --ifname"
     )
 
 

@@ -1,4 +1,4 @@
-"""Keepers of two nodes, and the checkpoint that is made of what is left with them."""
+"""Provides keepers of two nodes, and the checkpoint made from the snapshots that remain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.adaptive.cluster.snapshot_placement import SnapshotSource, newest
 
 @pytest.fixture
 def keepers() -> Iterator[list[SnapshotKeeper]]:
-    """Those of two nodes: what the first is given, it sends to the second."""
+    """Returns the keepers of two nodes; the first sends its snapshots to the second."""
     pair = [SnapshotKeeper("127.0.0.1") for _ in range(2)]
     buddy = Buddy(name="b", address="127.0.0.1", port=pair[1].port)
     pair[0].prepare("run", "secret", buddy)
@@ -26,7 +26,7 @@ def keepers() -> Iterator[list[SnapshotKeeper]]:
 
 
 def left_with(*keepers: SnapshotKeeper, within_s: float = 10.0) -> SnapshotSource:
-    """What can be restored from these nodes."""
+    """Returns what can be restored from these nodes."""
     kept = [(str(index), keeper.inventory(within_s)) for index, keeper in enumerate(keepers)]
     return newest(kept)
 

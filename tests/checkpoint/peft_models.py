@@ -1,7 +1,7 @@
-"""Makes small models with adapters, and what training these with PEFT gives.
+"""Makes small models with adapters, and reference results of training them with PEFT.
 
-Usage: ``peft_models.py FOLDER NAME ...``, each in a folder of its name. In a process of its own:
-what stands in for a GPU in tests changes how transformers loads models.
+Usage: ``peft_models.py FOLDER NAME ...``, each model in a folder of its name. Runs in a separate
+process, because the GPU stand-in of the tests changes how transformers loads models.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
-# A model's name in the tests: its family, and PEFT's targets.
-PREDICTING = "predicting"  # has a layer that predicts further, which transformers leaves out
+# Name of each model in the tests: its family, and PEFT's target modules.
+PREDICTING = "predicting"  # has a multi-token prediction layer, which transformers omits
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
     "qwen3": ("qwen3", ["q_proj", "v_proj", "up_proj"]),
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, adapters, and what training them with transformers and PEFT gives."""
+    """Writes a model, adapters, and the results of training them with transformers and PEFT."""
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

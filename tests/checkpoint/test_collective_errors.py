@@ -1,4 +1,4 @@
-"""Ranks of a save or load fail alike, and name a peer that is gone."""
+"""Tests that all ranks of a save or load fail with the same error, which names a lost peer."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_a_peer_that_is_lost_during_a_save_is_named(tmp_path: Path) -> None:
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 3, tail(log)
     assert all("rank 0 lost its connection with another rank (" in line for line in errors)
-    assert all(line.endswith(", start again from the last checkpoint") for line in errors)
+    assert all(line.endswith("; restart it from the last checkpoint") for line in errors)

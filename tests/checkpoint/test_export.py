@@ -1,4 +1,4 @@
-"""Adapters: trained as PEFT trains them, in its format in and out, and what is refused."""
+"""Tests adapters: training as in PEFT, reading and writing PEFT's format, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS += ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "predicting")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model of some families, adapters and their training."""
+    """Returns a folder with small models of some families, adapters and their training results."""
     folder = tmp_path_factory.mktemp("models")
     script = Path(__file__).with_name("peft_models.py")
     subprocess.run([sys.executable, str(script), str(folder), *MODELS], check=True)
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Trains adapters in shapes and compares with PEFT; each case is to have said it."""
+    """Trains adapters in shapes and compares with PEFT; each case must have reported its result."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
     )
@@ -61,7 +61,7 @@ def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None
 
 @pytest.mark.multiprocess
 def test_one_rank_trains_as_peft_does(models: Path) -> None:
-    # PEFT trains without the loss of further tokens.
+    # PEFT trains without the loss of multi-token prediction.
     cases = [(name, "--mtp-loss-scaling-factor 0" * (name == "predicting")) for name in MODELS]
     compare(models, [*cases, ("llama", "--recompute-activations")], 1)
 
@@ -131,7 +131,7 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
         assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
-    # Nothing else is saved: the model is where it was.
+    # Only adapters are saved, because the model can be loaded from its old place.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
@@ -168,7 +168,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, second[key]) for key, weight in first.items())
     assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
-    # PEFT reads what is written without one of its own to start from.
+    # PEFT reads the result without an adapter configuration from PEFT.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
     arguments = [str(models / "llama"), str(tmp_path / "once-out")]
@@ -178,7 +178,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
-    """The model comes from a checkpoint: both are saved, and the whole is exported."""
+    """Checks a model from a checkpoint: model and adapters are saved, and merged for export."""
     import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
     flags = (tmp_path / "imported" / "model_flags.txt").read_text()
     start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
@@ -188,11 +188,11 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     again = f"{start} --load {saved} --train-iters 4 --save {saved}"
     assert _train(tmp_path, again, world_size=1)[0] < losses[0]
     like = ["--config", str(models / "llama")]
-    with pytest.raises(CheckpointError, match="holds adapters: write them with --lora, or"):
+    with pytest.raises(CheckpointError, match="contains adapters; export them with --lora, or"):
         export_hf([str(saved), "--output", str(tmp_path / "whole"), *like])
     export_hf([str(saved), "--output", str(tmp_path / "whole"), "--merge-lora", *like])
     export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])
-    with pytest.raises(CheckpointError, match="holds no adapters: leave --lora"):
+    with pytest.raises(CheckpointError, match="contains no adapters; remove --lora"):
         export_hf([str(tmp_path / "imported"), "--output", str(tmp_path / "no"), "--lora"])
     before, after = (
         load_file(folder / SINGLE) for folder in (models / "llama", tmp_path / "whole")
@@ -207,13 +207,13 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     [
         (
             "--lora-targets q_prj",
-            "--lora-targets q_prj: .* the nearest is q_proj, and there are q_",
+            "--lora-targets q_prj is not .* the nearest is q_proj, and .* are q_",
         ),
-        ("--lora-targets lm_head", "lm_head: layers of this architecture have no such linear"),
-        ("--lora-rank 0", "--lora-rank: 0 is too small, give at least 1"),
+        ("--lora-targets lm_head", "lm_head is not a linear layer of this architecture"),
+        ("--lora-rank 0", "--lora-rank: 0 is too small; give at least 1"),
         ("--lora-rank -2", "--lora-rank: -2 is too small"),
         ("--lora-dropout 1", "--lora-dropout: 1.0 is too large"),
-        ("--num-experts 4", "experts have no adapters here; name .*: q_proj,k_proj,v_proj,o_proj$"),
+        ("--num-experts 4", "experts cannot have adapters; .*q_proj,k_proj,v_proj,o_proj.$"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(flags: str, message: str) -> None:
@@ -231,22 +231,22 @@ def test_adapters_that_cannot_be_are_refused(flags: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"use_dora": True}, "use_dora True is not supported here"),
+        ({"use_dora": True}, "use_dora True is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"something_new": 3}, "something_new 3 is not supported"),
-        ({"peft_type": "IA3"}, "its peft_type is not LORA"),
-        ({"target_modules": 5}, "target_modules 5 is no list of names, no regular expression"),
-        ({"target_modules": []}, r"target_modules \[\] is no list of names"),
-        ({"target_modules": ".*[qv_proj"}, r"target_modules '.*' is no regular expression"),
-        ({"target_modules": "(a+)+q_proj"}, "has nested repetitions: write the names"),
-        ({"target_modules": "nothing"}, "target_modules 'nothing' fits no linear layer of llama"),
-        ({"target_modules": ".*(q_proj|lm_head)"}, "fits lm_head, which has no adapters here"),
-        ({"target_modules": r".*layers\.[12]\.self_attn.*q_proj"}, "in layer 1 than in layer 0"),
-        ({"lora_alpha": None}, "lora_alpha is None: it must be a number"),
-        ({"r": 2.5}, "r is 2.5: it must be a whole number"),
-        ({"r": None}, "r is None: it must be a whole number"),
-        ({"lora_dropout": "0.1"}, "lora_dropout is '0.1': it must be a number"),
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"target_modules": 5}, "target_modules must be a list of names.*got 5"),
+        ({"target_modules": []}, r"target_modules must be a list of names.*got \[\]"),
+        ({"target_modules": ".*[qv_proj"}, r"target_modules '.*' is not a valid regular"),
+        ({"target_modules": "(a+)+q_proj"}, "has nested repetitions; list the names"),
+        ({"target_modules": "nothing"}, "target_modules 'nothing' matches no linear layer of"),
+        ({"target_modules": ".*(q_proj|lm_head)"}, "matches lm_head, which cannot have adapters"),
+        ({"target_modules": r".*layers\.[12]\.self_attn.*q_proj"}, "in layer 1 and in layer 0"),
+        ({"lora_alpha": None}, "lora_alpha must be a number.*got None"),
+        ({"r": 2.5}, "r must be an integer.*got 2.5"),
+        ({"r": None}, "r must be an integer.*got None"),
+        ({"lora_dropout": "0.1"}, "lora_dropout must be a number.*got '0.1'"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
@@ -265,7 +265,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
     flags += " --lora-targets q_proj,v_proj --train-iters 2 --lr 1e-3"
     command = ["-m", "megatron.adaptive", "train", "rank", *flags.split()]
     assert run_ranks(command, world_size=1, log=log, limit_s=120.0) == 2
-    assert re.search(r"error: .*.*lora_A.weight has shape \[.*\] there and", log.read_text())
+    assert re.search(r"error: .*.*lora_A.weight has shape \[.*\], but this model", log.read_text())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "qwen3"])
@@ -285,7 +285,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """The linear layers that PEFT puts adapters beside, by their names."""
+    """Returns the linear layers to which PEFT adds adapters, by name."""
     import peft
     import transformers
 
@@ -308,6 +308,6 @@ def test_a_pattern_is_resolved_as_peft_does(
         targets = adapter_settings(tmp_path, base)["lora_targets"]
     except ConfigError as error:
         message = str(error)
-        assert not expected or "has no adapters here" in message
+        assert not expected or "cannot have adapters" in message
         return
     assert targets.split(",") == sorted(expected)

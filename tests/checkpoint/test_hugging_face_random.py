@@ -1,8 +1,8 @@
-"""Random small models of every Hugging Face family: the same numbers and bytes as transformers.
+"""Tests that random small models of every Hugging Face family match transformers.
 
-One process makes a model with ``transformers`` and its logits and gradients, ranks of ours load it
-in a shape that is drawn too, and answer how far off they are. ``HF_EXAMPLES=50`` draws as many
-models of each family; without it there are few, the same each time.
+One process makes a model with ``transformers`` and its logits and gradients. Ranks of this project
+load it in a random shape and report their errors. ``HF_EXAMPLES=50`` tests this many models of each
+family; the default is a few, the same each time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 class Answering:
-    """Ranks that load one model after the other."""
+    """Runs ranks that load several models in sequence."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._folder, self.world_size = folder, world_size
@@ -39,7 +39,7 @@ class Answering:
         self._starts = itertools.count()
 
     def gaps(self, model: Path, flags: list[str]) -> dict[str, float]:
-        """Returns the largest differences of logits and gradients, relative to the largest."""
+        """Returns the largest errors of logits and gradients, relative to the largest value."""
         if self._ranks is None:
             self._here = self._folder / f"start{next(self._starts)}"
             self._here.mkdir(parents=True)
@@ -93,7 +93,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns the shapes of so many ranks: TP x PP x chunks x EP."""
+    """Returns the shapes of this number of ranks: TP x PP x chunks x EP."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):

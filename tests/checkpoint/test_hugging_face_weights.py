@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: the same logits, gradients and bytes, and what is refused."""
+"""Tests import and export of Hugging Face models: equal logits, gradients and bytes, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Runs models in shapes and compares what they compute; each is to have said it."""
+    """Runs models in shapes and compares results; each model must have reported its result."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
@@ -52,7 +52,7 @@ def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model of each family and its outputs."""
+    """Returns a folder with a small model of each family and its outputs."""
     folder = tmp_path_factory.mktemp("models")
     for name in tiny_models.FAMILIES:
         tiny_models.make(folder / name, name)
@@ -121,7 +121,7 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
     with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # A folder without them, as transformers writes it, is a model without.
+    # A folder without these layers, as transformers writes it, is a model without them.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -134,7 +134,7 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
 
 
 def test_every_family_has_a_small_model() -> None:
-    """Kimi-K2 is DeepSeek-V3 under another name, and is tested below."""
+    """Checks all but Kimi-K2, which is DeepSeek-V3 under another name and tested below."""
     assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
@@ -174,12 +174,12 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """``hf export`` needs no folder named, also after a run of one's own."""
+    """Checks that ``hf export`` needs no model folder, even after a run from scratch."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
     flags = (tmp_path / "imported" / "model_flags.txt").read_text().split()
-    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # without the end
+    flags[flags.index("--vocab-size") + 1] = str(tiny_models.VOCABULARY - 1)  # no end id
     more = f"--load {tmp_path}/imported --finetune --save {tmp_path}/own --mock-data "
     more += " --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0"
     more += " --save-interval 1"
@@ -199,7 +199,7 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # One that was loaded is written in the order of the alphabet.
+    # A loaded configuration is written in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -218,7 +218,7 @@ def test_shards_and_index_are_those_of_transformers(
         assert torch.equal(parameter, other)
 
 
-# Keys of the published files, beside keys without effect.
+# Keys of the published files, without keys that have no effect.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -350,7 +350,7 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Lets two matrices of one shape lie at the same bytes, and cuts those that are free then."""
+    """Makes two matrices of one shape overlap, and removes the bytes that are then unused."""
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -382,14 +382,14 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (_miss_a_shard, "model-00002-of-00002.safetensors is missing, and 1 tensors are in it"),
-        (_cut, "model.safetensors is cut or damaged .*copy it again"),
-        (_lengthen, "model.safetensors is cut or damaged .*nothing may follow them"),
-        (_overlap, "model.safetensors is cut or damaged .* overlaps .*copy it again"),
+        (_miss_a_shard, "model-00002-of-00002.safetensors is missing, but should contain 1"),
+        (_cut, "model.safetensors is truncated or damaged .*copy the file again"),
+        (_lengthen, "model.safetensors is truncated or damaged .*no bytes may follow"),
+        (_overlap, "model.safetensors is truncated or damaged .* overlaps .*copy the file again"),
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
-        (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* is of type I8"),
-        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "become one tensor here"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* has the type I8"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different types"),
         (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
         (_edit(lambda t: t.pop(_QUERY)), "no model.layers.0.self_attn.q_proj.weight, and 1 of 39"),
         (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "has more, which the model"),
@@ -397,7 +397,7 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
             lambda folder: _change(folder, tie_word_embeddings=True),
             "lm_head.weight with other values than model.embed_tokens.weight",
         ),
-        (lambda folder: _change(folder, num_hidden_layers=3), "layers.3.*no place for"),
+        (lambda folder: _change(folder, num_hidden_layers=3), "layers.3.*does not have"),
         (lambda folder: _change(folder, vocab_size=80), "embed_tokens.weight with shape"),
         (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
     ],
@@ -417,25 +417,25 @@ def test_folders_that_are_not_whole_are_refused(
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' .* nearest is silu"),
-        ("llama", {"attention_bias": True}, "attention_bias True asks for a bias of the output"),
-        ("llama", {"mlp_bias": True}, "mlp_bias True asks for"),
-        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': it must be a number"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' .* nearest .* is silu"),
+        ("llama", {"attention_bias": True}, "attention_bias True requests a bias of the output"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True requests"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
         ("llama", {"rope_parameters": [1]}, "config.json: a value has another type than trans"),
         (
             "mistral",
             {"sliding_window": "x"},
-            "config.json: sliding_window is 'x': it must be a whole",
+            "config.json: sliding_window must be an integer, got 'x'",
         ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_parameters .* asks for dynamic rotation",
+            "rope_parameters .* requests dynamic rotation",
         ),
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
-        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys: write llama"),
+        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys; write llama"),
         (
             "llama",
             {"model_type": "qwen2_vl", "vision_config": {"a": 1}},
@@ -446,23 +446,23 @@ def test_folders_that_are_not_whole_are_refused(
             {"model_type": "mpt", "alibi": True},
             "nearest is llama, which lacks positions encoded as a bias of the scores; alibi; ",
         ),
-        ("gemma", {"use_bidirectional_attention": True}, "True asks for attention to later tokens"),
-        ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest is gelu"),
+        ("gemma", {"use_bidirectional_attention": True}, "True requests attention to later tokens"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest .* is gelu"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' .* gelu_pytorch_tanh"),
-        ("gemma2", {"sliding_window_size": 9}, "sliding_window_size 9 asks for two sizes"),
+        ("gemma2", {"sliding_window_size": 9}, "sliding_window_size 9 requests two sizes"),
         ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         (
             "gemma3_text",
             {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
-            "rope_parameters .* asks for",
+            "rope_parameters .* requests",
         ),
-        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3' is not known; the nearest is gemma"),
-        ("llama", {"model_type": "phi"}, "phi asks for one norm .* family is phi3"),
-        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 asks for another dropout"),
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 asks for one expert"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False .* nearest is true"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method .* nearest is greedy"),
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True .* nearest is false"),
+        ("gemma3_text", {"model_type": "gemma3"}, "'gemma3' is unknown; the nearest is gemma"),
+        ("llama", {"model_type": "phi"}, "phi requests one norm .* family is phi3"),
+        ("gpt2", {"embd_pdrop": 0.1}, "embd_pdrop 0.1 requests another dropout"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 requests one expert"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob False .* nearest .* is true"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method .* nearest .* is greedy"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True .* nearest .* is false"),
     ],
 )
 def test_what_the_layers_lack_is_refused_by_its_key(
@@ -512,10 +512,10 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
     for group in ("model", "core"):
         values, references = (vars(getattr(settings, group)) for settings in (config, expected))
         changed = {key: value for key, value in values.items() if value != references[key]}
-        # Settings of the training stay those of the recipe.
+        # Training settings of the recipe are kept.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
-    with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts --load-hf .* says 4: leave"):
+    with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts the value 4 .*--load-hf"):
         _read(RECIPE, folder, "num_layers=5")
 
 
@@ -541,7 +541,7 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
 def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
     models: Path, tmp_path: Path
 ) -> None:
-    """The model of the configuration would have 600 billion parameters."""
+    """Checks a configuration whose model would have 600 billion parameters."""
     folder = tmp_path / "model"
     shutil.copytree(models / "llama", folder)
     sizes = {"hidden_size": 16384, "num_hidden_layers": 128, "intermediate_size": 65536}
@@ -563,7 +563,7 @@ def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
         ("base: list.yaml", r"list.yaml contains \[1, 2\], and is the base of .*: it must be keys"),
         ("base: two.yaml", "two.yaml is the base of .* and has one: keep one"),
         ("base: nothing.yaml", "nothing.yaml: No such file"),
-        ("- 1", r"recipe.yaml holds \[1\]: it must be keys with values"),
+        ("- 1", r"recipe.yaml must contain keys with values, got \[1\]"),
     ],
 )
 def test_a_base_that_is_no_recipe_is_named(

@@ -1,4 +1,4 @@
-"""A checkpoint of another model or optimizer is refused by name, one that fits is not."""
+"""Tests that a checkpoint of another model or optimizer is refused with the difference."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def test_every_shape_of_one_model_fits() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [
-        ("--swiglu --ffn-hidden-size 128", "", "--swiglu is given in the checkpoint and not"),
-        ("", "--disable-bias-linear", "--disable-bias-linear is not given in the checkpoint and"),
+        ("--swiglu --ffn-hidden-size 128", "", "--swiglu is given in the checkpoint, but not"),
+        ("", "--disable-bias-linear", "--disable-bias-linear is not given in the checkpoint, but"),
         ("--position-embedding-type rope", "", "--position-embedding-type is rope in"),
         ("--max-position-embeddings 32", "", "--max-position-embeddings is 32 in"),
         ("--untie-embeddings-and-output-weights", "", "--untie-embeddings-and-output-weights is"),
         ("--group-query-attention --num-query-groups 2", "", "--num-query-groups is 2 in the"),
-        ("--norm-epsilon 1e-6", "", "--norm-epsilon is 1e-06 in the checkpoint and 1e-05 here"),
+        ("--norm-epsilon 1e-6", "", "--norm-epsilon is 1e-06 in the checkpoint, but 1e-05 here"),
     ],
 )
 def test_another_model_is_refused_with_what_differs(before: str, now: str, text: str) -> None:
-    with pytest.raises(CheckpointError, match="of another model") as caught:
+    with pytest.raises(CheckpointError, match="to another model") as caught:
         require_same_model(manifest(settings(before)), settings(now), 128, "--load x")
     assert text in str(caught.value)
     assert str(caught.value).count(" in the checkpoint") == 1
@@ -80,14 +80,14 @@ def test_fine_tuning_may_change_what_weights_mean_but_not_their_shape() -> None:
     with pytest.raises(CheckpointError, match="--rotary-base is 5000"):
         require_same_model(saved, settings(rope), 128, "x")
     saved = manifest(settings("--num-layers 2 --qk-layernorm"))
-    text = "--num-layers is 2 in the checkpoint and 4 here; --qk-layernorm"
+    text = "--num-layers is 2 in the checkpoint, but 4 here; --qk-layernorm"
     with pytest.raises(CheckpointError, match=text):
         require_same_model(saved, settings("--finetune"), 128, "x")
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(128, True), (256, True), (384, False), (512, False)])
 def test_padding_may_change_the_rows_of_the_embedding_but_no_more(rows: int, fits: bool) -> None:
-    """128 rows for one rank are 1 to 128 words, which two ranks hold in 256 rows."""
+    """Checks that 128 rows on one rank, for 1 to 128 words, fit two ranks, which need 256 rows."""
     saved = manifest(settings("--tensor-model-parallel-size 2", world_size=2), rows)
     if rows == 128:
         saved = manifest(settings(), rows)
@@ -101,10 +101,10 @@ def test_padding_may_change_the_rows_of_the_embedding_but_no_more(rows: int, fit
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [
-        ("--optimizer sgd", "", "--optimizer is sgd in the checkpoint and adam here"),
-        ("--bf16", "", "type of parameters is bfloat16 in the checkpoint and float32 here"),
+        ("--optimizer sgd", "", "--optimizer is sgd in the checkpoint, but adam here"),
+        ("--bf16", "", "type of parameters is bfloat16 in the checkpoint, but float32 here"),
         ("", "--use-distributed-optimizer", "--use-distributed-optimizer is not given in the"),
-        ("--decoupled-lr 1e-2", "", "--decoupled-lr is given in the checkpoint and not given"),
+        ("--decoupled-lr 1e-2", "", "--decoupled-lr is given in the checkpoint, but not"),
     ],
 )
 def test_another_optimizer_is_refused_by_name(before: str, now: str, text: str) -> None:
@@ -114,7 +114,7 @@ def test_another_optimizer_is_refused_by_name(before: str, now: str, text: str) 
 
 
 def test_a_checkpoint_without_optimizer_is_refused_where_one_is_needed() -> None:
-    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+    with pytest.raises(CheckpointError, match="contains no optimizer state"):
         require_same_optimizer(manifest(settings(), optimizer=False), settings(), "x")
     require_same_optimizer(manifest(settings()), settings(), "x")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that go to the nodes' own disks first: what is complete, and what is left of it."""
+"""Tests checkpoints on the nodes' own disks: which are complete, and what is left after a loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., Any]
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the trainer warned of."""
+    """Returns the warnings of the trainer."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -44,7 +44,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
     assert shares[2] == ["d"]
     assert all(shares)
     assert share_out([first], files) is None
-    assert share_out([{**first, "d": 3}], files) is None  # cut short
+    assert share_out([{**first, "d": 3}], files) is None  # truncated
 
 
 def test_there_must_be_somewhere_to_copy_to(make: Make) -> None:
@@ -59,7 +59,7 @@ def test_two_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
     status, said = ranks(2, "local", tmp_path)
     assert status == 0, said
     assert "local: ok" in said
-    assert "ranks have 100% to 100% of iteration 4 on" not in said  # each has its part
+    assert "ranks have 100% to 100% of iteration 4 on" not in said  # each disk has its part
 
 
 @pytest.mark.multiprocess
@@ -80,7 +80,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is not uploaded: the disks of these nodes lack a part of it"
+    text = "iteration 2 is not uploaded, because the disks of these nodes lack a part of it"
     assert (text in said) == is_lost
     assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
@@ -88,7 +88,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
 
 
 class Storage:
-    """Shared storage that takes nothing until it is let."""
+    """Simulates shared storage that accepts no file until the test allows it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
@@ -124,11 +124,11 @@ def test_training_goes_on_while_the_copy_lags(
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
-        assert f"iteration {iteration} stays on the nodes' own disks: one before" in line
-    # The checkpoint that is being copied stays, beside those to keep.
+        assert f"iteration {iteration} stays on the nodes' own disks, because" in line
+    # The checkpoint that is being copied is kept in addition to the configured number.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
-    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 to .* did not end within"):
+    with pytest.raises(CheckpointError, match=r"the copy of iteration 2 .* did not finish within"):
         run.checkpoints.saver.drain()
     run.local._timeout_s = 60.0
     storage.is_open.set()
@@ -187,7 +187,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outer = tmp_path / "outer"
-    with monkeypatch.context() as at_start:  # it fails from the start on
+    with monkeypatch.context() as at_start:  # storage fails from the start
         at_start.setattr(node_local, "hold", lambda *_, **__: None)
         run = make(save=outer / "saved", save_local=tmp_path / "disk")
     outer.write_text("a file in the way")
@@ -197,13 +197,13 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     (line,) = warned(caplog)
     assert "iteration 1 was not copied to" in line
     assert "Not a directory" in line
-    assert line.endswith("those before it are as they were")
+    assert line.endswith("earlier checkpoints are unchanged")
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(warned(caplog)) == 3  # one per try
+    assert len(warned(caplog)) == 3  # one warning per try
     outer.unlink()
-    run.checkpoints.saver.drain()  # the last one goes there after all
+    run.checkpoints.saver.drain()  # uploads the last checkpoint
     assert CheckpointFolder(outer / "saved").latest() == 2
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_named(
 def test_what_was_done_again_since_is_not_taken_for_newer(
     make: Make, worker: Any, tmp_path: Path
 ) -> None:
-    """Parts of two trainings with one number do not mix, and none comes back later."""
+    """Checks that parts of two runs with the same iteration do not mix, and stay removed."""
     saved, disk = tmp_path / "saved", tmp_path / "disk"
     run = make(save=saved, save_local=disk)
     run.step(1)
@@ -268,14 +268,14 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     run.step(1)
     run.checkpoints.save(worker.progress(3))
     local = run.local._folder
-    shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # it never came there
+    shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # the upload did not happen
     (saved / TRACKER).write_text("1")
     again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
     assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
     again.step(5)
     again.checkpoints.save(worker.progress(2))
     assert list(local.steps()) == [1, 2]
-    # Another saving of the same iteration, of which this disk knows nothing.
+    # Another save of the same iteration, which this disk does not have.
     state = again.state()
     path = local.complete_path(2) / "local.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "save_id": "another"}))

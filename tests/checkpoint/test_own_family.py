@@ -1,4 +1,4 @@
-"""A family of models from outside the package: as docs/huggingface.md says, in and out again."""
+"""Tests import and export of a model family from outside the package, as documented."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 AURORA = {**SIZES, "model_type": "aurora", "depth": LAYERS, "score_scale": 4.0}
-# Qwen 3 has the same layers, under other names.
+# Qwen 3 has the same layers with other names.
 QWEN = {**SIZES, "model_type": "qwen3", "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5}
 ROWS = {"q": 4 * WIDTH, "k": 2 * WIDTH, "v": 2 * WIDTH}
 
@@ -50,7 +50,7 @@ def code_of_page() -> str:
 
 @pytest.fixture
 def aurora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the page's file ``aurora.py``, in which the test runs, and a model of it."""
+    """Returns a folder with the page's ``aurora.py`` and a model, in which the test runs."""
     (tmp_path / "aurora.py").write_text(code_of_page())
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "aurora", raising=False)
@@ -118,7 +118,7 @@ def test_its_settings_are_those_of_the_class(aurora: Path) -> None:
     assert config.data.vocab_size == VOCABULARY
     with pytest.raises(ConfigError, match="--num-layers 3 contradicts --load-hf model"):
         parse([*RUN, *flags, "--num-layers", "3"], world_size=1)
-    with pytest.raises(ConfigError, match="model_type 'aurora' is not known"):
+    with pytest.raises(ConfigError, match="model_type 'aurora' is unknown"):
         parse([*RUN, "--load-hf", "model"], world_size=1)
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
     sizes += " --max-position-embeddings 8 --vocab-size 40"
@@ -140,12 +140,12 @@ def _change(folder: Path, **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"sparse_attention": True}, "sparse_attention True asks for attention to chosen tokens"),
-        ({"other": 1}, "other 1 asks for something unknown"),
+        ({"sparse_attention": True}, "sparse_attention True requests attention to chosen tokens"),
+        ({"other": 1}, "other 1 requests something unknown"),
         ({"depth": None}, "depth is missing, but every model needs it"),
-        ({"depth": 2.5}, "depth is 2.5: it must be a whole number"),
-        ({"score_scale": "x"}, "score_scale is 'x': it must be a number"),
-        ({"model_type": "borealis"}, "'borealis' is not of family aurora:Aurora, whose"),
+        ({"depth": 2.5}, "depth must be an integer.*got 2.5"),
+        ({"score_scale": "x"}, "score_scale must be a number.*got 'x'"),
+        ({"model_type": "borealis"}, "'borealis' does not belong to family aurora:Aurora, whose"),
     ],
 )
 def test_a_key_that_it_does_not_support_is_named(
@@ -162,9 +162,13 @@ def test_a_key_that_it_does_not_support_is_named(
     [
         ("aurora:Boreas", ("", ""), "aurora.py has no 'Boreas'"),
         ("nowhere:Aurora", ("", ""), "module 'nowhere' cannot be imported"),
-        ("aurora", ("", ""), "'aurora' is not package.module:Class, and no installed package"),
-        ("aurora:Llama.settings", ("", ""), "name a subclass of"),
-        ("aurora:Aurora", ('("aurora",)', '"aurora"'), "aurora.py:.* model_types is 'aurora'"),
+        ("aurora", ("", ""), "'aurora' is neither package.module:Class nor an entry point"),
+        ("aurora:Llama.settings", ("", ""), "must be a subclass of"),
+        (
+            "aurora:Aurora",
+            ('("aurora",)', '"aurora"'),
+            "aurora.py:.* model_types must be .* got 'aurora'",
+        ),
         ("aurora:Aurora", ('"qk_layernorm"', '"qk_layer_norm"'), "the nearest is qk_layernorm"),
         (
             "aurora:Aurora",
@@ -172,7 +176,7 @@ def test_a_key_that_it_does_not_support_is_named(
                 "    layer_prefix",
                 '    outer_weights = {"lm_head": "output_layer"}\n    layer_prefix',
             ),
-            "outer_weights lacks embedding.word_embeddings",
+            "outer_weights does not contain embedding.word_embeddings",
         ),
         ("aurora:Aurora", ("**= -0.5", '+= "x"'), "adjust of Aurora .aurora.py:.*raised TypeError"),
     ],
@@ -192,7 +196,7 @@ def test_a_class_that_is_wrong_is_named(
 def test_a_package_provides_one_by_its_model_type(
     aurora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The entry point has the name of the model type, and no flag is needed."""
+    """Checks an entry point named after the model type, which needs no flag."""
     about = aurora / "aurora-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: aurora\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Snapshots that come from another node: whole, of this job, or not kept."""
+"""Tests that snapshots from another node are kept only if they are complete and of this job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keeper() -> Iterator[SnapshotKeeper]:
 
 
 class Sender:
-    """Sends copies as another node's keeper does, or not quite."""
+    """Sends copies as another node's keeper does, or with errors."""
 
     def __init__(self, keeper: SnapshotKeeper, secret: str = SECRET, run: str = "run") -> None:
         head = json.dumps(HEAD).encode()
@@ -41,7 +41,7 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends a step; returns whether the keeper says that it is kept."""
+        """Sends a step; returns whether the keeper reports that it was kept."""
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))
@@ -52,7 +52,7 @@ class Sender:
             if not whole:
                 self.sealed.socket.shutdown(socket.SHUT_WR)
             return self.sealed.receive() == struct.pack("<Q", step)
-        except ConnectionError:  # it may be refused at any point
+        except ConnectionError:  # the keeper may refuse at any point
             return False
 
 
@@ -95,5 +95,5 @@ def test_strangers_and_others_runs_are_refused(
             Sender(keeper, secret, run="")
     keeper.prepare("run", SECRET, None)
     assert Sender(keeper).send(1, 0)
-    keeper.prepare("the next run", SECRET, None)  # the former job's copies are dropped
+    keeper.prepare("the next run", SECRET, None)  # drops the previous job's copies
     assert keeper.inventory(0.0) == []

@@ -1,4 +1,4 @@
-"""Snapshots: who copies what, and how a checkpoint to go on from is made of them."""
+"""Tests which ranks copy what, and how a checkpoint is made from snapshots."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .keepers import left_with, write_out
 Make = Callable[..., Any]
 
 
-# Random states are not in copies: the trainer draws dropout from the seed and the step alone.
+# Copies do not contain random states; the trainer draws dropout from the seed and the step.
 STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """What the user would read, and who looks on."""
+    """Collects lines for the user, and observers."""
 
     def __init__(self) -> None:
         self.said = self.reported = ""
@@ -48,7 +48,7 @@ class Log:
 
 
 class Copying:
-    """Copies a training's state, on node ``a``."""
+    """Copies the state of a training run on node ``a``."""
 
     def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
@@ -96,13 +96,13 @@ def test_training_goes_on_bit_for_bit_from_copies(
     copies.now.close()
     assert "every step 0." in log.said
     assert left_with(*keepers).step == 3
-    keepers[0].close()  # the node is lost with all that it kept
+    keepers[0].close()  # the node is lost with all its copies
     source = left_with(keepers[1])
     assert (source.step, source.seen, source.why) == (3, 3, "")
     write_out(source, tmp_path)
     resumed = make(load=tmp_path, **flags, **STILL)
     assert resumed.checkpoints.load() == worker.progress(3)
-    # Kernels of a GPU add up in no fixed order.
+    # GPU kernels do not sum in a fixed order.
     rel = 1e-4 if training.job.accelerator.is_cuda else 0.0
     assert resumed.learn(3, 8) == pytest.approx(expected, rel=rel, abs=0.0)
     assert list(tmp_path.glob(".*")) == []
@@ -111,7 +111,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_a_step_that_is_not_whole_does_not_count(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """A rank that is killed while it copies leaves the step before."""
+    """Checks that a rank that is killed while it copies leaves the previous step intact."""
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)
     for step in (1, 2):
@@ -165,7 +165,7 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """A rank of a node, whose buddy is the node ``z``."""
+    """Returns a rank of a node whose buddy is the node ``z``."""
     parts_of_rank = RankParts(
         node=node,
         domain=node,
@@ -217,11 +217,11 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
     plan = make_plan(ranks)
     assert why_not(plan, ranks, None) is None
-    # Two slots of its own and two of the other's.
+    # Two slots for its own state and two for the other node's.
     assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
     why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
-    assert "on node a and --replicate-memory lets them take 0.00391 GiB" in why
+    assert "on node a, but --replicate-memory allows only 0.00391 GiB" in why
     short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None
@@ -234,7 +234,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
 def test_the_thread_that_copies_makes_the_processs_gpu_current(
     make: Any, worker: Any, keepers: list[SnapshotKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each process takes memory of GPU 0 beside that of its own."""
+    """Checks this because each process would otherwise also use memory of GPU 0."""
     threads: list[str] = []
     monkeypatch.setattr(
         Accelerator, "make_current", lambda self: threads.append(threading.current_thread().name)

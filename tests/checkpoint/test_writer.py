@@ -1,4 +1,4 @@
-"""Checkpoints after the first: written without a plan, and no different for it."""
+"""Tests that checkpoints after the first are written without a new plan, with equal content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS: list[dict[str, str | None]] = [
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An entry for each checkpoint for which ranks agreed on who writes what."""
+    """Returns a list with an entry for each checkpoint whose writers the ranks had to plan."""
     planned: list[str] = []
     share_out = ShardWriter._share_out
 
@@ -51,13 +51,13 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """The files of a checkpoint."""
+    """Returns the files of a checkpoint."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
-    """Python 3.12.1 crashed as it collected the error, whose traceback held buffer and view."""
+    """Checks this because Python 3.12.1 crashed when it collected the error with both of them."""
     with pytest.raises(OSError, match="No space left on device") as failure:
         write_file(Path("/dev/full"), [torch.ones(1000)], {})
     cause = failure.value.__context__
@@ -104,7 +104,7 @@ def test_random_states_of_another_length_are_found(
 ) -> None:
     run = make(save=tmp_path)
     run.checkpoints.save(worker.progress(1))
-    random.gauss(0, 1)  # keeps a second number for the next call
+    random.gauss(0, 1)  # keeps a second value for the next call
     expected = random.getstate(), torch.get_rng_state()
     run.checkpoints.save(worker.progress(2))
     assert plans == ["planned"]

@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Share of the loss of further tokens, megatron-core's default."""
+"""Weight of the multi-token prediction loss, megatron-core's default."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ YARN = {
     "beta_fast": 32.0,
 }
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-# The class of the configuration, and what differs from the sizes above.
+# Configuration class, and differences from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA_3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -167,7 +167,7 @@ def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
 
 
 def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """Adds a layer that predicts one token further to a DeepSeek, which transformers leaves out.
+    """Adds a multi-token prediction layer, which transformers omits, to a DeepSeek model.
 
     Returns:
         Its parameters by name, and its logits.

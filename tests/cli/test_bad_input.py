@@ -126,7 +126,7 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     info = indexed.IndexedInfo(prefix="p", dtype=np.dtype("<u2"), num_sequences=1, num_tokens=1)
     monkeypatch.setattr(np, "memmap", refuse)
-    with pytest.raises(DataError, match=r"p\.bin: cannot be read \(Permission denied\)"):
+    with pytest.raises(DataError, match=r"cannot read .*p\.bin \(Permission denied\)"):
         check_vocabulary_fits(info, 10)
 
 
@@ -205,7 +205,7 @@ def test_too_few_files_are_said_before_ranks_start(limit: int, tmp_path: Path) -
         check=False,
         timeout=60,
     )
-    assert f"may open {limit} files and connections (ulimit -n)" in complaint(done)
+    assert f"may open only {limit} (ulimit -n)" in complaint(done)
 
 
 def test_a_limit_that_may_be_raised_is_raised() -> None:
@@ -227,4 +227,4 @@ def test_a_model_beyond_any_memory_is_refused_before_it_is_built(tmp_path: Path)
 @pytest.mark.parametrize("flag", ["--hidden-size", "--train-iters", "--vocab-size"])
 def test_numbers_beyond_any_use_are_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt.run([*SMALL.split(), flag, str(10**18)]) == 2
-    assert f"{flag}: {10**18} is too large, give at most" in capsys.readouterr().err
+    assert f"{flag}: {10**18} is too large; give at most" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
-    # Rank 0 kills itself before the ranks compare their settings, or tell their places.
+    # Rank 0 kills itself before the ranks compare their settings, or exchange their hosts and pids.
     text = (
         "import os, signal, sys\n"
         "import torch.distributed as dist\n"

@@ -292,10 +292,7 @@ def test_the_front_is_written_and_drawn(
             "--partition has 2 stages and --pp is 3: they contradict",
         ),
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
-        (
-            "--model gpt2 --global-batch-size 8 --time-limit 1",
-            "--time-limit is '1': write a number",
-        ),
+        ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),
         (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
         ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
         ("--model gpt2 --global-batch-size 8 --tp 4", "it must divide the GPUs of a node"),

@@ -202,8 +202,8 @@ class ElasticJob(JobFolder):
 
         Args:
             folder: Folder for its progress.
-                first: Iteration of the checkpoint. All shapes start from the weights of the first
-                    shape, because initialization depends on the shape.
+            first: Iteration of the checkpoint. All shapes start from the weights of the first
+                shape, because initialization depends on the shape.
             last: Last iteration.
             more: Flags of the trainer.
         """

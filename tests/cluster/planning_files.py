@@ -15,8 +15,8 @@ def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: 
     """Writes a cluster file.
 
     Args:
-        folder: Folder of the file. hosts: Nodes of each type, one letter per node; empty for a type
-            without listed nodes.
+        folder: Folder of the file.
+        hosts: Nodes of each type, one letter per node; empty for a type without listed nodes.
         gpus: Number of GPUs of each node.
         more: Further keys of each type.
     """

@@ -105,6 +105,6 @@ def test_ranks_start_without_checks_and_unknown_orders(
     assert printed.count("the script ran") == 1
     (line,) = (line for line in said.splitlines() if "error" in line)
     assert line.endswith(
-        "node a: the manager's order to start restore-1/a has 'is_restore', which this node does"
-        " not know: install the same version on all nodes"
+        "node a: the manager's request to start restore-1/a contains 'is_restore', which this "
+        "node does not know; install the same version on all nodes"
     )

@@ -63,11 +63,11 @@ def test_a_node_that_fails_is_left_out_until_it_passes(job: ElasticJob) -> None:
     (line,) = (
         line
         for line in job.said().splitlines()
-        if "node c fails its probe" in line and "saving" in line
+        if "node c failed its probe" in line and "saving" in line
     )
     assert "rank 2 on node c: matrix product: " in line
     assert "the others' median" in line
-    assert line.endswith("times slower; it is left out: saving at the end of this step")
+    assert line.endswith("times slower; the node is excluded: saving at the end of this step")
     node = next(node for node in job.state()["machines"] if node["name"] == "c")
     assert node["is_left_out"] is True
     assert node["why"].startswith("left out: rank 2 on node c: matrix product: ")
@@ -76,7 +76,7 @@ def test_a_node_that_fails_is_left_out_until_it_passes(job: ElasticJob) -> None:
         return any("c" in epoch["nodes"] for epoch in job.state()["epochs"][1:])
 
     job.until(used_again, "incarnation with node c")
-    assert "node c passes its probe again" in job.said()
+    assert "node c passed its probe" in job.said()
     job.stop()
 
 
@@ -113,8 +113,8 @@ def test_a_node_is_only_reported_unless_the_user_says_otherwise(
 ) -> None:
     assert handle("report", "abc", "c", *TRAINED) == ("", ["a", "b", "c"])
     assert capsys.readouterr().err.splitlines() == [
-        f"[elastic] warning: node c fails its probe: {TEXT}; --on-failed-probe exclude would leave"
-        " it out"
+        f"[elastic] warning: node c failed its probe: {TEXT}; --on-failed-probe exclude would "
+        "exclude the node"
     ]
 
 
@@ -122,10 +122,11 @@ def test_so_many_nodes_stay_that_the_job_can_run(capsys: pytest.CaptureFixture[s
     reason, used = handle("exclude", "abc", "abc", *TRAINED)
     assert used == ["c"]
     assert reason == ", ".join(
-        f"node {name} fails its probe: {TEXT}; it is left out" for name in "ab"
+        f"node {name} failed its probe: {TEXT}; the node is excluded" for name in "ab"
     )
     assert capsys.readouterr().err.splitlines() == [
-        f"[elastic] warning: node c fails its probe: {TEXT}; it stays: no layout fits without it"
+        f"[elastic] warning: node c failed its probe: {TEXT}; the node is not excluded, "
+        "because no layout fits without it"
     ]
 
 

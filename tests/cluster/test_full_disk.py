@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 NOT_WRITTEN = "error: the checkpoint of iteration"
-REASON = r"No space left on device: \S+; those before it are as they were. Free space there"
+REASON = r"No space left on device: \S+; earlier checkpoints are unchanged. Free space there"
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_full_disk_costs_steps_and_ends_the_job_only_if_it_stays_full(
         job.close()
     said = job.said()
     assert "Traceback" not in said
-    last_words = f"giving up; the last complete one is of iteration {latest()}"
+    last_words = f"the last complete checkpoint is of iteration {latest()}"
     assert last_words in said, said
     for path in small_disk.glob("iter_*"):
         folder.open(int(path.name[5:]))

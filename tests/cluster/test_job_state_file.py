@@ -80,7 +80,7 @@ def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
     for _ in range(2):
         incarnation.begun_at(ProgressReader().read(tmp_path).start)
     assert (incarnation.resumed, incarnation.lost_steps) == (10, 13)
-    assert incarnation.source == "checkpoint: that of iteration 20 did not load"
+    assert incarnation.source == "checkpoint: the checkpoint of iteration 20 could not be loaded"
 
 
 def test_only_what_was_added_is_read(tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
         ({"fast": "ab", "slow": "c"}, (), "machines.txt: d is not in .*cluster.json"),
         ({"fast": "", "slow": ""}, (), "node types fast, slow have no hosts"),
         ({"fast": "abcd", "other": ""}, (), "'other-gpu' is neither in the profile nor"),
-        ({"fast": "abcd"}, ("--partition", "3-3"), "--partition: with --plan-with the planner"),
-        ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; name a plan file"),
+        ({"fast": "abcd"}, ("--partition", "3-3"), "--partition cannot be used with --plan-with"),
+        ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; give a plan file"),
         ({"fast": "abcd"}, ("--hidden-size", "8192"), r"does not fit on .* on fast needs"),
     ],
 )
@@ -150,9 +150,9 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"format": 1}))
     for paths, reason in (
         ([tmp_path / "none.yaml"], "none.yaml: No such file"),
-        ([tmp_path / "other.json"], "neither a cluster file"),
-        ([files[0], files[0]], "are cluster files"),
-        ([files[1]], "profile.json: no cluster file, .* name one too"),
+        ([tmp_path / "other.json"], "must be a cluster file"),
+        ([files[0], files[0]], "contains two cluster files"),
+        ([files[1]], "profile.json contains no cluster file, .* add a cluster file"),
     ):
         with pytest.raises(ConfigError, match=reason):
             Planning(paths, MODEL)
@@ -173,16 +173,16 @@ def test_a_plan_that_takes_too_long_is_done_without(
         layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is None
-        assert "the planner did not answer within 0.001 s; the layout is chosen without" in said()
+        assert "the planner did not answer within 0.001 s); the layout is chosen without" in said()
         # The same process answers the next request after a timeout.
         chooser._within_s = 100.0
         layout = chosen("ab")
         assert layout is not None
         assert layout.step_s is not None
         assert chosen("x") is None
-        assert chooser.why.startswith("x: no such node is in")
+        assert chooser.why.startswith("none of the nodes x is in")
         layout = chosen("xa")
         assert layout is not None
         assert [name for name, _ in layout.places] == ["a"]
-        assert said().endswith("] warning: left out: x: not in the files of --plan-with\n")
+        assert said().endswith("] warning: left out: x: missing from the files of --plan-with\n")
         chooser.close()  # idempotent

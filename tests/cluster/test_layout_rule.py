@@ -176,7 +176,7 @@ def test_a_slow_node_is_left_out_where_that_is_faster(capsys: pytest.CaptureFixt
     job = Job("exclude", "abc")
     assert job.handle(slow(1, 1.2)) == ""
     assert (
-        "b is slow, rank 1 takes 1.20 times as long; it stays: no layout without it"
+        "b is slow, rank 1 takes 1.20 times as long; the node stays, because no layout without it"
         in capsys.readouterr().err
     )
     assert job.handle(slow(2, 4.0)) != ""
@@ -193,7 +193,7 @@ def test_nothing_is_done_where_nobody_wants_it_or_nothing_helps(
     assert Job("ignore", "abc").handle(slow(0, 4.0)) == ""
     job = Job("replan", "ab", ["--num-layers", "2"])  # one layer each is fastest
     assert job.handle(slow(0, 1.5, ranks=2)) == ""
-    assert "it stays: no layout with fewer layers for it is faster" in capsys.readouterr().err
+    assert "because no layout with fewer layers for it is faster" in capsys.readouterr().err
 
 
 def test_a_node_that_is_as_slow_as_planned_is_no_straggler(

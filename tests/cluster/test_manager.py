@@ -34,7 +34,7 @@ def ended(status: int) -> RunningRanks:
     """Returns an incarnation of one rank that exited on its own."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
-    fault = f"rank 0 on a ended with status {status}"
+    fault = f"rank 0 on a exited with status {status}"
     where, statuses = {"1/0": "a"}, {"1/0": status}
     return RunningRanks(
         incarnation=incarnation,

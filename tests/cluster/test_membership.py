@@ -41,16 +41,16 @@ def test_a_file_names_hosts_with_slots_and_nodes_on_one_host(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "it names no machine"),
-        ("# nothing\n\n", "it names no machine"),
-        ("a\nb\na slots=2\n", "line 3: a is in line 1 already"),
-        ("localhost\nlocalhost\n", "name=NAME each"),
-        ("a slots=0\n", "line 1: slots=0: write a whole number from 1 on"),
-        ("a slots=two\n", "slots=two"),
-        ("a 8\n", "'8': after the host come slots=N and name=NAME only"),
+        ("", "lists no machine"),
+        ("# nothing\n\n", "lists no machine"),
+        ("a\nb\na slots=2\n", "line 3: a is already in line 1"),
+        ("localhost\nlocalhost\n", "different names with name=NAME"),
+        ("a slots=0\n", "line 1: slots must be a positive integer, got 0"),
+        ("a slots=two\n", "got two"),
+        ("a 8\n", "'8' is not allowed; only slots=N and name=NAME may follow the host"),
         ("a gpus=8\n", "'gpus=8'"),
-        ("-oProxyCommand=x\n", "is not a name of a host"),
-        ("a name=../b\n", "'../b' is not a name"),
+        ("-oProxyCommand=x\n", "is not a valid name of a host"),
+        ("a name=../b\n", "'../b' is not a valid name"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
@@ -160,7 +160,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         await asyncio.sleep(0)
         await link.close()
         for _ in range(2):  # for the exiting agent, and for a probe
-            with pytest.raises(ConnectionError, match="a was lost as well"):
+            with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))
         with pytest.raises(ConnectionError):

@@ -220,7 +220,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"wrong": "no pipeline"}, "pipeline_script.py ended without training"),
+        ({"wrong": "no pipeline"}, "pipeline_script.py exited without training"),
         ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
         ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
         ({"micro_batch_size": 5}, "batch_size 12 does not divide into microbatches of 5"),

@@ -41,14 +41,14 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
         (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB from 1e-06 to 1e+06"),
         (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 to 1,000,000"),
-        (["--status"], "name the folder of checkpoints"),
+        (["--status"], "give the folder of checkpoints"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
         (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "chooses stages with unequal"),
         (
             ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
-            "a job that changes layout chooses the ranks of its stages",
+            "the job chooses the ranks of its stages",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_no_machine_that_answers_is_waited_for_until_the_deadline(
     machines = tmp_path / "machines.txt"
     machines.write_text("far-away slots=2\n")
     arguments = ["--machines", str(machines), "--checkpoint", str(tmp_path / "c"), "--wait", "0.5"]
-    with pytest.raises(SetupError, match=r"fits 0 processes, and no machine came within 0.5 s"):
+    with pytest.raises(SetupError, match=r"fits 0 processes, and no machine joined within 0.5 s"):
         main([*arguments, TRAINER, *SAVING])
     said = capfd.readouterr()
     assert "machine far-away is left out: ssh: no route to host" in said.err
@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="name the folder of checkpoints of a job"):
+    with pytest.raises(ConfigError, match="give the folder of checkpoints of a job"):
         main(["--status", str(tmp_path)])
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "state.json").write_text("{")

@@ -47,7 +47,7 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
     assert chosen.step == 0
     chosen = newest_of([first], needs)
     assert (chosen.step, chosen.seen) == (0, 7)
-    assert chosen.why == "no copy is left of the state of rank 1"
+    assert chosen.why == "no copy of the state of rank 1 is left"
     assert newest([]).why == "no remaining node has copies"
 
 

@@ -72,7 +72,7 @@ def test_a_planned_job_moves_away_from_a_node_that_is_slower_than_its_type(tmp_p
     try:
         moved = epoch_for(job, "a is slow, rank ")
         job.change("abc")
-        epoch_for(job, "d was taken from the machines file")
+        epoch_for(job, "d was removed from the machines file")
         job.stop()
         incarnations = job.state()["epochs"]
         assert {incarnation["chosen_by"] for incarnation in incarnations} == {"planner"}

@@ -164,8 +164,8 @@ BAD = """\
 --num-layer 8 => the nearest is --num-layers
 --num-expert 8 => the nearest is --num-experts
 NOTHING --hidden-size 64 --lr 1
-    => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are missing
-NO_RATE => --lr is missing
+    => --num-layers, --num-attention-heads, --seq-length | --micro-batch-size are required
+NO_RATE => --lr is required
 NO_LENGTH => --train-iters or --train-samples
 --delay-wgrad-compute
     => --delay-wgrad-compute is a flag | refuses | --split-backward
@@ -190,9 +190,9 @@ NO_LENGTH => --train-iters or --train-samples
 --ckpt-format torch => --ckpt-format | 'torch' | torch_dist
 --tokenizer-type Llama2Tokenizer => Llama2Tokenizer | --tokenizer-model
 --kv-lora-rank 8 => --kv-lora-rank 8 needs | --multi-latent-attention
---multi-latent-attention --group-query-attention => --group-query-attention | drop
+--multi-latent-attention --group-query-attention => --group-query-attention | remove
 --window-size 8 => '8' | 128,0
---window-size=-1,0 => '-1,0' begins with -1 | leave the flag out
+--window-size=-1,0 => '-1,0' begins with -1 | remove the flag
 --window-size 8,2 => '8,2' ends with 2 | give 8,0
 --no-rope-freq [0]*a => [0]*a | neither a number nor a list
 --rope-type linear => 'linear' | rope, yarn
@@ -210,8 +210,8 @@ NO_LENGTH => --train-iters or --train-samples
 --position-embedding-type mrope => 'mrope' | rope
 --pipeline-schedule fastest => 'fastest' | 1f1b, adaptive, auto
 --timing-log-level 3 => 3 | 0, 1, 2
---num-layers four => --num-layers | 'four' | whole number
---num-layers 4.5 => '4.5' | whole number
+--num-layers four => --num-layers | 'four' | integer
+--num-layers 4.5 => '4.5' | integer
 --num-layers 0 => --num-layers | 0 | at least 1
 --lr fast => --lr | 'fast' | not a number
 --lr nan => nan is not | finite
@@ -225,7 +225,7 @@ NO_LENGTH => --train-iters or --train-samples
 --rampup-batch-size 2 2 => --rampup-batch-size | 3 arguments
 --num-layers => --num-layers | one argument
 --save= --fp16 => --save | empty
-stray => 'stray' | belongs to no flag
+stray => 'stray' | does not belong to a flag
 """
 
 
@@ -283,7 +283,7 @@ def test_an_unreadable_data_args_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert "is empty" in complaint(f"FILES --data-args-path {tmp_path}/empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "no valid UTF-8" in complaint(f"FILES --data-args-path {tmp_path}/binary")
+    assert "not valid UTF-8" in complaint(f"FILES --data-args-path {tmp_path}/binary")
 
 
 def test_the_table_has_a_row_for_each_flag() -> None:
@@ -365,17 +365,17 @@ def test_a_recipe_is_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({"num_layrs": 3}, [], "r.yaml: num_layrs is not a setting: the nearest is num_layers"),
+        ({"num_layrs": 3}, [], "r.yaml: num_layrs is not a setting; the nearest is num_layers"),
         ({}, ["num_layrs=3"], "the command line: num_layrs is not a setting"),
         ({"yaml_cfg": "x"}, [], "this trainer refuses it"),
         ({"model": {}}, [], "model is not a setting"),
-        ({"seed": {"x": 1}}, [], "seed has keys below it"),
-        ({"swiglu": 7}, [], "swiglu is 7: it must be true or false"),
-        ({}, ["nodes=many"], "nodes is many"),
-        ({"variants": []}, [], "variants holds"),
+        ({"seed": {"x": 1}}, [], "seed must be a single value, but has keys"),
+        ({"swiglu": 7}, [], "swiglu must be true or false, got 7"),
+        ({}, ["nodes=many"], "nodes must be a positive integer, got many"),
+        ({"variants": []}, [], "variants must contain keys"),
         ({}, ["lr=1", "lr=2"], "lr is given twice"),
         ({}, ["lr"], "write key=value"),
-        ({}, ["gpus=3"], "r.yaml has 1, 2x4; choose of them"),
+        ({}, ["gpus=3"], "r.yaml; choose one of 1, 2x4"),
     ],
 )
 def test_a_wrong_recipe_is_refused(

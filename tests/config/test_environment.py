@@ -78,10 +78,10 @@ def test_the_process_itself_is_read_by_default(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("change", "phrases"),
     [
-        ({"RANK": "5,7"}, ("RANK", "'5,7'", "whole number")),
-        ({"RANK": "five"}, ("RANK", "'five'", "whole number")),
+        ({"RANK": "5,7"}, ("RANK", "'5,7'", "integer")),
+        ({"RANK": "five"}, ("RANK", "'five'", "integer")),
         ({"WORLD_SIZE": "0"}, ("WORLD_SIZE", "0", "from 1 to 1000000")),
-        ({"RANK": "-1"}, ("RANK", "-1", "from 0 on")),
+        ({"RANK": "-1"}, ("RANK", "-1", "at least 0")),
         ({"RANK": "8"}, ("RANK", "8", "below WORLD_SIZE = 8")),
         ({"LOCAL_RANK": "4"}, ("LOCAL_RANK", "below LOCAL_WORLD_SIZE = 4")),
         ({"MASTER_PORT": "70000"}, ("MASTER_PORT", "70000", "from 1 to 65535")),

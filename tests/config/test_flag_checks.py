@@ -21,7 +21,7 @@ BROKEN = """\
 --pipeline-model-parallel-size 2 --model-chunks 2 --partition 2-2 @2
     => --partition 2-2 | has 2 stages | pipeline 2 x chunks 2 make 4
 --pipeline-model-parallel-size 2 --partition 2-3 @2
-    => --partition 2-3 | holds 5 layers | --num-layers is 4
+    => --partition 2-3 | has 5 layers | --num-layers is 4
 --global-batch-size 6 @2 => --global-batch-size 6 | --micro-batch-size 2 x data parallel size 2 = 4
 --num-attention-heads 2 --tensor-model-parallel-size 4 @4
     => --num-attention-heads 2 | --tensor-model-parallel-size 4
@@ -48,11 +48,11 @@ BROKEN = """\
 --sequence-slices auto --pipeline-schedule auto PP2 --variable-seq-lengths @2
     => --sequence-slices auto | --variable-seq-lengths
 --sequence-slices auto --pipeline-schedule auto PP2 --seq-length 31 @2
-    => --sequence-slices auto | --seq-length 31 | too short | 32
+    => --sequence-slices auto | --seq-length 31 | at least 32
 --sequence-slices none => --sequence-slices | 'none'
---sequence-slices 0 => --sequence-slices | 0 is too small, give at least 1
+--sequence-slices 0 => --sequence-slices | 0 is too small; give at least 1
 --sequence-slices auto --pipeline-schedule 1f1b PP2 @2
-    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto: it measures
+    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto (it measures
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
@@ -95,7 +95,7 @@ PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
     => --transport gloo and --pipeline-schedule megatron | megatron-core sends its messages
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
 UNEQUAL --pipeline-model-parallel-size 3 @3
-    => --stage-data-parallel-sizes 2-1 | 2 stages | --pipeline-model-parallel-size is 3
+    => --stage-data-parallel-sizes 2-1 | 2 entries | --pipeline-model-parallel-size is 3
 UNEQUAL --stage-data-parallel-sizes 2-0 @2 => '2-0' | as in 2-1-1
 UNEQUAL --tensor-model-parallel-size 2 @6 => 2-1 | --tensor-model-parallel-size 2
 UNEQUAL --model-chunks 2 @3 => 2-1 | rank 2
@@ -130,8 +130,8 @@ UNEQUAL --micro-batch-size 2 --global-batch-size 6 @3 => --global-batch-size 6 |
 --distribute-saved-activations => --distribute-saved-activations | full
 --checkpoint-activations --distribute-saved-activations
     => --distribute-saved-activations | --tensor-model-parallel-size 1
---split 1,2,3,4 => --split '1,2,3,4' | 949,50,1
---split 0,0 => --split '0,0'
+--split 1,2,3,4 => --split | '1,2,3,4' | 949,50,1
+--split 0,0 => --split | '0,0'
 --pack-to 64 => --pack-to 64 | --variable-seq-lengths
 --sft => --sft | --variable-seq-lengths
 --variable-seq-lengths --reset-position-ids => --reset-position-ids | never joined
@@ -175,7 +175,8 @@ UNLIKE{"attention":{"num_query_groups":2,"no_op":1},"ffn":{"ffn_hidden_size":8}}
 UNLIKE{"attention":{"num_query_groups":2},"ffn":{"ffn_hidden_size":8}}]}
     => describes 1 layers | --num-layers 4
 UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1
-    --tensor-model-parallel-size 2 @2 => layer 1 has 1 key and value heads | size 2 | equal share
+    --tensor-model-parallel-size 2 @2
+    => layer 1 has 1 key and value heads | size 2 | divided equally
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
     => --mtp-num-layers 1 | it needs equal layers
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
@@ -190,7 +191,8 @@ PP2 --model-chunks 2 --pipeline-model-parallel-layout Ett|ttL @2 => 2 stages | p
 PP2 --pipeline-model-parallel-layout Ett|tttL @2 => 5 transformer layers (t) | --num-layers 4
 PP2 --decoder-first-pipeline-num-layers 5 @2 => 5 | --num-layers 4 | do not divide evenly
 PP2 --account-for-embedding-in-pipeline-split @2 => --account | --num-layers 4 | evenly over 2
-PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2 => 2 with the stages in a V | loop
+PP2 --model-chunks 2 --decoder-last-pipeline-num-layers 2 @2
+    => 2 cannot be used with stages in a V | loop
 PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --sequence-parallel
 --moe-grouped-gemm => --moe-grouped-gemm needs --num-experts
 --expert-model-parallel-size 2 @2 => --expert-model-parallel-size 2 needs --num-experts
@@ -199,7 +201,7 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-expert-capacity-factor 0 => --moe-expert-capacity-factor 0 | above 0
 --num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 has 3 entries | --num-layers 4
 --num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | at least 1
---num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | as many
+--num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | same number of entries
 --num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
 --num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
@@ -221,12 +223,12 @@ EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
 EXCHANGE PP2 --repartition auto @4 => --repartition auto | other work that runs
 EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | while a forward pauses
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
-    --disable-bias-linear @2 => --moe-shared-expert-overlap | drop one
+    --disable-bias-linear @2 => --moe-shared-expert-overlap | remove one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}
-    => --num-experts 4 | drop one
+    => --num-experts 4 | remove one
 PP2 --num-experts 4 --stage-data-parallel-sizes 2-1 --pipeline-schedule 1f1b @3
     => --stage-data-parallel-sizes 2-1 | experts
---record-schedule /dev/null/orders.json => --record-schedule | cannot be written
+--record-schedule /dev/null/orders.json => --record-schedule | cannot write to
 """
 
 
@@ -265,14 +267,14 @@ def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, flag: str
     blocker = tmp_path / "file"
     blocker.write_text("kept", encoding="utf-8")
     text = complaint(f"{flag} {blocker}/deeper/still")
-    assert f"{flag.split()[-1]} {blocker}/deeper/still cannot be written" in text
+    assert f"cannot write to {flag.split()[-1]} {blocker}/deeper/still" in text
     assert f"{blocker} is a file" in text
     assert blocker.read_text(encoding="utf-8") == "kept"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without files")
 def test_an_output_folder_on_a_file_system_that_takes_none_is_named() -> None:
-    assert "/proc/none/x cannot be written" in complaint("--trace-dir /proc/none/x")
+    assert "cannot write to --trace-dir /proc/none/x" in complaint("--trace-dir /proc/none/x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

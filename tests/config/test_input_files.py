@@ -38,7 +38,7 @@ DEEP = "[" * (MAX_LEVELS + 1) + "]" * (MAX_LEVELS + 1)
         ("9" * 30, "more than 64 bits"),
         ("9" * 100_000, "more than 64 bits"),
         ('{"a": 1, "a": 2}', "'a' is given twice"),
-        (b"\xff\xfe{}", "byte 0 is no valid UTF-8"),
+        (b"\xff\xfe{}", "byte 0 is not valid UTF-8"),
         ("", "line 1 column 1"),
         ('{"a": 1,\n 2}', "line 2"),
     ],
@@ -65,11 +65,11 @@ def test_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     for name, rule in {
         "none": "No such file",
         "": "Is a directory",
-        "empty.json": r"no JSON \(Expecting value",
+        "empty.json": r"not valid JSON \(Expecting value",
         "twice.json": "given twice",
-        "binary.json": "byte 1 is no valid UTF-8",
+        "binary.json": "byte 1 is not valid UTF-8",
     }.items():
-        with pytest.raises(ScheduleError, match=f"{name}: .*{rule}.*; name a profile$"):
+        with pytest.raises(ScheduleError, match=f"{name}:? .*{rule}.*; name a profile$"):
             read_json(tmp_path / name, "name a profile", ScheduleError)
     with (tmp_path / "huge.json").open("wb") as huge:
         huge.truncate(MAX_BYTES + 1)
@@ -89,7 +89,7 @@ def test_what_is_no_regular_file_is_refused_without_a_wait(tmp_path: Path) -> No
             open_file(tmp_path / name)
         with pytest.raises(OSError, match="not a regular file"):
             require_file(tmp_path / name)
-    with pytest.raises(OSError, match="no name of a file"):
+    with pytest.raises(OSError, match="not the name of a file"):
         read_whole(f"{tmp_path}/a\0b")
 
 

@@ -189,5 +189,5 @@ def _device(path: Path) -> None:
 @pytest.mark.parametrize("make", [os.mkfifo, _device, os.mkdir])
 def test_only_regular_files_are_read(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read: "):
+    with pytest.raises(CheckpointError, match=r"cannot read .*x\.safetensors: "):
         read_header(tmp_path / "x.safetensors")

@@ -135,7 +135,7 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--slice-tokens 8", "8 is too small, give at least 16"),
+        ("--slice-tokens 8", "8 is too small; give at least 16"),
         ("--slice-tokens 64 --sequence-slices 2", "exclude each other"),
         (f"{LENGTHS} 64 --pack-to 4096", "exclude each other"),
         (f"{LENGTHS} 64 --micro-batch-size 2", "exclude each other"),
@@ -150,7 +150,7 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
         (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for another"),
         (
             f"{AUTO} auto --variable-seq-lengths --pipeline-model-parallel-size 2 --seq-length 16",
-            "--slice-tokens auto with --seq-length 16: such documents are too short to be cut",
+            "--slice-tokens auto requires documents of at least 32 tokens, got --seq-length 16",
         ),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_pipe_for_a_lock_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_a_folder_under_the_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "order.npy").mkdir()
-    with pytest.raises(DataError, match=r"cannot be kept there .* --data-cache-path"):
+    with pytest.raises(DataError, match=r"cannot store shuffling indices .* --data-cache-path"):
         Maker().arrays(tmp_path)
 
 
@@ -222,6 +222,6 @@ def test_a_full_disk_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
     """Checks that the message does not come from numpy, which counts bytes."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "cannot be kept there (File too large); give a writable folder" in done.stdout
+    assert "cannot store shuffling indices (File too large); give a writable folder" in done.stdout
     assert not list(tmp_path.glob("*.npy"))
     assert not list(tmp_path.glob(".*.tmp"))

@@ -71,7 +71,7 @@ def test_other_settings_replace_it(tmp_path: Path, sources: Path) -> None:
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, sources: Path) -> None:
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "thesis.tex").write_text("dear")
-    with pytest.raises(DataError, match=r"holds other files \(such as 'thesis.tex'\)"):
+    with pytest.raises(DataError, match=r"contains other files \(such as 'thesis.tex'\)"):
         make_corpus(_spec(tmp_path, sources))
     assert os.listdir(tmp_path / "made") == ["thesis.tex"]
 
@@ -84,7 +84,7 @@ def test_max_bytes_cuts_between_files(tmp_path: Path, sources: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"vocab_size": 256}, ConfigError, "257 is the least"),
+        ({"vocab_size": 256}, ConfigError, "must be at least 257"),
         ({"max_bytes": 0}, ConfigError, "--max-bytes"),
         ({"max_bytes": 1}, DataError, "no Python source file"),
         ({"source_dir": Path("/nonexistent")}, DataError, "no Python source file"),
@@ -102,5 +102,5 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, sources: Path) -> None:
     (tmp_path / "made").write_text("file")
     with pytest.raises(DataError, match="is not a folder"):
         make_corpus(_spec(tmp_path, sources))
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot write to"):
         make_corpus(_spec(tmp_path, sources, output_dir=tmp_path / "made" / "deeper"))

@@ -167,7 +167,7 @@ def test_the_seed_gives_the_order_not_threads_nor_maps(write_tokens: Write, tmp_
 def test_without_weights_all_is_taken_once(write_tokens: Write, tmp_path: Path) -> None:
     paths = tuple(write_tokens(_numbered(9, 40), name=name) for name in "abc")
     assert len(_train(paths, tmp_path, 60)) == 60
-    with pytest.raises(DataError, match="the train data holds 66 samples, but 100 are needed"):
+    with pytest.raises(DataError, match="the train data has 66 samples, but 100 are needed"):
         _train(paths, tmp_path, 100)
 
 
@@ -232,11 +232,11 @@ def test_missing_and_foreign_files_are_refused(write_tokens: Write, tmp_path: Pa
     with pytest.raises(DataError, match=r"nowhere\.idx: no such file"):
         _train("nowhere", tmp_path, 1)
     prefix = write_tokens([[1, 2, 60, 3] * 10])
-    with pytest.raises(DataError, match="holds id 60, but the vocabulary has only 51 ids"):
+    with pytest.raises(DataError, match="contains id 60, but the vocabulary has only 51 ids"):
         _build(prefix, tmp_path, NullTokenizer(50), (1, 0, 0))
     assert not (tmp_path / "cache").exists()
     Path(f"{prefix}.idx").write_bytes(b"something else entirely")
-    with pytest.raises(DataError, match="is no token index"):
+    with pytest.raises(DataError, match="is not a token index"):
         _train(prefix, tmp_path, 1)
 
 
@@ -315,7 +315,7 @@ def test_a_damaged_index_is_made_anew(
         ("sample", lambda array: array[::-1], "samples are not in order"),
         ("sample", lambda array: array + np.array([0, 99]), "a sample begins outside the data"),
         ("sample", lambda array: array[1:], "their shapes do not belong together"),
-        ("shuffle", lambda array: array * 1.0, "they are not whole numbers"),
+        ("shuffle", lambda array: array * 1.0, "they are not integers"),
     ],
 )
 def test_an_index_of_other_data_is_made_anew(

@@ -59,7 +59,7 @@ def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> N
 @pytest.mark.parametrize(
     ("offset", "raw", "message"),
     [
-        (0, b"NOTMEGATR", "is no token index (starts with b'NOTMEGATR'"),
+        (0, b"NOTMEGATR", "is not a token index (starts with b'NOTMEGATR'"),
         (9, struct.pack("<Q", 2), "version 2"),
         (17, b"\x00", "dtype code 0"),
         (17, b"\x09", "dtype code 9"),
@@ -70,7 +70,7 @@ def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> N
         (34, struct.pack("<i", 9), "data.bin: has 12 bytes, but its index counts 12 tokens"),
         (17, b"\x04", "data.bin: has 12 bytes, but its index counts 6 tokens of 4 bytes"),
         (46, struct.pack("<q", 2), "offsets do not follow"),
-        (78, struct.pack("<q", 3), "do not rise from 0 to 3"),
+        (78, struct.pack("<q", 3), "do not increase from 0 to 3"),
     ],
 )
 def test_damage_is_named(write_tokens: Write, offset: int, raw: bytes, message: str) -> None:
@@ -85,7 +85,7 @@ def test_damage_is_named(write_tokens: Write, offset: int, raw: bytes, message: 
 @pytest.mark.parametrize(
     ("suffix", "length", "message"),
     [
-        *((".idx", kept, "is (truncated|no token index)") for kept in (0, 20, 90)),
+        *((".idx", kept, "is (truncated|not a token index)") for kept in (0, 20, 90)),
         *((".bin", length, r"has \d+ bytes") for length in (10, 11, 14)),
     ],
 )
@@ -99,14 +99,14 @@ def test_files_of_another_length_are_seen(
 
 
 def test_an_index_without_documents_is_refused(write_tokens: Write) -> None:
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no document"):
         check_indexed(write_tokens([]))
 
 
 def test_an_id_outside_the_vocabulary_is_named(write_tokens: Write) -> None:
     prefix = write_tokens([[1, 2], [7, 3]])
     check_vocabulary_fits(check_indexed(prefix), 8)
-    with pytest.raises(DataError, match=r"holds id 7, but .* only 7 ids; .*\(8 ids or more\)"):
+    with pytest.raises(DataError, match=r"contains id 7, but .* only 7 ids; .*\(8 ids or more\)"):
         check_vocabulary_fits(check_indexed(prefix), 7)
     with pytest.raises(DataError, match="negative id -5"):
         check_vocabulary_fits(check_indexed(write_tokens([[1, -5]], dtype=np.int32)), 8)
@@ -123,5 +123,5 @@ def test_large_data_is_sampled_from_end_to_end(
     tokens[start : start + 500] = [900] * len(tokens[start : start + 500])
     prefix = write_tokens([tokens])
     check_vocabulary_fits(check_indexed(prefix), 901)
-    with pytest.raises(DataError, match="holds id 900"):
+    with pytest.raises(DataError, match="contains id 900"):
         check_vocabulary_fits(check_indexed(prefix), 900)

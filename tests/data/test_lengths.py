@@ -184,7 +184,7 @@ def test_only_what_the_assistant_says_is_taught(tmp_path: Path) -> None:
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(DataError, match=r"talks.jsonl:1: is no conversation"):
+    with pytest.raises(DataError, match=r"talks.jsonl:1 is not a conversation"):
         build(path, tmp_path, 1, sft=True)
 
 
@@ -214,9 +214,12 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": "weather"}, "talks.jsonl:1: tools is no list of objects"),
-        ({"documents": [1]}, "talks.jsonl:1: documents is no list of objects"),
-        ({"messages": [{"role": "assistant", "content": 5}]}, "talks.jsonl:1: is no conversation"),
+        ({"tools": "weather"}, "talks.jsonl:1: tools must be a list of objects"),
+        ({"documents": [1]}, "talks.jsonl:1: documents must be a list of objects"),
+        (
+            {"messages": [{"role": "assistant", "content": 5}]},
+            "talks.jsonl:1 is not a conversation",
+        ),
         (
             {"messages": [{"role": "assistant", "content": None}]},
             "talks.jsonl:1: without a chat template a message must be text of system, user, assist",
@@ -238,5 +241,5 @@ def test_fields_of_another_kind_are_named(
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "talks.jsonl")
-    with pytest.raises(DataError, match="talks.jsonl: is no regular file"):
+    with pytest.raises(DataError, match="talks.jsonl is not a regular file"):
         build(tmp_path / "talks.jsonl", tmp_path, 1, sft=True)

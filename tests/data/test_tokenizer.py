@@ -171,7 +171,7 @@ def test_missing_flags_are_named(kind: str, settings: dict[str, str], message: s
         ("[1, 2]", "do not belong together"),
         ('{"a": -1}', "do not belong together"),
         ("{}", "do not belong together"),
-        (b"\xff\xfe", "is no valid UTF-8"),
+        (b"\xff\xfe", "is not valid UTF-8"),
     ],
 )
 def test_broken_vocabularies_are_named(
@@ -197,7 +197,7 @@ def test_vocabularies_that_would_lose_text_are_refused(files: tuple[Path, Path])
         with pytest.raises(DataError, match=re.escape(message)):
             GPT2BPETokenizer(vocab, merges)
     vocab.write_text(json.dumps({**whole, "z": whole["a"]}))
-    with pytest.raises(DataError, match="share an id"):
+    with pytest.raises(DataError, match="have the same id"):
         GPT2BPETokenizer(vocab, merges)
 
 
@@ -281,7 +281,7 @@ def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Pat
     for template, reason in (
         ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{% for one in messages %}{% endfor %}", "leaves out the assistant"),
+        ("{% for one in messages %}{% endfor %}", "omits the assistant"),
         ("{% for %}", "refuses the conversation"),
     ):
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -299,12 +299,12 @@ def test_a_folder_without_an_end_or_with_too_many_ids_is_refused(
     with pytest.raises(DataError, match=r"tokenizer\.json: No such file.*--tokenizer-model"):
         _build("HuggingFaceTokenizer", tmp_path)
     shutil.copy(folder / "tokenizer.json", tmp_path)
-    with pytest.raises(DataError, match="no file names the eos_token"):
+    with pytest.raises(DataError, match="no file sets the eos_token"):
         _build("HuggingFaceTokenizer", tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8]}')
     assert _build("HuggingFaceTokenizer", tmp_path).eod == 7
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(DataError, match="is no tokenizer of the tokenizers library"):
+    with pytest.raises(DataError, match="is not a tokenizer of the tokenizers library"):
         _build("HuggingFaceTokenizer", tmp_path)
 
 
@@ -324,7 +324,7 @@ def test_sentencepiece_gives_its_own_tokens(corpus: Corpus, tmp_path: Path) -> N
         assert tokenizer.tokenize_batch(MIXED)[:-1] == expected
         assert [tokenizer.tokenize(text) for text in MIXED[:-1]] == expected
         assert (tokenizer.vocab_size, tokenizer.eod) == (330, reference.eos_id())
-    with pytest.raises(DataError, match="no model of SentencePiece"):
+    with pytest.raises(DataError, match="not a model of SentencePiece"):
         _build("SentencePieceTokenizer", corpus.vocab_file)
 
 

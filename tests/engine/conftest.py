@@ -30,7 +30,7 @@ Start = Callable[..., list[Any]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """A function ``(program, argument, size)`` that runs members and returns their results."""
+    """Returns a function ``(program, argument, size)`` that runs members and returns results."""
 
     def run(program: str, argument: str, size: int) -> list[Any]:
         log = tmp_path / "output.txt"

@@ -1,9 +1,9 @@
-"""Decision groups in simulated time: random pipelines of random groups, members at their own pace.
+"""Simulates decision groups: random pipelines of random groups, with members of different speed.
 
-A pipeline is replicated over the members of its groups (EP x TP); every member has inputs, times
-and delays of its own, and members meet in the exchanges within forwards and backwards. The state,
-the policies and both sides of the agreement are the executor's; only channels and clocks are
-simulated. Run as a program, it does ten thousand: ``python -m tests.engine.groups [CASES]``.
+A pipeline is replicated over the members of its groups (EP x TP). Every member has its own inputs,
+times and delays, and members meet in the exchanges within forwards and backwards. The state, the
+policies and both sides of the agreement are those of the executor; only channels and clocks are
+simulated. Run as a program, it simulates ten thousand: ``python -m tests.engine.groups [CASES]``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOTHING = torch.zeros(0)
 
 
 class Line:
-    """A channel of the agreement in simulated time."""
+    """Simulates a channel of the agreement."""
 
     def __init__(self, deliver: Callable[[int], None] = lambda word: None) -> None:
         self.words: deque[int] = deque()
@@ -53,18 +53,18 @@ class Line:
 
 @dataclass
 class Case:
-    """One random pipeline.
+    """Describes one random pipeline.
 
     Attributes:
         placement: Placement of its stages.
-        size: members of each group.
-        name: Name of the schedule or rule.
+        size: Number of members of each group.
+        name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.
         pieces: Number of pieces of each weight gradient.
         cap: Limit of activations, ``None`` for a fixed order.
-        beside: actions may start beside others that communicate.
+        beside: Whether actions may start beside others that communicate.
         exchanges: Number of exchanges in each forward and backward.
-        slow: the last member of each group takes so many times longer.
+        slow: Factor by which the last member of each group is slower.
     """
 
     placement: Placement
@@ -107,7 +107,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """An exchange of a group: for which action its members came, and when it is over."""
+    """Records an exchange of a group: the action of each member, and when the exchange ends."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0
@@ -117,7 +117,7 @@ class Meeting:
 
 @dataclass
 class Member:
-    """One rank: a member of the group of one pipeline rank."""
+    """Simulates one rank, which is a member of the group of one pipeline rank."""
 
     rank: int
     state: RankState
@@ -134,12 +134,12 @@ class Member:
 
     @property
     def has_word(self) -> bool:
-        """Whether it need not wait for its leader."""
+        """Whether the member need not wait for its leader."""
         return self.agreement.decides or bool(self.decisions.words)
 
 
 Steps = Generator[float | None, None, Any]
-"""Program of a member: yields the time it takes, or ``None`` to wait until something comes."""
+"""Program of a member: yields the duration, or ``None`` to wait until something arrives."""
 
 
 class World:
@@ -244,7 +244,7 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions as the executor does, in two lanes that take turns."""
+        """Runs the actions as the executor does, in two alternating lanes."""
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -297,7 +297,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the member's next exchange, which must be the same on the whole group."""
+        """Begins the member's next exchange, which must be the same for the whole group."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)
@@ -325,7 +325,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Runs random pipelines; returns the failure of each that failed."""
+    """Runs random pipelines; returns the failure of each pipeline that failed."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

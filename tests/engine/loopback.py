@@ -1,4 +1,4 @@
-"""Pipeline ranks in one process: real executors in threads, joined by queues."""
+"""Runs pipeline ranks in one process: real executors in threads, connected by queues."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
-    """A transport between executors of one process: sending puts into the peer's queue.
+    """Connects executors of one process: sending puts a message into the peer's queue.
 
     Args:
-        me: this rank.
-        network: queues of the ranks that take messages; others' are dropped.
+        me: This rank.
+        network: Queues of the ranks that take messages; messages to other ranks are dropped.
     """
 
     name = "loopback"
@@ -58,7 +58,7 @@ def arrival(label: Label, peer: int, tensor: torch.Tensor) -> Arrival:
 
 
 class Writing:
-    """Stages that compute nothing and write down what is asked of them."""
+    """Simulates stages that compute nothing and record their calls."""
 
     def __init__(self, when_run: Callable[[Action], None] = lambda action: None) -> None:
         self.calls: list[str] = []
@@ -94,10 +94,10 @@ class Writing:
 
 
 class Counting(Writing):
-    """Stages whose tensors say where they have been.
+    """Simulates stages whose tensors record which stages they passed.
 
-    Forwards hand on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
-    that the two cannot be taken for each other.
+    Forwards pass on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
+    that forwards and backwards cannot be confused.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """A microbatch as the whole step counts it."""
+        """Returns a microbatch's number within the whole step."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Runs every rank in a thread of its own; raises the first error of any rank."""
+    """Runs every rank in a separate thread; raises the first error of any rank."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -161,7 +161,7 @@ def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
 
 
 class Ranks:
-    """All ranks of a pipeline in this process."""
+    """Holds all ranks of a pipeline in this process."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step of every rank, each in its thread."""
+        """Runs one step of every rank, each in a separate thread."""
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
@@ -209,7 +209,7 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """A recorder of a rank of a job of one pipeline."""
+    """Returns a recorder of a rank of a job with one pipeline."""
     header = TraceHeader(
         run="run-1",
         rank=rank,
@@ -224,7 +224,7 @@ def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int
 
 
 class Picks:
-    """A policy that is a function of the state."""
+    """Wraps a function of the state as a policy."""
 
     name = "made-up"
 
@@ -237,7 +237,7 @@ def ready_first(state: RankState) -> Action | None:
 
 
 def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Rank 1 of two, to be fed by hand."""
+    """Returns rank 1 of two, and the queue through which a test feeds it."""
     pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
     return pipeline, pipeline.transports[1].completions
 
@@ -249,7 +249,7 @@ def forward_of(step: int, microbatch: int) -> Arrival:
 
 
 def make_executor(pipeline: Ranks, *, pp_rank: int = 1, **options: Any) -> Executor:
-    """Another executor for a rank of the pipeline."""
+    """Returns another executor for a rank of the pipeline."""
     alone = pipeline.placement.num_ranks == 1
     settings: dict[str, Any] = {"timeout_s": WATCHDOG_S, **options}
     return Executor(

@@ -1,8 +1,8 @@
-"""Members of a decision group that run one pipeline rank together; started by the tests.
+"""Runs members of a decision group that share one pipeline rank; started by the tests.
 
-Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. What the program returns goes to
-``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``; of programs
-about stopping, the limit of each rank in minutes, such as ``30,0``.
+Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. The result of the program is written
+to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``, or, for
+programs about stopping, the limit of each rank in minutes, such as ``30,0``.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
-# Its first rank has inputs of both kinds from rank 1; every input is scripted here.
+# The first rank has inputs of both kinds from rank 1; the tests script every input.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 def inputs(step: int, seed: int) -> list[Arrival]:
-    """All inputs of the rank in an order that is the seed's own."""
+    """Returns all inputs of the rank, shuffled by the seed."""
     actions = []
     for chunk in range(PLACEMENT.num_chunks):
         for kind in (ActionKind.F, ActionKind.B):
@@ -90,7 +90,7 @@ def run_step(executor: Executor, policy: Policy, stages: Writing, weight_pieces:
 
 
 class Member:
-    """This process within its group."""
+    """Represents this process within its group."""
 
     def __init__(self, argument: str, rank: int, size: int) -> None:
         self.rank = rank
@@ -100,7 +100,7 @@ class Member:
         self.group = dist.new_group(self.ranks, backend="gloo")
         self.module = extension.require("this test") if argument == "memory" else None
         self.made: list[Any] = []
-        self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops what is sent
+        self.transport = Loopback(-1, {-1: CompletionQueue()})  # drops sent messages
 
     def stop_request(self) -> StopRequest:
         return StopRequest(float(self.argument.split(",")[self.rank]))
@@ -110,14 +110,14 @@ class Member:
         return connect(self.group, self.ranks, self.rank, queue, 20.0, describe, self.module)
 
     def channels(self) -> tuple[Writer, list[Reader]]:
-        """Ends of channels, kept until the process ends."""
+        """Returns endpoints of channels, which are kept until the process exits."""
         writer, readers = make_channels(self.group, self.ranks, self.rank, describe, self.module)
         self.made.append((writer, readers))
         return writer, [*readers.values()]
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Each member has inputs in another order; the last one gets them one by one.
+    """Gives each member its inputs in another order; the last member gets them one by one.
 
     Steps 0 and 1 have whole backwards, 2 and 3 split ones, 4 and 5 a static order.
     """
@@ -161,13 +161,13 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns the count of numbers that went through the channel of decisions, if it is known."""
+    """Returns how many numbers passed through the channel of decisions, if it is known."""
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
 
 def lacking(member: Member) -> list[str]:
-    """A follower never gets one of its inputs."""
+    """Withholds one input from a follower."""
     agreement = member.agreement()
     for message in inputs(0, 0):
         if member.rank == 0 or str(message.label.action) != "F0-1":
@@ -178,7 +178,7 @@ def lacking(member: Member) -> list[str]:
 
 
 def broken(member: Member) -> list[str]:
-    """A channel of the last follower fails while it waits for a decision."""
+    """Fails a channel of the last follower while it waits for a decision."""
     agreement = member.agreement()
     executor = make_executor(member.transport, agreement)
     if member.rank == member.size - 1:
@@ -190,7 +190,7 @@ def broken(member: Member) -> list[str]:
 
 
 def many(member: Member) -> dict[str, Any]:
-    """More values than there is room for, read by members of different pace; then silence."""
+    """Sends more values than fit, to readers of different speed, and then stops sending."""
     values = [number * number << 20 | number for number in range(600)]
     writer, readers = member.channels()
     if member.rank == 0:
@@ -217,7 +217,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """The reader reads nothing: its writer gets an error."""
+    """Checks that a writer gets an error if the reader reads nothing."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -228,7 +228,7 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Two pipeline ranks record, a third rank of the job only takes part in the gathering."""
+    """Records two pipeline ranks; a third rank of the job only takes part in the gathering."""
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
@@ -258,9 +258,9 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Ranks of very different pace, which meet nowhere but in ``agreed``.
+    """Runs ranks of very different speed, which synchronize only in ``agreed``.
 
-    Under ``30,30,30`` the last one gets a signal once all of them run.
+    With ``30,30,30`` the last rank gets a signal once all of them run.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:
@@ -274,7 +274,7 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """The last rank goes away, and the first one asks on."""
+    """Exits on the last rank while the first rank keeps asking."""
     with member.stop_request() as stop:
         for _ in range(4):
             stop.agreed(dist.group.WORLD)
@@ -284,7 +284,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Rank 0 asks and continues although no other rank has asked yet."""
+    """Asks on rank 0, which continues although no other rank has asked yet."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -303,7 +303,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """A request before the last boundary: nobody stops there, but the end says it."""
+    """Requests a stop before the last boundary: no rank stops there, but the end reports it."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -326,9 +326,9 @@ def main() -> None:
     member = Member(argument, dist.get_rank(), dist.get_world_size())
     result = PROGRAMS[program](member)
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
-    if program not in ("broken", "lost"):  # these two wait for the end of another process
+    if program not in ("broken", "lost"):  # these two wait until another process exits
         dist.barrier()
-    # A receive that timed out breaks gloo's connections: leave without taking them down.
+    # A receive that timed out breaks gloo's connections, so exit without closing them.
     sys.stdout.flush()
     os._exit(0)
 

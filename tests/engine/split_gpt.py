@@ -1,4 +1,4 @@
-"""Small GPT models whose steps are run action by action, whole or split, in one process."""
+"""Runs the steps of small GPT models action by action, whole or split, in one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Order = Sequence[tuple[Any, ...]]
 
 @contextlib.contextmanager
 def job() -> Iterator[None]:
-    """Process groups and random states of megatron-core within."""
+    """Provides process groups and random states of megatron-core within its body."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -64,7 +64,7 @@ def seed() -> None:
 
 
 def core_config(**changes: Any) -> TransformerConfig:
-    """A configuration of two layers with dropout."""
+    """Returns a configuration of two layers with dropout."""
     settings = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
@@ -122,7 +122,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """megatron-core's user function: tokens follow from the microbatch's number."""
+    """Is megatron-core's user function; the tokens depend on the microbatch's number."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -134,7 +134,7 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Stages of one step of a pipeline of one rank, split if stores are given."""
+    """Returns the stages of one step of a pipeline of one rank, split if stores are given."""
     return MegatronStages(
         forward_step_func=forward_step,
         data_iterators=[iter(range(num_microbatches)) for _ in chunks],
@@ -173,9 +173,9 @@ def drive(stages: Any, order: Order, num_chunks: int) -> None:
 
 
 def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
-    """The forwards and backwards of a step: one microbatch's forward and backward, then the next.
+    """Returns the forwards and backwards of a step, microbatch by microbatch.
 
-    Each forward but the first comes before the backward of the microbatch before.
+    Each forward except the first precedes the backward of the previous microbatch.
     """
     order: list[tuple[Any, ...]] = []
     for number in range(num_microbatches + 1):
@@ -187,7 +187,7 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 
 
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
-    """Adds the weight gradients of each backward ``late`` backwards of its chunk after it."""
+    """Adds the weight gradients of each backward, delayed by ``late`` backwards of its chunk."""
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}
 
@@ -231,7 +231,7 @@ def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Checks that two sets of gradients are not empty and are equal bit for bit."""
+    """Checks that two sets of gradients are not empty and bitwise equal."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.abs().sum() > 0, name

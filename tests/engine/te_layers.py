@@ -1,9 +1,9 @@
-"""Linear layers that keep what Transformer Engine documents of delayed weight gradients.
+"""Imitates linear layers with Transformer Engine's documented delay of weight gradients.
 
-The real ones need a GPU. A layer has a ``wgrad_store``; while that one delays, a backward puts what
-the weight gradient needs there, and ``backward_dw()`` takes it. Like the real ones they fuse the
-gradient into ``main_grad`` or write ``grad`` without adding, give a weight with fusion a gradient
-that means nothing, and compute the gradient of a bias with B where they run in fp8.
+The real layers need a GPU. A layer has a ``wgrad_store``; while the store delays, a backward puts
+the inputs of the weight gradient there, and ``backward_dw()`` takes them. Like the real layers,
+these fuse the gradient into ``main_grad`` or overwrite ``grad``, give a weight with fusion a
+meaningless gradient, and compute the gradient of a bias with B in fp8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 class WeightGradStore:
-    """Holds what delayed backwards left, first in, first out."""
+    """Holds the inputs of delayed weight gradients, first in, first out."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         assert not (delay_wgrad_compute and ub_bulk_wgrad)
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(torch.nn.Module):
-    """``transformer_engine.pytorch.Linear``."""
+    """Imitates ``transformer_engine.pytorch.Linear``."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class GroupedLinear(torch.nn.Module):
-    """``transformer_engine.pytorch.GroupedLinear`` without biases."""
+    """Imitates ``transformer_engine.pytorch.GroupedLinear`` without biases."""
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ GroupedLinear.__module__ = "transformer_engine.pytorch.module.grouped_linear"
 
 
 class TELinear(Linear):
-    """megatron-core's wrapper of it: output and bias, a delay by the model's configuration."""
+    """Imitates megatron-core's wrapper, which returns output and bias and can delay gradients."""
 
     normalizes_input = False
     settings: dict[str, bool] = {}  # noqa: RUF012
@@ -210,6 +210,6 @@ class TELinear(Linear):
 
 
 class TELayerNormLinear(TELinear):
-    """As :class:`TELinear`, with the norm before it."""
+    """Adds a norm before :class:`TELinear`."""
 
     normalizes_input = True

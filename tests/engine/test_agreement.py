@@ -1,4 +1,4 @@
-"""Members of a decision group take the same actions, each when it is ready on all."""
+"""Tests that members of a decision group take equal actions, each when all members are ready."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # The leader once looked at its own inputs alone, and all waited in a collective.
+        # The leader must not look only at its own inputs, or all ranks wait in a collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40
         for name, arrived_ns in arrived.items():
@@ -52,7 +52,7 @@ def test_no_random_group_deadlocks_or_disagrees() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
-    # The leader once went ahead: it had the input itself.
+    # The leader has the input itself, but must not go ahead.
     leader, follower = start("lacking", board, 2)
     assert leader[0] == "DeadlineError"
     assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
@@ -66,7 +66,7 @@ def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) -> None:
-    # The follower is blocked in the wait for a decision that cannot come any more.
+    # The follower waits for a decision that cannot arrive any more.
     size = 3 if board == "memory" else 2
     leader, *others, last = start("broken", board, size)
     assert leader == [
@@ -78,7 +78,7 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
     for other in others:
         assert other == [
             "PeerLostError",
-            "rank 2 (stage 1) ended the step of its decision group: it lost another rank",
+            "rank 2 (stage 1) stopped the step of its decision group, because it lost another rank",
             "soon",
         ]
 
@@ -86,13 +86,13 @@ def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_numbers_keep_their_order_and_silence_is_an_error(board: str, start: Start) -> None:
-    # There are more numbers than fit into the channel.
+    # More numbers are sent than fit into the channel.
     writer, *readers = start("many", board, 3)
     for reader in readers:
         assert reader["read"] == writer["read"]
         kind, text = reader["error"]
         assert text.splitlines() == [text]
-        assert text.startswith("no word of rank 0 (stage 1)")
+        assert text.startswith("no message from rank 0 (stage 1)")
         if board == "memory":
             assert kind == "DeadlineError"
         else:
@@ -129,7 +129,7 @@ def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
 
 
 class Paper:
-    """A channel within this process."""
+    """Implements a channel within this process."""
 
     def __init__(self) -> None:
         self.values: list[int] = []
@@ -170,7 +170,7 @@ def label_of(word: int) -> Label:
 
 def test_each_input_of_the_step_is_reported_once() -> None:
     reports, queue = Paper(), CompletionQueue()
-    queue.put(message(0, 0))  # before the follower is there
+    queue.put(message(0, 0))  # before the follower has started
     follower = Follower(Paper(), reports, queue, 1.0)
     queue.put(message(0, 1))  # before the step begins
     follower.begin(0, is_static=False)

@@ -1,4 +1,4 @@
-"""Whether the engine knows the releases of megatron-core that it can use."""
+"""Tests that the engine recognizes the releases of megatron-core that it supports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_installed_one_fits() -> None:
             "its check_first_val_step takes (forward_only, first_val_step, cond), but the "
             "pipeline engine passes (first_val_step, forward_only, cond)",
         ),
-        ({"forward_step": None}, "it has no forward_step among its schedules"),
+        ({"forward_step": None}, "it has no schedule forward_step"),
     ],
 )
 def test_others_are_told_by_name(change: dict[str, Any], line: str | None) -> None:
@@ -108,5 +108,5 @@ def test_other_copies_on_the_path_give_the_first_rank_one_warning(
     assert len(lines) == warnings_count
     for line in lines:
         assert re.search(
-            rf"several megatron-cores .* is used, not 0.14.2 in {core}; take one", line
+            rf"several copies of megatron-core .* is used, not 0.14.2 in {core}; take one", line
         )

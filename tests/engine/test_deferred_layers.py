@@ -1,4 +1,4 @@
-"""GPT models with a backward in two halves: the gradients of the whole, to the last bit."""
+"""Tests that GPT models with split backwards have bitwise the gradients of whole backwards."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 @pytest.mark.parametrize(
     ("changes", "late", "pieces", "model"),
     [
-        # One weight, two uses in a microbatch: they are summed before they join earlier ones.
+        # One weight is used twice in a microbatch; both gradients are summed before earlier ones.
         ({}, 1, 3, {"tied": True}),
         ({}, 2, 2, {"chunks": 3}),
         (MODERN, 1, 2, {"rope": True}),
@@ -125,7 +125,7 @@ def test_other_models(
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {
-            # megatron-core's own recomputation of an MLP with biases calls itself without end.
+            # megatron-core's own recomputation of an MLP with biases recurses endlessly.
             "add_bias_linear": False,
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "mlp"],
@@ -168,7 +168,7 @@ def test_fused_accumulation(
     with store.collect(0):
         layer(torch.ones(SEQUENCE, SAMPLES, HIDDEN))[0].sum().backward()
     store.run(0, 0, 1)
-    # A weight without main_grad takes the plain way.
+    # A weight without main_grad uses the ordinary path.
     assert used == ([] if dtype is None else [kernel])
     accumulated = layer.weight.grad if dtype is None else layer.weight.main_grad
     assert torch.equal(accumulated.float(), torch.full((HIDDEN, HIDDEN), 1.0 * SEQUENCE * SAMPLES))
@@ -218,7 +218,8 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     assert word.shape[0] == VOCABULARY
     assert not word.main_grad.any()
     assert chunk.module.embedding.position_embeddings.weight.main_grad.any()
-    # Output layer first, embedding last, four linear layers in each of the two between.
+    # The output layer comes first, the embedding last, with four linear layers in each layer
+    # between.
     for piece in range(30):
         before = word.main_grad.any()
         stages.weights(0, 0, piece, 30)
@@ -252,7 +253,7 @@ ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
     ids=["sequential", "shared", "grouped", "grouped probs"],
 )
 def test_experts(grouped: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Names that megatron-core takes from packages for GPUs.
+    # Names that megatron-core imports from GPU packages.
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     if grouped and not hasattr(experts, "gg"):
         pytest.skip("from 0.17 on megatron-core groups experts with Transformer Engine alone")
@@ -291,7 +292,7 @@ def test_grouped_experts_of_transformer_engine() -> None:
 
 
 def engine_spec() -> ModuleSpec:
-    """A layer of the stand-ins for Transformer Engine's, norms fused into the linear layers."""
+    """Returns a layer of the Transformer Engine imitations, with norms fused into linear layers."""
     spec = get_gpt_layer_local_spec()
     attention, mlp = map(parts_of, (spec.submodules.self_attention, spec.submodules.mlp))
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
@@ -301,7 +302,7 @@ def engine_spec() -> ModuleSpec:
 
 
 def parts_of(described: Any) -> Any:
-    """Returns the parts of a described layer; from 0.17 on descriptions may be partial calls."""
+    """Returns the parts of a layer spec; since 0.17 specs may be partial calls."""
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
     return described.submodules
@@ -400,6 +401,6 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     chunk = torch.nn.ModuleDict({"fc": layer})
     with pytest.raises(ConfigError, match=f"^backwards cannot be split: fc {line}"):
         attach_stores([torch.nn.Identity(), chunk])
-    # A stage without layers owes nothing.
+    # A stage without layers has no pending gradients.
     (store,) = attach_stores([torch.nn.Identity()])
     assert store.pending == 0

@@ -1,4 +1,4 @@
-"""A job hears once about its slow parts, and continues whatever happens to the diagnosis."""
+"""Tests that a job reports its slow parts once, and continues if the diagnosis fails."""
 
 import io
 import signal
@@ -109,7 +109,8 @@ def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
 
 
 def test_the_last_answer_is_told_at_the_end(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first diagnosis after an installation compiles code, for longer than a job's end waits.
+    # The first diagnosis after an installation compiles code, which exceeds the wait at a job's
+    # end.
     monkeypatch.setattr("megatron.adaptive.engine.diagnosis._LAST_S", WATCHDOG_S)
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
@@ -135,7 +136,7 @@ def test_a_late_last_answer_does_not_delay_the_end(
 def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(tmp_path / "none"), 1, 0, messages.append)
-    until_answered(diagnosis, 5)  # there is no such folder
+    until_answered(diagnosis, 5)  # the folder does not exist
     diagnosis.after_iteration(6)
     process = diagnosis._process
     assert process is not None

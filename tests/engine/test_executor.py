@@ -1,4 +1,4 @@
-"""The engine on made-up stages: several ranks in threads, joined by queues."""
+"""Tests the engine on simulated stages: several ranks in threads, connected by queues."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_static_schedule_is_run_as_listed(
         for rank in range(ranks):
             assert stages[rank].actions == [str(action) for action in schedule.orders[rank]]
             assert states[rank].done
-        # Every microbatch came back to the first stage after passing all the others.
+        # Every microbatch returned to the first stage after passing all the others.
         expected = [[float(number), placement.num_stages - 1.0] for number in range(microbatches)]
         assert stages[0].last_gradients == expected
 
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Actions take random times, and some stages much longer than others."""
+    """Checks this with random action times, and some stages much slower than others."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -141,13 +141,13 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # The first stage waits for nobody in evaluation; its messages once ended the run.
+    # The first stage waits for no other stage in evaluation, but receives messages.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
     for _ in range(3):
         assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
-    # Nothing is left over for another one.
+    # No message is left for another wait.
     with pytest.raises(DeadlineError):
         run_last(pipeline, 1)
 
@@ -184,7 +184,7 @@ def test_deadline_names_what_is_missing() -> None:
 
 
 def test_a_pick_that_is_not_ready_is_named() -> None:
-    # It once was waited for, as if the policy had only been early.
+    # The error must be raised at once, not as if the policy had only been early.
     pipeline, completions = last_rank()
     with pytest.raises(ScheduleError) as info:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
@@ -198,7 +198,7 @@ def test_a_pick_that_is_not_ready_is_named() -> None:
 
 
 class Following(Agreement):
-    """What is picked comes from another rank, which knows that all inputs have arrived."""
+    """Takes actions from another rank, which knows that all inputs have arrived."""
 
     decides = False
 
@@ -206,15 +206,15 @@ class Following(Agreement):
 def test_a_follower_without_decision_names_what_it_lacks() -> None:
     class Silent(Following):
         def next_action(self, *_: Any, **__: Any) -> Action | None:
-            raise DeadlineError("no word of rank 4 within 1 s")
+            raise DeadlineError("no message from rank 4 within 1 s")
 
     pipeline, completions = last_rank()
     executor = make_executor(pipeline, agreement=Silent())
     with pytest.raises(DeadlineError) as info:
         run_last(pipeline, 2, executor=executor)
     assert str(info.value) == (
-        "no word of rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for input "
-        "of F0-0 from rank 0 (stage 0)"
+        "no message from rank 4 within 1 s; rank 1 of the pipeline, in step 0, itself waits for "
+        "input of F0-0 from rank 0 (stage 0)"
     )
     completions.put(PeerLostError("rank 10 is gone"))
     with pytest.raises(PeerLostError, match="rank 10 is gone"):
@@ -232,7 +232,7 @@ def test_errors_of_channels_name_slices() -> None:
 
 
 class Slow(CpuClock):
-    """A device that finishes an action only when it is waited for."""
+    """Simulates a device that finishes an action only when it is waited for."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -253,7 +253,7 @@ class Slow(CpuClock):
 
 
 def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
-    # Marks are taken before and after each action.
+    # Marks are recorded before and after each action.
     clock = Slow()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
     executor = make_executor(pipeline, clock=clock, pp_rank=0)
@@ -271,14 +271,14 @@ def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
     ("action_ns", "ahead"), [(1_000_000, 1), (300_000, 1), (120_000, 3), (60_000, 5), (1, 9)]
 )
 def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int) -> None:
-    """Before each short action the rule slept for the one before it, and the device for the rule.
+    """Checks that the host runs ahead of the device if actions are short.
 
-    How long actions take, the first step shows.
+    The first step measures how long actions take.
     """
 
     class Timed(Slow):
         def resolve_ns(self, mark: int) -> int:
-            return mark * action_ns  # marks are taken before and after each action
+            return mark * action_ns  # marks are recorded before and after each action
 
     clock = Timed()
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=2))
@@ -304,7 +304,7 @@ def test_a_static_order_waits_for_no_device() -> None:
     policy = make_policies("1f1b", pipeline.placement, 3)[0]
     executor.run(Counting(pipeline.placement, 0), policy, pipeline.state(0, 3))
     assert clock.waits == 0
-    # A device has no times of actions that it has not finished.
+    # A device does not know the times of unfinished actions.
     assert executor.finish_step().busy_s > 0
     assert (clock.waits, clock.finished) == (1, clock.launched)
 

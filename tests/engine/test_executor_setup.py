@@ -1,4 +1,4 @@
-"""A rank's executor is put together from megatron-core's process groups."""
+"""Tests that a rank's executor is built from megatron-core's process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder has one writer, and who stood still is none any more."""
+"""Tests that a folder has one writer, and that a process that was stopped loses the lease."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def change(folder: Path, **facts: object) -> None:
     """Changes facts of the last claim, as if another process had made it."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
-    del claim["sum"]  # claims of former versions have no checksum
+    del claim["sum"]  # claims of earlier versions have no checksum
     path.write_text(json.dumps(claim))
 
 
@@ -55,14 +55,14 @@ def test_a_second_job_is_refused_while_the_first_counts_on(
     text = rf"is written by process {os.getpid()} on \S+ \(job first\) since 20\d\d-\d\d-\d\d"
     try:
         with pytest.raises(
-            LeaseTakenError, match=f"{text}.*end that job, or name another"
+            LeaseTakenError, match=f"{text}.*stop that job, or choose another"
         ) as refusal:
             Lease(tmp_path).claim(job="second", restarts=1)
     finally:
         first.end()
     assert refusal.value.owner["port"] == 7
     assert "\n" not in str(refusal.value)
-    assert Lease(tmp_path).claim() == 2  # it ended in good order
+    assert Lease(tmp_path).claim() == 2  # the owner exited normally
 
 
 @pytest.mark.parametrize("is_reaped", [True, False], ids=["gone", "zombie"])
@@ -102,7 +102,7 @@ def test_a_restart_of_the_same_job_goes_on_at_once(tmp_path: Path) -> None:
         Lease(tmp_path).claim(job="a", restarts=2)
         assert not looked
         change(tmp_path, boot="another")
-        Lease(tmp_path).claim(job="a", restarts=2)  # another start under the same name
+        Lease(tmp_path).claim(job="a", restarts=2)  # another start with the same name
         assert looked
 
 
@@ -130,11 +130,11 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     said: list[str] = []
     assert not first.is_held(said.append)
     assert len(said) == 1
-    first.end()  # takes nothing from the other
+    first.end()  # does not affect the other owner
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # the other holder's claim
+    assert not first._take(2)  # the other owner's claim
     for _ in range(12):  # many claims leave only a few files
         Lease(tmp_path).claim()
     assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
@@ -148,7 +148,7 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
 def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
     tmp_path: Path,
 ) -> None:
-    """A manager makes a claim per incarnation, so the claim that another looks at may be gone."""
+    """Checks this because a manager makes a claim per incarnation, and removes old claims."""
     first, second, manager = (Lease(tmp_path) for _ in range(3))
     first.claim(run="job")
     change(tmp_path, boot="another")
@@ -171,7 +171,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """A process that was stopped before it made the claim got the right beside the true holder."""
+    """Checks this for a process that was stopped before it made its claim."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))
@@ -213,7 +213,7 @@ def test_a_folder_that_is_removed_is_given_to_nobody_else(tmp_path: Path) -> Non
 
 
 def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> None:
-    """The counter was cut to nothing first, and stayed so."""
+    """Checks that a failed write does not truncate the counter."""
     lease = Lease(tmp_path)
     lease.claim()
     assert lease.beat()
@@ -225,7 +225,7 @@ def test_a_full_disk_does_not_look_like_a_job_that_is_gone(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         assert lease.is_held(said.append)
-        assert lease.is_held(said.append)  # said once
+        assert lease.is_held(said.append)  # reported once
         with pytest.raises(OSError, match="File too large"):
             lease.advance()
     finally:

@@ -1,4 +1,4 @@
-"""The replacement of megatron-core's function refuses arguments that it does not support."""
+"""Tests that the replacement of megatron-core's function refuses unsupported arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_signature_is_that_of_megatron_core() -> None:
         *expected,
         "loss_parts",
         "sizes",
-    ]  # ours alone may give the last
+    ]  # only this project's function may return the last value
     assert parameters["loss_parts"].default is parameters["sizes"].default is None
     for name, parameter in expected.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY, name

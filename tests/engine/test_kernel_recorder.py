@@ -1,4 +1,4 @@
-"""Operators of chosen iterations are recorded, unless another profiler already runs."""
+"""Tests that operators of chosen iterations are recorded, unless another profiler runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3, of which the second is chosen; returns the number of lines."""
+    """Runs iterations 1 to 3, of which the second is recorded; returns the number of lines."""
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)
@@ -46,14 +46,14 @@ def test_the_chosen_iteration_is_recorded_on_the_clock_of_the_trace(tmp_path: Pa
 
 
 class LateDevice(CpuClock):
-    """Has finished no work until the profiler has stopped."""
+    """Simulates a device that finishes its work only after the profiler has stopped."""
 
     def is_passed(self, mark: int) -> bool:
         return not torch.autograd._profiler_enabled()
 
 
 def multiply(count: int) -> None:
-    """Multiplies matrices, long after and before anything else, as clocks differ a little."""
+    """Multiplies matrices, with pauses before and after, because clocks differ slightly."""
     time.sleep(0.005)
     for _ in range(count):
         torch.ones(8, 8).mm(torch.ones(8, 8))
@@ -81,5 +81,5 @@ def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as other:
         assert recorded(tmp_path, said) == 0
     (line,) = said
-    assert "another torch.profiler of this process runs" in line
+    assert "another torch.profiler of this process is running" in line
     assert any(event.name == "aten::mm" for event in other.events())

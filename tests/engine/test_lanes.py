@@ -1,4 +1,4 @@
-"""Actions beside others: whose turn it is, what fills an exchange, and how a step fails."""
+"""Tests concurrent actions: their turns, what overlaps an exchange, and how a step fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Exchanging(Writing):
-    """Stages that exchange rows twice in each forward and backward, and write down when."""
+    """Simulates stages that exchange rows twice in each forward and backward, and record when."""
 
     def __init__(self, fails: str = "") -> None:
         super().__init__(self.parts)
@@ -81,7 +81,7 @@ def test_a_pair_takes_turns_at_each_exchange() -> None:
 def test_a_rule_fills_exchanges_with_the_other_kind_and_with_weight_gradients() -> None:
     stages, executor = run(ADAPTIVE, weight_pieces=2, num_microbatches=3)
     assert " ".join(stages.log) == (
-        # F0-1 begins beside B0-0's first exchange: no sooner is anything ready.
+        # F0-1 begins beside B0-0's first exchange, because nothing is ready earlier.
         "F0-0a F0-0b F0-0c B0-0a F0-1a B0-0b F0-1b B0-0c W0-0a F0-1c B0-1a F0-2a B0-1b F0-2b "
         "B0-1c W0-0.1a F0-2c B0-2a W0-1a B0-2b W0-1.1a B0-2c W0-2a W0-2.1a"
     )

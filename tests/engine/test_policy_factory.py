@@ -1,4 +1,4 @@
-"""A cap that counts the positions of unequal microbatches, as the trainer deals and takes them.
+"""Tests the activation cap with unequal microbatches, as the trainer distributes them.
 
 ``python tests/engine/test_policy_factory.py`` runs four thousand random steps, the tests a tenth.
 """
@@ -37,7 +37,7 @@ def test_no_dealt_step_deadlocks(name: str) -> None:
 
 
 def run_random(name: str, cases: int) -> None:
-    """Runs random steps: documents, packed or padded, dealt, in a pipeline with the least cap."""
+    """Runs random steps: packed or padded documents, distributed, with the smallest cap."""
     rng = random.Random(name)
     for case in range(cases):
         placement = Placement(
@@ -161,7 +161,7 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
     orders.recut(2)
     assert orders.candidate(3).num_slices == 2
     assert orders.policy(3, forward_only=False) is not policy
-    # The cap is that of the largest microbatch, whose slices have sizes of their own.
+    # The cap depends on the largest microbatch, whose slices have different sizes.
     state = orders.state(3, forward_only=False, sizes=[10.0, 20.0, 60.0, 60.0, 10.0, 20.0])
     assert (state.num_items, state.cap) == (6, 2.0)
     orders.recut(4)
@@ -170,8 +170,8 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
 
 
 def test_a_candidate_for_any_number_of_slices_gets_that_of_each_step() -> None:
-    # The length of slices was chosen, and all microbatches have as many as at the start: chunks
-    # then held half of their share, as if microbatches were whole.
+    # The slice length was chosen, and all microbatches have as many slices as at the start. Chunks
+    # must not hold only half of their share, as if microbatches were whole.
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     orders = Orders(schedule="auto", placement=placement, pp_rank=0, slice_shares=(0.5, 0.5))
     orders.use(Candidate(name="adaptive", placement=placement, cap=1.5))
@@ -197,7 +197,7 @@ def test_a_file_needs_the_slices_of_the_run(tmp_path: Path) -> None:
     assert isinstance(policy, Follow)
     assert len(policy.order) == 2 * 2 * 3
     for slices, text in ((1, "whole microbatches"), (2, "2 slices per microbatch")):
-        message = f"has 3 slices per microbatch, and this run has {text}: set --sequence-slices 3"
+        message = f"has 3 slices per microbatch, but this run has {text}; set --sequence-slices 3"
         with pytest.raises(ConfigError, match=message):
             orders(slices)
 

@@ -1,4 +1,4 @@
-"""Ranks that cannot meet end with one line that says why, within a limited time."""
+"""Tests that ranks that cannot connect exit with one line of explanation after a timeout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def place(
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """Gives a port at which a program listens that never says anything."""
+    """Opens a port at which a program listens that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield int(listener.getsockname()[1])
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the line of a rank that did not meet the others."""
+    """Returns the error line of a rank that did not reach the others."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)
@@ -59,7 +59,7 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
 
 def test_a_port_where_nobody_listens_is_said() -> None:
     port = free_port()
-    assert f"127.0.0.1:{port} (after 1 s: nobody listens there" in refusal(place(1, port))
+    assert f"127.0.0.1:{port} (after 1 s: nothing listens there" in refusal(place(1, port))
 
 
 @pytest.mark.timeout(90)
@@ -69,7 +69,7 @@ def test_a_silent_program_at_the_port_is_no_store(silent_port: int) -> None:
 
 def test_ranks_with_different_ports_are_named() -> None:
     text = refusal(place(0, free_port(), size=3))
-    assert "1 of 3 ranks came within 1 s, not rank 1, 2" in text
+    assert "1 of 3 ranks connected within 1 s, but not rank 1, 2" in text
     assert "MASTER_PORT" in text
 
 
@@ -87,5 +87,5 @@ def test_ranks_that_come_one_after_another_meet() -> None:
 
 def test_a_world_beyond_any_machine_is_refused() -> None:
     for size in (10**18, int("9" * 40)):
-        with pytest.raises(ConfigError, match="WORLD_SIZE is .*: it must be a whole number from"):
+        with pytest.raises(ConfigError, match="WORLD_SIZE must be an integer .*got .*"):
             place(0, 1, size=size)

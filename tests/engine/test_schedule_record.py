@@ -1,4 +1,4 @@
-"""Orders are written to a file and taken again."""
+"""Tests that orders are written to a file and replayed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_is_repeated(kind: Any, pieces: int, tmp_path: Path) -> None:
     pipeline, record = Ranks(placement), ScheduleRecord(shape)
     taken = {}
     for step, count in ((5, 4), (6, 6)):
-        # One rank is eager for what came last, which no static order says.
+        # One rank prefers the newest input, which no static order does.
         policies = [make_policies("adaptive", placement, count)[0], Picks(ready_first)]
         stages, _ = pipeline.step(policies, count, weight_pieces=pieces)
         taken[step] = [stage.actions for stage in stages]
@@ -73,11 +73,11 @@ def test_equal_orders_are_kept_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("ranks", 4, "ranks 2 there, 4 here; give --pipeline-model-parallel-size"),
-        ("chunks", 2, "chunks 1 there, 2 here; give --num-virtual-stages-per-pipeline-rank"),
-        ("placement", "v", "placement loop there, v here; give --pipeline-placement"),
-        ("weight_pieces", 3, "weight_pieces 0 there, 3 here"),
-        ("replicas", 2, "replicas 0 there, 2 here; give --balance-replicas"),
+        ("ranks", 4, "ranks 2 in the recording, 4 here.* --pipeline-model-parallel-size"),
+        ("chunks", 2, "chunks 1 in the recording, 2 here.* --num-virtual-stages"),
+        ("placement", "v", "placement loop in the recording, v here.* --pipeline-placement"),
+        ("weight_pieces", 3, "weight_pieces 0 in the recording, 3 here"),
+        ("replicas", 2, "replicas 0 in the recording, 2 here.* --balance-replicas"),
     ],
 )
 def test_another_shape_is_refused(field: str, value: Any, text: str, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_another_shape_is_refused(field: str, value: Any, text: str, tmp_path: P
     other = RecordShape(**{**record.shape.__dict__, field: value})
     with pytest.raises(ConfigError, match=text) as info:
         Replay(record, other, 0)
-    assert str(info.value).startswith(f"{tmp_path / 'f'} is of a pipeline of another shape: ")
+    assert str(info.value).startswith(f"{tmp_path / 'f'} was recorded with a different ")
 
 
 def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Pa
     replay.begin(1)
     assert replay.record.dealt(1, 3) == dealt
     assert replay.policy(1) is not None
-    with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, this run's has 4"):
+    with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, but this run's has 4"):
         replay.record.dealt(1, 4)
     content = json.loads((tmp_path / "f").read_text())
     for share in ([2, 1], [2]):
         content["dealt"]["1"][0] = share
         (tmp_path / "f").write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match="step 1 does not deal each microbatch once"):
+        with pytest.raises(ConfigError, match="step 1 does not assign each microbatch once"):
             ScheduleRecord.load(tmp_path / "f")
 
 
@@ -125,7 +125,7 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
         replay.policy(2)
     replay.begin(7)
     with pytest.raises(
-        ConfigError, match="step 7 of .* has 2 microbatches, this run's has 8; give"
+        ConfigError, match="step 7 of .* has 2 microbatches, but this run's has 8; use"
     ):
         replay.policy(8)
 
@@ -164,22 +164,22 @@ def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> N
         ScheduleRecord.load(path)
     message = str(info.value)
     assert reason in message
-    assert message.startswith(f"{path} is no record of a schedule or is damaged: ")
+    assert message.startswith(f"{path} is damaged or is not the record of a schedule: ")
     assert len(message.splitlines()) == 1
 
 
 def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    with pytest.raises(ConfigError, match="f: No such file .*; name a file that --record-schedule"):
+    with pytest.raises(ConfigError, match="f: No such file .*; give a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_text(damaged(lambda c: c.update(version=2)))
-    with pytest.raises(ConfigError, match="has version 2 of the format, this program reads 1"):
+    with pytest.raises(ConfigError, match="has version 2 of the format, but this program reads 1"):
         ScheduleRecord.load(path)
     path.write_text("")
-    with pytest.raises(ConfigError, match="f: no JSON .*; name a file that --record-schedule"):
+    with pytest.raises(ConfigError, match="f is not valid JSON .*; give a file that --record"):
         ScheduleRecord.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no valid UTF-8; name a file"):
+    with pytest.raises(ConfigError, match="is not valid UTF-8; give a file"):
         ScheduleRecord.load(path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(TraceError, match="cannot write"):
@@ -190,7 +190,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
     small(tmp_path / "f")
     other = RecordShape(ranks=2, chunks=2, placement="loop", weight_pieces=0)
     options: dict[str, Any] = {"order_index": 0, "is_writer": True}
-    with pytest.raises(ConfigError, match="chunks 1 there, 2 here"):
+    with pytest.raises(ConfigError, match="chunks 1 in the recording, 2 here"):
         Recording(tmp_path / "f", other, after_step=1, **options)
     # A fresh start writes its own file.
     Recording(tmp_path / "f", other, after_step=0, **options)
@@ -199,7 +199,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        # The later start went on after step 2 and took step 4.
+        # The later start resumed after step 2 and took step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]
         assert seen["codes"] == [static, static, [static[0], static[0]]]

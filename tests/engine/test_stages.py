@@ -1,4 +1,4 @@
-"""What a rank's chunks keep between forward and backward, and when their gradients are reduced."""
+"""Tests what chunks keep between forward and backward, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Product(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 3, bias=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        # The product is of two views of one storage, which counts once.
+        # The factors are two views of one storage, which counts once.
         rows = self.linear(values)
         return rows.view(-1) * rows.t().t().reshape(-1)
 
@@ -79,7 +79,7 @@ def test_meter_forgets_a_forward_that_failed() -> None:
 
 
 class Diary:
-    """Two chunks whose gradient synchronization writes down what happens to it."""
+    """Makes two chunks whose gradient synchronization records its calls."""
 
     def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
         self.events: list[str] = []
@@ -155,7 +155,7 @@ def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str)
     diary.sync.release()
     seen = [event for event in diary.events if not event.startswith(("hold", "let go"))]
     assert ", ".join(seen) == reductions
-    # Actions that are held back run after the reduction, not before.
+    # Held actions run after the reduction, not before.
     for number in range(3):
         index = diary.events.index(f"let go {number}")
         assert diary.events[index + 1] == f"reduce {number}"
@@ -204,7 +204,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 class TestSplit:
-    """Stages of two chunks whose backwards are split."""
+    """Tests stages of two chunks whose backwards are split."""
 
     def test_activations_and_what_is_retained(self) -> None:
         core = core_config(add_bias_linear=False)
@@ -265,7 +265,7 @@ class TestSplit:
 
     def test_whole_backwards_leave_nothing_for_later(self) -> None:
         stages = make_stages(build(core_config(), chunks=2), 1)
-        text = "chunk 0, microbatch 0 were asked for in a step whose backwards are whole"
+        text = "chunk 0, microbatch 0 were requested in a step whose backwards are whole"
         with pytest.raises(ScheduleError, match=text):
             stages.weights(0, 0, 0, 1)
         stages.finish()

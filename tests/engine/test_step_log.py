@@ -1,4 +1,4 @@
-"""What a traced step notes down, call by call."""
+"""Tests what a traced step records, call by call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_of(rank: int, **options: Any) -> RankState:
 
 
 class TimedLog(StepLog):
-    """A log whose clock is set by hand."""
+    """Is a log whose clock is set by the test."""
 
     def at(self, now_ns: int) -> TimedLog:
         self.now = now_ns
@@ -40,7 +40,7 @@ def new_log() -> TimedLog:
 
 
 def rows_of(log: StepLog) -> list[dict[str, Any]]:
-    """Rows with words for numbers."""
+    """Returns rows with names in place of numbers."""
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
     for row in rows:
         row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]
@@ -48,7 +48,7 @@ def rows_of(log: StepLog) -> list[dict[str, Any]]:
 
 
 def wait_of(log: StepLog) -> tuple[int, int, str, int]:
-    """Start, end, cause and peer of the only wait."""
+    """Returns start, end, cause and peer of the only wait."""
     (wait,) = [row for row in rows_of(log) if row["kind"] == "wait"]
     return wait["start_ns"], wait["duration_ns"], wait["reason"], wait["peer"]
 

@@ -1,4 +1,4 @@
-"""Signals and the time limit stop all ranks at the same iteration."""
+"""Tests that signals and the time limit stop all ranks at the same iteration."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Ranks open their requests at different times; a limit of 0 here stands for the earliest."""
+    """Checks clocks that differ; a limit of 0 here stands for the earliest clock."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 
@@ -89,7 +89,7 @@ def test_clock_that_is_first_stops_all(start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # Asking waits for no rank that is one boundary behind.
+        # Asking does not wait for a rank that is one boundary behind.
         ("late", [False, False, False, False, None]),
         # A request before the last boundary is reported at the end.
         ("last", [False, None, True, True, "signal SIGTERM"]),
@@ -103,5 +103,5 @@ def test_answers_of_both_ranks(start: Start, program: str, expected: list[Any]) 
 def test_a_rank_that_ends_is_an_error_of_the_others(start: Start) -> None:
     kind, text = start("lost", "30,30", 2)[0]
     assert kind == "PeerLostError"
-    assert text.startswith("a rank went away while all agreed whether to stop: ")
+    assert text.startswith("a rank was lost while the ranks agreed whether to stop: ")
     assert "\n" not in text

@@ -1,4 +1,4 @@
-"""Spans around the pipeline's actions, and of work that another loop orders."""
+"""Tests spans around the pipeline's actions, and spans of work that another loop orders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Chunks = list[torch.nn.Module]
 
 
 class Device(CpuClock):
-    """A device whose work is done when it is said so."""
+    """Simulates a device whose work finishes when the test says so."""
 
     def __init__(self) -> None:
         self.passed_ns = 0
@@ -106,14 +106,14 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """As a user writes it."""
+    """Is a forward step as a user writes it."""
     return model(next(data_iterator)), partial(torch.sum)
 
 
 def loop(
     *, forward_step_func: Any, data_iterator: Any, model: Chunks, forward_only: bool = False
 ) -> list[Any]:
-    """A loop of another hand: all forwards of a chunk, their backwards the other way round."""
+    """Is another loop: all forwards of a chunk, then their backwards in reverse order."""
     losses = []
     for chunk in model:
         outputs = []
@@ -128,7 +128,7 @@ def loop(
 
 
 def step(function: Any, chunks: Chunks, **more: Any) -> list[float]:
-    """A step from the same state each time; returns its losses and gradients."""
+    """Runs a step from the same state each time; returns its losses and gradients."""
     data = iter(torch.arange(24.0).reshape(6, 1, 4))
     for chunk in chunks:
         chunk.zero_grad()

@@ -1,4 +1,4 @@
-"""Weight gradients that wait: their order, their pieces, what they hold and where they go."""
+"""Tests deferred weight gradients: their order, pieces, memory and destination."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
 def test_the_size_of_the_first_microbatch_is_known() -> None:
     store, layers = WeightGradientStore(), [weight() for _ in range(4)]
     assert store.microbatch_bytes == 0
-    # Each layer holds its input and a gradient; the first input is a tensor like the others.
+    # Each layer holds its input and a gradient, and the first input counts too.
     for number in range(2):
         collect(store, number, layers[: 4 - number])
         assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
@@ -107,7 +107,7 @@ def test_a_tensor_of_two_layers_counts_once() -> None:
 
 
 class Watched(LinearCall):
-    """A call whose end can be seen."""
+    """Is a call whose end can be observed."""
 
     __slots__ = ("__weakref__",)
 
@@ -149,7 +149,7 @@ def test_clear_forgets_and_starts_anew() -> None:
     [
         ((1, 0, 2), "microbatch 1, piece 0 of 2 .* microbatch 0, piece 1 of 2 is due"),
         ((0, 0, 2), "microbatch 0, piece 0 of 2 .* microbatch 0, piece 1 of 2 is due"),
-        ((0, 1, 3), "piece 1 of 3 .* piece 1 of 2 is due: ask for .* ascending order"),
+        ((0, 1, 3), "piece 1 of 3 .* piece 1 of 2 is due; request .* ascending order"),
         ((0, 2, 2), "piece 2 of 2 .* ascending order"),
         ((0, -1, 2), "piece -1 of 2 .* ascending order"),
     ],
@@ -166,7 +166,7 @@ def test_another_piece_is_refused(asked: tuple[int, int, int], text: str) -> Non
 
 def test_backwards_ascend_and_come_before_their_weights() -> None:
     store = WeightGradientStore()
-    with pytest.raises(ScheduleError, match="nothing is due: ask for each once, after its"):
+    with pytest.raises(ScheduleError, match="nothing is due; request each once, after its"):
         store.run(0, 0, 1)
     with (
         store.collect(0),
@@ -228,7 +228,7 @@ def test_an_embedding_keeps_its_place_in_the_graph(by_index: bool) -> None:
     table = torch.nn.Parameter(torch.randn(5, WIDTH))
     output = defer(EmbeddingCall(table, by_index=by_index), tokens, store)
     assert torch.equal(output, table[tokens])
-    assert output.requires_grad  # though its input does not
+    assert output.requires_grad  # although its input does not require gradients
     with store.collect(0):
         output.sum().backward()
     assert table.grad is None

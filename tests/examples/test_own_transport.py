@@ -111,9 +111,9 @@ def test_a_transport_that_cannot_be_opened(tmp_path: Path, name: str, message: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("json:dumps", "make it a subclass of TransportKind"),
+        ("json:dumps", "must be a subclass of TransportKind"),
         ("json:nothing", "has no 'nothing'"),
-        ("pigeon", "'pigeon' is not one of auto, shm, rdma, tcp, gloo, nccl"),
+        ("pigeon", "'pigeon' is neither one of auto, shm, rdma, tcp, gloo, nccl"),
     ],
 )
 def test_a_name_that_leads_nowhere(name: str, message: str) -> None:

@@ -2,9 +2,8 @@
 
 On a small machine importing torch takes longer than the programs themselves. The argument is a JSON
 list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print first,
-variables, and a script and its arguments, or ``-m``, a module and its arguments, or ``-c``, lines
-of code and their arguments. Ends with the
-status of the first program that fails.
+environment variables, and a command: a script and its arguments, ``-m``, a module and its
+arguments, or ``-c``, code and its arguments. Exits with the status of the first program that fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.multiprocess.forked_rank import share_gloo_device, shorten_mock_data 
 
 
 def import_all() -> None:
-    """Imports the modules of all programs, and those that their first step would import."""
+    """Imports the modules of all programs, and the modules that their first step would import."""
     from megatron.adaptive.cluster import rank_forkserver
 
     rank_forkserver._import()

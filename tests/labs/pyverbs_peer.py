@@ -1,4 +1,4 @@
-"""A second implementation of the RDMA channel's protocol, from docs/reference/transport.md alone.
+"""Implements the RDMA channel's protocol a second time, from docs/reference/transport.md alone.
 
 Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, with any program of this
 project as rank 0, and sends back every message that it receives::
@@ -6,8 +6,8 @@ project as rank 0, and sends back every message that it receives::
     python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
         /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
 
-Imports nothing of this package and only the standard library besides pyverbs. One lane; the order
-in which slots are returned is shuffled on purpose.
+Imports nothing of this package and only the standard library besides pyverbs. Uses one lane, and
+returns slots in random order on purpose.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PATIENCE_S = 30.0
 
 
 class ProtocolError(Exception):
-    """The other end did something that the protocol does not allow."""
+    """The other endpoint did something that the protocol does not allow."""
 
 
 class Wire:
-    """The TCP link: hello, then framed records."""
+    """Exchanges a hello and then framed records over the TCP link."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, target: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -93,10 +93,10 @@ class Wire:
 
 
 class Peer:
-    """One end of a channel: both directions, over one lane.
+    """Implements one endpoint of a channel: both directions, over one lane.
 
     Args:
-        wire: Link to the other end.
+        wire: Link to the other endpoint.
         job: Number of the job.
         slots: Number of slots of each direction.
         slot_bytes: Largest payload of a slot.
@@ -120,9 +120,9 @@ class Peer:
         self._credit = MR(self._domain, PAGE_BYTES, both)
         self._source = MR(self._domain, PAGE_BYTES, e.IBV_ACCESS_LOCAL_WRITE)
         self._credit.write(bytes(8), 8)
-        # pyverbs has no requests without memory.
+        # pyverbs does not support requests without memory.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # The queue has sends and receives of both directions; queue pairs distinguish them.
+        # The queue receives completions of both directions, which the queue pair identifies.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
         init = QPInitAttr(
@@ -278,7 +278,7 @@ class Peer:
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # The word must not change while the previous write is under way.
+        # The word must not change while the previous write is in progress.
         offset = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
@@ -331,7 +331,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> int:
-    """Sends all data back until the other end closes; returns the number of messages."""
+    """Sends all data back until the other endpoint closes; returns the number of messages."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:

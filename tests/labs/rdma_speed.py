@@ -1,6 +1,6 @@
 """Compares RDMA with perftest between two small virtual machines; see ``rdma_lab``.
 
-Part ``kills`` kills ranks that are connected by RDMA within one of them.
+Part ``kills`` kills ranks that are connected by RDMA within one machine.
 
 python -m tests.labs.rdma_speed [--quick] [--part PART ...] [--json FILE]
 """
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, on which perftest and the RDMA transport take turns.
+    """Boots two nodes, on which measurements of perftest and of the RDMA transport alternate.
 
     Raises:
         RuntimeError: The nodes failed.
@@ -75,7 +75,7 @@ def build_channel() -> Path | None:
 
 
 def rows_of(samples: dict[str, list[float]]) -> list[Row]:
-    """Returns the rows of one boot: bandwidth by size, and half a round trip.
+    """Returns the rows of one boot: bandwidth by size, and half of the round trip time.
 
     Args:
         samples: Seconds per message, by name of the series.
@@ -110,7 +110,7 @@ def kills(count: int) -> Result:
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(title, reason, goal=0)])
-    # The trials need a folder of their own, because files of the host come and go.
+    # The trials need a separate folder, because files of the host change meanwhile.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\

@@ -1,4 +1,4 @@
-"""Measures on one node of the RDMA lab: perftest and the RDMA transport take turns.
+"""Measures perftest and the RDMA transport alternately on one node of the RDMA lab.
 
 ``rdma_speed.py`` starts this on both nodes. Node 1 sends and node 0 receives, as for
 ``ib_write_bw``; node 1 writes the samples to ``LAB_SHARE``.
@@ -36,14 +36,14 @@ _PORT = 23000
 
 
 def options_for(nbytes: int, rank: int) -> dict[str, Any]:
-    """Returns address and slots of a channel of which each slot holds a whole message."""
+    """Returns the address and slots of a channel whose slots each hold a whole message."""
     address = os.environ["LAB_ADDRS"].split(",")[rank]
     slots = max(4, min(32, _CHANNEL_BYTES // nbytes))
     return {"address": address, "slot_bytes": max(4096, nbytes), "slots": slots}
 
 
 class Link(TransportLink):
-    """A channel of the RDMA transport between the two nodes.
+    """Connects the two nodes by a channel of the RDMA transport.
 
     Args:
         rank: Number of this node.
@@ -55,7 +55,7 @@ class Link(TransportLink):
 
 
 def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
-    """Returns median and mean seconds of the channel alone, by ``csrc/tests/rdma_measure.cc``."""
+    """Returns median and mean seconds of the channel alone, from ``csrc/tests/rdma_measure.cc``."""
     options = options_for(SIZES[0], rank)
     addresses = os.environ["LAB_ADDRS"].split(",")
     done = subprocess.run(
@@ -81,7 +81,7 @@ def from_cpp(program: Path, port: int, rank: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measures in turns; samples are in seconds per message."""
+    """Measures both alternately; samples are in seconds per message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, required=True)
     arguments = parser.parse_args()

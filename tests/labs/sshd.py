@@ -1,4 +1,4 @@
-"""Keys and settings of an sshd, and an ssh that reaches it."""
+"""Prepares keys and settings of an sshd, and an ssh that reaches it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def why_not() -> str | None:
 
 
 def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
-    """Writes keys, settings and a program ``ssh``.
+    """Writes keys, settings and a wrapper of ``ssh``.
 
     Args:
         folder: Folder for these files and for ``sshd.pid``.

@@ -1,4 +1,4 @@
-"""The lab keeps what tests rely on: nodes reach each other by RDMA, statuses are honest."""
+"""Tests that nodes of the lab reach each other by RDMA and that exit statuses are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
-        with capture.global_and_fixture_disabled():  # compiling takes minutes, so it is announced
+        with capture.global_and_fixture_disabled():  # shows that compiling takes minutes
             rdma_lab.prepare()
     except rdma_lab.LabError as error:  # no network, most likely
         pytest.skip(str(error))
@@ -44,7 +44,7 @@ def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
 
 
 def test_nodes_have_devices_and_reach_each_other(tmp_path: Path) -> None:
-    """Three, so that two of them talk through the third."""
+    """Checks three nodes, so that two of them communicate through the third."""
     script = """
         ibv_devinfo -v -d $LAB_RDMA_DEV
         echo mine $(cat /sys/class/infiniband/rxe0/ports/1/gids/$LAB_RDMA_GID)
@@ -105,7 +105,7 @@ def test_node_that_loses_power() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """The processes of a node and of what ran in it, even a program that would go on."""
+    """Checks that all processes of a node exit, even a program that would keep running."""
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
@@ -114,25 +114,25 @@ def test_nothing_is_left_behind() -> None:
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
-    assert groups  # other nodes of this machine may come and go meanwhile, this one had its own
+    assert groups  # other nodes on this machine may start and exit meanwhile
     assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
-    """Processes whose program is the kernel of a node: they are all its programs too."""
+    """Returns the processes that run a node's kernel, which include all its programs."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):
         try:
             if str(link.readlink()).startswith(kernel):
                 pids.add(int(link.parent.name))
-        except OSError:  # it ended, or belongs to somebody else
+        except OSError:  # it exited, or belongs to another user
             continue
     return pids
 
 
 def _group(pid: int) -> int:
-    """The group of a process; -1 where it has ended."""
+    """Returns the group of a process; -1 if the process has exited."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""submit, run, cancel, requeue, preempt, crash, cut and account on a real Slurm of four nodes."""
+"""Tests submission, cancellation, requeueing, preemption and failures on a Slurm of four nodes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXAMPLE = {
 }
 LONG = ["--set", "TRAIN_ITERS=100000", "--set", "CHECKPOINT_DIR=saved"]
 LITTLE = 4_000_000 << 10
-"""Bytes of address space of each process of a job, which Slurm takes over from the submitter."""
+"""Address space in bytes of each process of a job, which Slurm inherits from the submitter."""
 NAMED_S = 30.0
 ITERATION = re.compile(r"iteration +(\d+)/")
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -60,7 +60,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Two fast nodes with two GPUs by name, two slow ones with one; for all users."""
+    """Starts two fast nodes with two nominal GPUs, and two slow nodes with one; for all users."""
     if reason := slurm_lab.why_not(accounting=True):
         pytest.skip(reason)
     kinds = [Kind("a10", 2, 2), Kind("v100", 2, 1)]
@@ -117,13 +117,13 @@ def said(conf: Path, job: int) -> str:
 
 
 def finish(lab: Lab, conf: Path, job: int) -> str:
-    """Waits until a job has left the queue; returns all that it wrote."""
+    """Waits until a job has left the queue; returns all its output."""
     wait_for(lambda: not lab.output("squeue", "-h", "-j", str(job)), lambda: said(conf, job))
     return said(conf, job)
 
 
 def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
-    """Waits until the writing node has done an iteration since its start of this number."""
+    """Waits until the reporting node has completed an iteration since its start of this number."""
 
     def trains() -> bool:
         parts = [part.split(" starts\n")[1:] for part in said(conf, job).split("--- ")]
@@ -133,7 +133,7 @@ def wait_until_it_trains(conf: Path, job: int, start: int = 1) -> None:
 
 
 def iterations(text: str) -> list[list[int]]:
-    """Returns the iterations of each start of the writing node."""
+    """Returns the iterations after each start of the reporting node."""
     starts = [ITERATION.findall(part) for part in text.split(" starts\n")]
     return [[int(number) for number in numbers] for numbers in starts if numbers]
 
@@ -155,7 +155,7 @@ def wait_until_named(lab: Lab, conf: Path, job: int, node: str) -> None:
         errors = [line for listed in status["nodes"] for line in listed["errors"]]
         return node in status["lost"] or any(f"node {node}" in line for line in errors)
 
-    # Each look is a program of its own, on the processors that the job trains on.
+    # Each query starts a program on the processors that the job trains on.
     wait_for(is_named, lambda: said(conf, job), every_s=2.0)
     assert time.monotonic() - begin_s < NAMED_S
 
@@ -218,7 +218,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     )
     job = submit(lab, conf, *LONG)
     wait_until_it_trains(conf, job)
-    # Ranks follow the order of NODES: the last rank, which writes, is on the fast node.
+    # Ranks follow the order of NODES: the last rank, which reports, is on the fast node.
     folder = conf.parent / "logs" / str(job)
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
@@ -237,7 +237,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
 
 
 def run_example(lab: Lab, folder: Path, example: str, *options: str) -> str:
-    """Submits an example as its head describes, waits for its end, and returns its output."""
+    """Submits an example as its header describes, waits for it, and returns its output."""
     variables = [
         f"{name}={value}" for name, value in {**EXAMPLE, **forkserver().nodes()[1]}.items()
     ]
@@ -381,7 +381,7 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return f"{queue}\n" + "".join(texts)
 
     def wait_for_nodes(count: int) -> dict[str, Any]:
-        """Waits until steps are done in a shape on this number of nodes."""
+        """Waits until steps are completed in a layout on this number of nodes."""
 
         def trains() -> bool:
             state = folder.state()
@@ -394,11 +394,11 @@ def test_an_array_of_agents_shrinks_and_grows_again(lab: Lab, tmp_path: Path) ->
         return dict(folder.state()["epochs"][-1])
 
     wait_for_nodes(2)
-    # The signal that comes before a time limit: the node leaves in good order and comes back.
+    # Slurm sends this signal before a time limit: the node leaves normally and comes back.
     lab.output("scancel", "--batch", "--signal=USR1", f"{job}_1")
     assert wait_for_nodes(1)["lost_steps"] == 0
     wait_for_nodes(2)
-    # Without notice, the manager's node: Slurm starts an agent on it again once it is up.
+    # Fail the manager's node without notice; Slurm restarts an agent on it once it is up.
     lab.poweroff("n3")
     try:
         wait_for_nodes(1)
@@ -425,7 +425,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
     lab.output("scancel", job)
-    # A folder of the id that comes next: of another cluster, or from before a new start of this.
+    # A folder with the next id, from another cluster or from before a restart of this one.
     folder = conf.parent / "logs" / str(int(job) + 1)
     folder.mkdir(parents=True)
     assert submit(lab, conf) == int(job) + 1
@@ -437,7 +437,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
 def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
     where = ["--set", "SLURM_PARTITION=v100"]
     name = submit(lab, conf, *where, "--set", "MASTER_ADDR=nowhere")
-    assert "error: MASTER_ADDR=nowhere: the name does not resolve on n" in finish(lab, conf, name)
+    assert "error: MASTER_ADDR=nowhere does not resolve on n" in finish(lab, conf, name)
     hosts = conf.parent / "hosts"
     hosts.write_text((lab.folder / "hosts").read_text().replace("10.66.0.13 n3", "127.0.1.1 n3"))
     assert lab.run(["mount", "--bind", str(hosts), "/etc/hosts"], on="n4").returncode == 0
@@ -447,7 +447,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         assert "error: MASTER_ADDR=n3: on n4 it is 127.0.1.1, which reaches nobody else" in text
     finally:
         lab.run(["umount", "/etc/hosts"], on="n4")
-    # The first node's answers from the port where all meet are dropped.
+    # Packets from the first node's rendezvous port are dropped.
     rule = "rule {} ipproto tcp sport 25999 blackhole"
     assert lab.run(["ip", *rule.format("add").split()], on="n3").returncode == 0
     try:

@@ -1,4 +1,4 @@
-"""A job whose manager reaches another machine by ssh: a real sshd on a node of the Slurm lab."""
+"""Tests a job whose manager reaches another machine by ssh, with a real sshd in the Slurm lab."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
-    """A folder of programs whose ssh reaches n2; an sshd runs there until the end."""
+    """Returns a folder of programs whose ssh reaches n2, where an sshd runs during the test."""
     client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
     programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
@@ -63,7 +63,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
     ]
 
     def nodes() -> list[str]:
-        """Of the shape in which steps are done; none before the first."""
+        """Returns the nodes of the layout in which steps are completed; empty before the first."""
         state = job.state()
         last = (state.get("epochs") or [{"nodes": [], "resumed_iteration": 0}])[-1]
         is_training = state.get("iteration", 0) > last["resumed_iteration"] + 1
@@ -75,7 +75,7 @@ def test_a_machine_is_reached_by_ssh_leaves_and_comes_back(
         wait_for(lambda: nodes() == ["n1", "n2"], log.read_text)
         assert "machine n9 is left out: ssh: Could not resolve hostname n9" in log.read_text()
         here = [process for process in lab.processes("n2") if "python" in process.name()]
-        # The watcher for hangs gets nothing of the environment.
+        # The hang detector does not inherit the environment.
         far = [
             process.environ() for process in here if "hang_watch.py" not in str(process.cmdline())
         ]

@@ -1,4 +1,4 @@
-"""The transports between small machines with software RDMA, which is real verbs to them."""
+"""Tests the transports between small machines with software RDMA, through real verbs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 @pytest.fixture(scope="module")
 def programs() -> CppTests:
-    """The C++ tests, for real verbs."""
+    """Returns the C++ tests for real verbs."""
     return build_with_verbs("cpp-tests-verbs")
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """The C++ tests, for real verbs; skips where they cannot be built."""
+    """Returns the C++ tests for real verbs; skips the test if they cannot be built."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
@@ -95,26 +95,27 @@ SANITIZED_TESTS = (
     ("channel_test", "returns (rdma)", "1"),
     ("channel_test", "reserve (rdma)", "1"),
 )
-"""A program, its arguments, and the nodes that run it: one of each kind, because they are slow."""
+"""Program, its arguments, and the nodes that run it; one program per kind, as nodes are slow."""
 
 
 @pytest.mark.sanitizer
 def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
-    """Address and undefined behaviour, and data races, over real verbs; the nodes boot once."""
+    """Runs the address, undefined behaviour and thread sanitizers over real verbs, in one boot."""
     if reason := rdma_lab.qemu.why_not():
         pytest.skip(reason)
     lines, expected, port = [], {"0": 0, "1": 0}, 21000
     for name, flags in SANITIZERS.items():
         programs = build_with_verbs(f"cpp-tests-verbs-{name}", flags)
         for program, only, nodes in SANITIZED_TESTS:
-            # Each with ports of its own: those of the one before are not free at once.
+            # Each program uses other ports, because the ports of the previous one are not free at
+            # once.
             port += 100
             command = shlex.join([str(programs.build(program)), only])
             lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {command};; esac")
             for node in nodes:
                 expected[node] += 1
     runs = "\n".join(lines)
-    # The thread sanitizer knows no more random bits of addresses than these.
+    # The thread sanitizer supports at most this many random address bits.
     script = f"""
         echo 28 >/proc/sys/vm/mmap_rnd_bits
         export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1 TEST_PATIENCE_S=240
@@ -128,7 +129,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
-    """Faults: killed peers, 2% of packets lost, a cut link, a bad key, missing receives, lies."""
+    """Checks killed peers, lost packets, a cut link, a bad key, missing receives, wrong data."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:
@@ -147,7 +148,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Both directions: it sends back what comes, in the same types and shapes."""
+    """Checks both directions: the peer sends all data back, in the same types and shapes."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

@@ -72,30 +72,30 @@ def settings_that_differ_are_named(folder: Path) -> None:
     on_first = None if is_second else str(traces)
     for repartition in ("off", "auto"):
         refused(
-            "no trace_dir on rank 1, but a trace_dir on rank 0: ",
+            "no trace_dir on rank 1, but a trace_dir on rank 0; ",
             trace_dir=lambda: on_first,
             repartition=lambda repartition=repartition: repartition,
         )
     refused(
-        "trace_detail='layers' on rank 1, but trace_detail='actions' on rank 0: ",
+        "trace_detail='layers' on rank 1, but trace_detail='actions' on rank 0; ",
         trace_dir=lambda: str(traces / str(dist.get_rank())),
         trace_detail=lambda: "layers" if is_second else "actions",
     )
     assert not traces.exists()
     refused(
-        "pipeline_size=1 on rank 1, but pipeline_size=2 on rank 0: ",
+        "pipeline_size=1 on rank 1, but pipeline_size=2 on rank 0; ",
         pipeline_size=lambda: 1 if is_second else 2,
     )
     refused(
-        "batch_size=8 on rank 1, but batch_size=4 on rank 0: ",
+        "batch_size=8 on rank 1, but batch_size=4 on rank 0; ",
         batch_size=lambda: 8 if is_second else 4,
     )
     refused(
-        "micro_batch_size=None on rank 1, but micro_batch_size=2 on rank 0: ",
+        "micro_batch_size=None on rank 1, but micro_batch_size=2 on rank 0; ",
         micro_batch_size=lambda: None if is_second else 2,
     )
     refused(
-        "transport='gloo' on rank 1, but transport='auto' on rank 0: ",
+        "transport='gloo' on rank 1, but transport='auto' on rank 0; ",
         transport=lambda: TransportConfig(transport="gloo") if is_second else None,
     )
 

@@ -23,6 +23,6 @@ def test_ranks_end_after_their_launcher_was_killed(tmp_path: Path) -> None:
         job.root.kill()
         job.root.wait(LIMIT_S)
         assert job.left() == []
-        assert f"its launcher (pid {job.root.pid}) has ended" in job.log.read_text()
+        assert f"its launcher (pid {job.root.pid}) has exited" in job.log.read_text()
     finally:
         job.close()

@@ -63,7 +63,7 @@ def test_segments_move_and_go_back_and_numbers_stay(
         ("settings_that_differ_are_named", ""),
         (
             "a_failed_save_does_not_end_a_run_whose_segments_move",
-            "training waits until that of iteration 4 is written in its place",
+            "training waits until the checkpoint of iteration 4 is written instead",
         ),
         (
             "a_slow_search_ends_before_other_ranks_stop_to_wait",

@@ -202,7 +202,7 @@ def test_models_and_templates_without_images_refuse_them(tmp_path: Path) -> None
 def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a, b"}\n\n{"text": "\xff"}\n')
-    with pytest.raises(ConfigError, match=r"jsonl:3: byte 10 is no valid UTF-8"):
+    with pytest.raises(ConfigError, match=r"jsonl:3: byte 10 is not valid UTF-8"):
         SampleReader(processor=make_tokenizer()).read(path)
 
 

@@ -347,7 +347,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # In turns, one replica would train both costly microbatches of the second step.
+    # Dealt in turns, one replica would train both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
@@ -700,7 +700,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         require_refused(lambda: load(folder, step=8), "no checkpoint of step 8", "3, 5")
         require_refused(lambda: load(folder / "none"), "none", "no complete checkpoint")
         require_refused(lambda: save(folder, extra={"a": torch.ones(1)}), "extra", "JSON")
-        require_refused(lambda: save(folder, keep=0), "keep 0")
+        require_refused(lambda: save(folder, keep=0), "keep must be", "got 0")
         inside = folder / "step_00000003" / ".metadata"
         require_refused(lambda: save(inside), ".metadata", "name another folder")
         pipeline.set_optimizer(sgd)
@@ -710,7 +710,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         (whole,) = newest.glob("__0_*.distcp")
         size = whole.stat().st_size
         for content, phrases in (
-            (b"", ["step_00000005", "has 0 bytes and was written with"]),
+            (b"", ["step_00000005", "has 0 bytes, but was written with"]),
             (b"x" * size, ["step_00000005", "__0_0.distcp is damaged (block 0", "rank 0"]),
         ):
             dist.barrier()

@@ -15,6 +15,7 @@ from megatron.adaptive.planner.model_description import LayerKind, Model
 from megatron.adaptive.planner.profile import Profile
 from megatron.adaptive.planner.profile_file import make_profile
 from megatron.adaptive.trace.read import read_run
+from tests.support.sliced_run import SlicedRun
 from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 
@@ -114,7 +115,7 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
     sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
-    with pytest.raises(ConfigError, match="times of 2 slices .*: trace a run with --sequence-sl"):
+    with pytest.raises(ConfigError, match="times of slices .*: trace a run without --seq"):
         calibrate(_model(12), [sliced])
 
 
@@ -122,3 +123,16 @@ def test_rank_correlation_shares_equal_ranks() -> None:
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(0.8660254)
     assert rank_correlation([1, 1], [1, 2]) == 0
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_traces_of_slices_are_refused(tokens: int, tmp_path: Path) -> None:
+    # Slices of 64 tokens cut no document, so that the trace has times of whole sequences.
+    SlicedRun(documents=(30, 8, 7), tokens=tokens).write(tmp_path)
+    trace = read_run(tmp_path)
+    assert trace.is_sliced == (tokens == 8)
+    hosts = {rank.header.host: _node("n", "A") for rank in trace.ranks.values()}
+    run = TracedRun(trace=trace, micro_batch=1, hosts=hosts)
+    with pytest.raises(ConfigError) as caught:
+        calibrate(_model(3), [run])
+    assert ("--slice-tokens" in str(caught.value)) == (tokens == 8)

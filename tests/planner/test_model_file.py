@@ -158,7 +158,7 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
             "--slice-tokens 2048: the planner knows no lengths of doc",
         ),
         ("--num-layers '4", "No closing quotation"),
-        ("nowhere.yaml", "No such file or directory; name a model file"),
+        ("nowhere.yaml", "No such file or directory; give a model file"),
     ],
 )
 def test_a_bad_model_is_named(text: str, message: str) -> None:
@@ -183,12 +183,12 @@ def test_the_forms_of_a_model_file_mean_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("format: 1\n", "has none of preset, arguments, shape, layers"),
-        ("format: 1\npreset: gpt2\nlayers: []\n", "layers has 0 entries"),
+        ("format: 1\n", "must have one of preset, arguments, shape, layers"),
+        ("format: 1\npreset: gpt2\nlayers: []\n", "layers must have at least one entry, got 0"),
         ("format: 1\npreset: gpt2\npreset: gpt3\n", "line 3: 'preset' is given twice"),
         ("format: 1\nshape: {layers: 2}\n", "shape.hidden is missing"),
-        ("format: 1\nlayers: [{kind: a, parameters: -1}]\n", "parameters is -1"),
-        ("format: [1\n", "no YAML"),
+        ("format: 1\nlayers: [{kind: a, parameters: -1}]\n", "parameters must be .* got -1"),
+        ("format: [1\n", "not valid YAML"),
     ],
 )
 def test_a_bad_model_file_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ def python_path(request: pytest.FixtureRequest) -> Iterator[str]:
     core = UNPACKED / f"megatron-core=={request.param}"
     others = [*UNPACKED.glob("triton==*")]
     if not core.exists() or not others:
-        pytest.skip(f"megatron-core {request.param} is not there: bash prerequisite.sh --versions")
+        pytest.skip(
+            f"megatron-core {request.param} is missing; run bash prerequisite.sh --versions"
+        )
     path = ":".join(map(str, [core, ROOT, *others]))
     yield path
     forkserver(path).close()

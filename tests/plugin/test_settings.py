@@ -37,12 +37,32 @@ def test_every_choice_is_possible(name: str) -> None:
     assert settings.splits is decided[spec.splits_backward]
 
 
+def test_kernels_are_recorded_where_settings_or_megatron_lms_flags_say() -> None:
+    flags = argparse.Namespace(profile_ranks=[3], profile_step_start=5, profile_step_end=7)
+    assert not Settings().kernel_iterations(0, flags)
+    kernels = Settings(trace_detail="kernels")
+    assert kernels.kernel_iterations(0, None) == range(10, 12)
+    assert (kernels.kernel_iterations(0, flags), kernels.kernel_iterations(3, flags)) == (
+        range(0),
+        range(5, 7),
+    )
+    narrowed = Settings(trace_detail="kernels", profile_ranks=[1], profile_step_end=9)
+    assert narrowed.kernel_iterations(1, flags) == range(5, 9)
+    with pytest.raises(ConfigError, match="use the same profiler"):
+        narrowed.kernel_iterations(1, argparse.Namespace(profile=True, use_pytorch_profiler=True))
+    for wrong in ({"profile_ranks": [-1]}, {"profile_step_start": "a"}, {"profile_step_end": -2}):
+        with pytest.raises(ConfigError, match="is not a whole number from 0"):
+            Settings(trace_detail="kernels", **wrong)
+    with pytest.raises(ConfigError, match="choose no iteration"):
+        Settings(profile_step_start=4, profile_step_end=4)
+
+
 @pytest.mark.parametrize(
     ("values", "line"),
     [
         (
             {"schedule": "zb-v", "placement": "loop"},
-            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other: .*",
+            "--pipeline-schedule zb-v and --pipeline-placement loop exclude each other .*",
         ),
         (
             {"schedule": "1f1b", "placement": "v"},
@@ -53,9 +73,9 @@ def test_every_choice_is_possible(name: str) -> None:
         ({"schedule": "file"}, "--pipeline-schedule file needs --schedule-file; .*"),
         (
             {"schedule": "megatron", "keyed_dropout": True},
-            "--keyed-dropout True and --pipeline-schedule megatron exclude each other: .*",
+            "--keyed-dropout True and --pipeline-schedule megatron exclude each other .*",
         ),
-        ({"schedule": "nimble"}, "schedule: 'nimble' is not one of .*"),
+        ({"schedule": "nimble"}, "schedule: 'nimble' is neither one of .*"),
         (
             {"schedule": "1f1b", "activation_cap": 4},
             "--activation-cap 4 with --pipeline-schedule 1f1b needs --pipeline-schedule adaptive.*",
@@ -67,9 +87,9 @@ def test_every_choice_is_possible(name: str) -> None:
         ),
         (
             {"schedule": "zb-h1", "split_backward": False},
-            "--split-backward False and --pipeline-schedule zb-h1 exclude each other: .*",
+            "--split-backward False and --pipeline-schedule zb-h1 exclude each other .*",
         ),
-        ({"weight_pieces": 0}, "weight_pieces: 0 is too small, give at least 1"),
+        ({"weight_pieces": 0}, "weight_pieces: 0 is too small; give at least 1"),
         ({"timeout_s": float("inf")}, "timeout_s: inf is not a finite number"),
     ],
 )
@@ -108,7 +128,10 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
+        (
+            ("--pipeline-schedule", "forward-only"),
+            "'forward-only' is neither one of 1f1b, adaptive",
+        ),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )
@@ -173,7 +196,7 @@ def test_ranks_and_steps_to_profile_are_whole_numbers(values: dict[str, Any]) ->
 def test_no_iteration_to_profile_is_an_error_on_all_ranks(rank: int) -> None:
     """With the default end, a later start recorded no kernels, and nothing said so."""
     settings = Settings(trace_detail="kernels", trace_dir="traces", profile_step_start=20)
-    with pytest.raises(ConfigError, match="profile_step_start=20 and profile_step_end=12 choose no"):
+    with pytest.raises(ConfigError, match="start=20 and profile_step_end=12 choose no"):
         settings.kernel_iterations(rank, None)
     arguments = argparse.Namespace(profile_step_end=24, profile_ranks=[1], profile=True)
     expected = range(20, 24) if rank == 1 else range(0)

@@ -23,7 +23,7 @@ def test_the_run_goes_on_and_the_next_save_takes_the_place(tmp_path: Path) -> No
     torchrun(SCRIPT, flags, world_size=2, log=log, limit_s=250)
     text = log.read_text()
     assert "WARNING: the checkpoint of iteration 2 was not written to " in text
-    assert "training waits until that of iteration 3 is written in its place" in text
+    assert "training waits until the checkpoint of iteration 3 is written instead" in text
     assert sorted(CheckpointFolder(checkpoints).steps()) == [1, 3, 4, 5, 6]
     saved = re.findall(r"saved checkpoint from iteration +(\d+) ", text)
     assert [int(step) for step in saved] == [1, 3, 4, 5, 6]

@@ -124,8 +124,8 @@ def test_an_installed_package_offers_a_schedule_by_name(module: Module, tmp_path
     [
         ("no_such_module_here:x", "module 'no_such_module_here' cannot be imported: ModuleNotF"),
         ("json:no_such_name", r"json/__init__\.py has no 'no_such_name'"),
-        ("json:dumps", "is function .*: decorate a function with fixed_order or run_time_rule"),
-        ("2f2b", "'2f2b' is not one of 1f1b, adaptive, .*package.module:name"),
+        ("json:dumps", "is function .*; decorate a function with fixed_order or run_time_rule"),
+        ("2f2b", "'2f2b' is neither one of 1f1b, adaptive, .*package.module:name"),
     ],
 )
 def test_a_name_that_leads_nowhere(name: str, line: str) -> None:

@@ -128,17 +128,17 @@ def test_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "version is 2: it must be 1"),
+        ({"version": 2}, "version must be 1.*got 2"),
         ({"forward_s": None}, "forward_s is missing"),
         ({"forward_s": [0.1]}, "forward_s has 1 values: it needs 2, one per stage"),
-        ({"backward_s": [0.1, -0.2]}, r"backward_s\[1\] is -0.2"),
+        ({"backward_s": [0.1, -0.2]}, r"backward_s\[1\] must be .* got -0.2"),
         ({"backward_s": [0.1, float("nan")]}, "NaN is not a finite number"),
-        ({"backward_s": [0.1, "slow"]}, r"backward_s\[1\] is 'slow'"),
+        ({"backward_s": [0.1, "slow"]}, r"backward_s\[1\] must be .* got 'slow'"),
         ({"weight_s": [0.1, 0.2, 0.3]}, "weight_s has 3 values"),
         ({"latency_s": float("inf")}, "Infinity is not a finite number"),
-        ({"latencies": 1}, "latencies is not a key: the nearest is latency_s"),
+        ({"latencies": 1}, "latencies is not a key; the nearest is latency_s"),
         ({"links": [{"from": 0}]}, r"links\[0\]"),
-        ({"links": 3}, "links is 3: it must be a list"),
+        ({"links": 3}, "links must be a list.*got 3"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -149,10 +149,10 @@ def test_bad_values_are_named(tmp_path: Path, changes: dict[str, Any], message: 
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text("{")
-    with pytest.raises(ScheduleError, match="no JSON|No such file"):
+    with pytest.raises(ScheduleError, match="not valid JSON|No such file"):
         load_profile(path, num_stages=2)
     path.write_text("[]")
-    with pytest.raises(ScheduleError, match="it must be keys with values"):
+    with pytest.raises(ScheduleError, match="must be keys with values"):
         load_profile(path, num_stages=2)
 
 

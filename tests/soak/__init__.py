@@ -1,1 +1,1 @@
-"""Soaks: programs that damage, kill, interrupt and fill up, at random and for a long time."""
+"""Soak tests: programs that cause random faults for a long time, and check the effects."""

@@ -2,13 +2,13 @@
 
     python -m tests.soak.causes [--runs N] [--only NAME ...] [--json FILE]
 
-Two ranks train a small GPT on this machine. Rank 1 is hindered, see ``support/hindered_rank.py``,
-or the link between the ranks is. An answer is right if the diagnosis names the planted cause; wrong
-if it names a cause that was not planted and that its own counters do not prove, or the planted
-cause on another rank; missed otherwise.
-Other programs may use the processors and the memory of this machine, so that a finding whose
-counter shows waits for these is never wrong. If the ranks wait for processors most of the time, a
-cause that is not named is masked, and does not count. Exits with status 1 if a goal is missed.
+Two ranks train a small GPT on this machine. Rank 1 is slowed down, see
+``support/hindered_rank.py``, or the link between the ranks is. An answer is right if the diagnosis
+names the planted cause, wrong if it names a cause that was not planted and that its own counters do
+not prove, or the planted cause on another rank, and missed otherwise. Other programs may use this
+machine's processors and memory, so a finding whose counter shows waits for these is never wrong. If
+the ranks wait for processors most of the time, a cause that is not named counts as masked and is
+ignored. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ RIGHT, WRONG, MISSED, MASKED = "right", "wrong", "missed", "masked"
 FAILED = "failed"
 COUNTED = (RIGHT, WRONG, MISSED)
 STARVED = 0.5
-"""Fraction of a step with waits for a processor, from which other programs mask planted causes."""
+"""Fraction of a step spent waiting for a processor, above which planted causes are masked."""
 Named = tuple[str, str]
-"""Cause of a finding and counter of its reason, empty without a reason."""
+"""Cause of a finding, and counter of its reason; empty without a reason."""
 
 
 @dataclass
 class Plant:
-    """Says how a job is hindered.
+    """Describes how a job is slowed down.
 
     Attributes:
-        variables: Variables of the environment of its ranks.
+        variables: Environment variables of its ranks.
         flags: Further flags of the trainer.
-        network: Name of the network namespace in which the job runs; empty for the ordinary one.
+        network: Network namespace in which the job runs; empty for the default namespace.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class Case:
     """Describes a cause that can be planted.
 
     Attributes:
-        plant: Function that plants it; its plant is ``None`` if this machine cannot.
+        plant: Function that plants the cause; yields ``None`` if this machine cannot plant it.
         right: Findings of a right diagnosis, as cause and counter of the reason.
-        also: Findings that follow from the planted cause.
+        also: Additional findings that follow from the planted cause.
         ranks: Ranks of a right finding; empty if any ranks may be named.
     """
 
@@ -118,7 +118,7 @@ class Answer:
     Attributes:
         name: Name of the planted cause.
         verdict: One of :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED` and
-            :data:`FAILED`, for a job that did not end.
+            :data:`FAILED`, which means that the job did not finish.
         named: Findings of the diagnosis.
         text: The diagnosis as text.
     """
@@ -140,7 +140,7 @@ def _nothing(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
 
 @contextlib.contextmanager
 def _beside_programs(number: int, *, is_pinned: bool) -> Iterator[Plant | None]:
-    """Runs other programs on all processors, or on the one to which the rank is bound."""
+    """Runs other programs on all processors, or on the processor to which the rank is bound."""
     processors = sorted(os.sched_getaffinity(0))
     used = processors[-1:] if is_pinned else processors
     programs = [
@@ -218,7 +218,7 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Makes a network that drops packets, by netem or by a queue that is too short."""
+    """Makes a network that drops packets, by netem or by a short queue."""
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     if made.returncode:
@@ -273,14 +273,14 @@ CASES: dict[str, Case] = {
 """Causes by name."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters of other programs and machines, which are there whatever is planted."""
+"""Counters of other programs and machines, which may rise whatever cause is planted."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
-"""Findings that name no cause."""
+"""Findings that do not name a cause."""
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
-    """Returns the verdict on a diagnosis, and its findings in short."""
+    """Returns the verdict on a diagnosis, and a short form of its findings."""
     named = tuple(
         (finding.cause, counter)
         for finding in findings
@@ -347,7 +347,7 @@ def _train(plant: Plant, folder: Path) -> None:
 
 
 def _launch(command: list[str], variables: Mapping[str, str], network: str, log: Path) -> None:
-    """Runs a job in a network namespace, which has its own launcher."""
+    """Runs a job with its own launcher in a network namespace."""
     launcher = ["ip", "netns", "exec", network, sys.executable, "-m", "megatron.adaptive", "job"]
     launcher += ["launch", "--standalone", "--nproc-per-node", "2"]
     with log.open("wb") as output:
@@ -369,7 +369,7 @@ def _launch(command: list[str], variables: Mapping[str, str], network: str, log:
 
 
 def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
-    """Plants causes in turn.
+    """Plants the causes one after the other.
 
     Args:
         names: Names of the causes.
@@ -418,7 +418,7 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Part ``causes``; the short form plants each cause once."""
+    """Runs the part ``causes``; with ``--quick`` it plants each cause once."""
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
     return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})

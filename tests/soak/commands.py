@@ -1,7 +1,7 @@
-"""Wrong command lines and files: each must end with one line and status 2 within 10 seconds.
+"""Checks that wrong command lines and files give one line and status 2 within 10 seconds.
 
 :data:`CASES` is the table; ``{f}`` in a command line stands for the folder of :func:`write_files`.
-Tests run the lines in their own process, :func:`measure` runs each as a user does.
+Tests run the lines in their own process; :func:`measure` runs each line as a new program.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ simulate --stages 4 --microbatches 8 --slow-rank 4:2 => a rank from 0 to 3
 simulate --stages 4 --microbatches 8 --slow-rank fast => give RANK:FACTOR
 simulate --stages 4 --microbatches 8 --profile {{f}}/none.json => name a profile
 simulate --stages 1 --microbatches 8 --profile {{f}}/deep.json => levels deep
-simulate --stages 1 --microbatches 8 --profile {{f}}/empty.json => no JSON
+simulate --stages 1 --microbatches 8 --profile {{f}}/empty.json => not valid JSON
 simulate --stages 1 --microbatches 8 --profile {{f}}/links.json => links
 simulate --stages 1 --microbatches 8 --profile {{f}} => Is a directory
 {_PLAN} --profile {{f}}/deep.json => levels deep
 {_PLAN} --profile {{f}}/wide.json => 64 bits
 {_PLAN} --profile {{f}}/nan.json => not a finite
 {_PLAN} --profile {{f}}/twice.json => given twice
-{_PLAN} --profile {{f}}/binary.json => no valid UTF-8
+{_PLAN} --profile {{f}}/binary.json => not valid UTF-8
 {_PLAN} --profile {{f}}/unreadable.json => error:
 {_PLAN} --top 1000000000 => --top
 {_PLAN} --tokens nan => --tokens
@@ -91,8 +91,8 @@ plan --model {{f}}/deep.json --global-batch-size 8 --cluster {{f}}/cluster.yaml 
 {_CONF}/future.json => version
 {_CONF}/deep.json => levels deep
 {_CONF}/list.json => plan
-{_CONF}/empty.json => no JSON
-{_CONF}/binary.json => no valid UTF-8
+{_CONF}/empty.json => not valid JSON
+{_CONF}/binary.json => not valid UTF-8
 {_CONF}/types.json => is not a key
 job submit {{f}}/none.sh => no such file
 job submit {{f}}/conf.sh --dry-run --set NNODES=99999999999 => NNODES
@@ -143,7 +143,7 @@ profile --output p --model gpt2 --repeats 0 => '0' is not a whole number from 1 
 profile --output p --merge {{f}}/none.json => No such file
 doctor --master-addr 127.0.0.1 --master-port 99999999 => --master-port
 transport => --check is all there is
-transport --check --transport udp => 'udp' is not one of auto, shm
+transport --check --transport udp => 'udp' is neither one of auto, shm
 transport --check --seconds nan => --seconds
 train single --resume => leave the option out
 train single --pipeline_paralel 2 => the nearest is --pipeline_parallel
@@ -170,7 +170,7 @@ data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-
 {HOSTILE} => unknown subcommand
 """.strip().splitlines()
 )
-"""Command line and a part of the answer."""
+"""Command lines, each with a part of the expected answer."""
 
 
 def write_files(folder: Path) -> None:
@@ -233,17 +233,17 @@ def write_files(folder: Path) -> None:
     (folder / "binary.json").write_bytes(random.Random(1).randbytes(4096))
     if os.geteuid():
         (folder / "unreadable.json").touch(0)
-    else:  # root can read every other file
+    else:  # root can read any other file
         (folder / "unreadable.json").symlink_to("/proc/self/mem")
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Returns what is wrong with the end of a program that got wrong input, empty if nothing is.
+    """Returns what is wrong with a program's answer to wrong input; empty if nothing is.
 
     Args:
         status: Exit status of the program.
-        errors: Text on its standard error.
-        part: Part of the expected line.
+        errors: Standard error of the program.
+        part: Expected part of the line.
     """
     lines = errors.splitlines()
     if status != 2:
@@ -254,10 +254,10 @@ def complaint(status: int, errors: str, part: str) -> str:
 
 
 def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
-    """Runs every line as a program of its own, two at a time.
+    """Runs every line as a separate program, two at a time.
 
     Returns:
-        ``cases``: number of lines; ``wrong``: command line and fault of each wrong end;
+        ``cases``: number of lines; ``wrong``: command line and fault of each wrong answer;
         ``longest_s``: seconds of the slowest program.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,15 +1,15 @@
-"""The manager of a job of a thousand nodes: they join at once, and some are lost every minute.
+"""Measures the manager of a job of a thousand nodes, which join at once and are lost gradually.
 
 ::
 
-    benchmark ─┬─ manager      as a user's, without a node of its own
-               ├─ agents       hundreds in one process: sockets and messages as ever, no ranks
+    benchmark ─┬─ manager      like a user's manager, without a node
+               ├─ agents       hundreds in one process: real sockets and messages, no ranks
                ├─ agents
                └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
-An agent does everything that the agent of a node does, but has no ranks: a rank to start counts as
-started at once, a rank to kill as ended. Half of the lost agents close their connection, as if
-killed; the others fall silent, like a machine without power.
+An agent does everything that the agent of a node does, but its ranks are simulated: they start and
+exit at once. Half of the lost agents close their connection, as if killed; the others stop sending,
+like a machine without power.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def measure(
         every_s: Seconds from one loss to the next.
         folder: Empty folder for the job.
         seed: Seed of the choice of lost agents.
-        silent: Whether half of the lost agents fall silent, which the manager notices at its limit.
+        silent: Whether half of the lost agents stop sending, which the manager notices after its
+            timeout.
     """
     draw = random.Random(seed)
     checkpoints = folder / "checkpoints"
@@ -162,7 +163,7 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the seconds until the state of the job was printed; checks that it is complete."""
+    """Returns the seconds until the status was printed; checks that the status is complete."""
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
@@ -174,7 +175,7 @@ def _status_s(checkpoints: Path) -> float:
 
 
 class _Program:
-    """A process of this file, and the lines that it prints with their times."""
+    """Runs a process of this file, and collects its output lines with their times."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -247,7 +248,7 @@ def manage(checkpoints: Path, nodes: int) -> None:
 
 
 class LightAgent(Agent):
-    """Agent whose ranks are only counted."""
+    """Counts ranks instead of running them."""
 
     def __init__(
         self, *, name: str, owner: dict[str, Any], work: NodeWork, keeper: SnapshotKeeper
@@ -292,7 +293,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Stands for a process that has ended and for its input."""
+    """Stands for a process that has exited, and for its standard input."""
 
     returncode = 0
 
@@ -304,7 +305,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Runs some hundred agents, with orders in JSON lines on standard input."""
+    """Runs some hundred agents, which take orders as JSON lines from standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()

@@ -1,9 +1,10 @@
-"""Damages to checkpoints of the trainer and of a ``Pipeline``: each is found, and its file named.
+"""Damages checkpoints of the trainer and of a ``Pipeline``, and checks that each damage is named.
 
-Checkpoints of several shapes are trained once. Each damage is made in place, searched as
-``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in a process of its
-own, load a sample of them and must refuse it with the same message. Blocks are checked while they
-are read, so a refused load may have filled some weights: ``is_changed`` says so.
+Checkpoints of several shapes are trained once. Each damage is made in place, searched for as
+``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in its own process,
+load a sample of the damaged checkpoints and must refuse them with the same message. Blocks are
+checked while they are read, so a refused load may already have changed weights, which
+``is_changed`` reports.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEPS, SAMPLES = 4, 4
 USED = "used: "
 LIMIT_S = 300.0
 _ALONE = [*FLAGS, "--train-iters", str(STEPS), "--pipeline-model-parallel-size", "1"]
-# The flag gives the vocabulary the same number of rows in every shape.
+# The flag pads the vocabulary to the same number of rows in every shape.
 _ALONE += ["--make-vocab-size-divisible-by", "32"]
 _SHAPES = {
     "trainer-1": (1, ()),
@@ -45,12 +46,12 @@ _SHAPES = {
     "pipeline-1": (1, ()),
     "pipeline-2": (2, ()),
 }
-"""Number of ranks and flags of the trainer, by name of a shape."""
+"""Number of ranks and trainer flags of each shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A complete checkpoint.
+    """Describes a complete checkpoint.
 
     Attributes:
         folder: Folder of checkpoints.
@@ -68,7 +69,7 @@ class Saved:
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Looks for damages as ``checkpoint verify`` does; returns its report."""
+        """Searches for damages as ``checkpoint verify`` does; returns its report."""
         return "\n".join(self.steps.verify(self.step))
 
 
@@ -80,14 +81,14 @@ def measure(
     seed: int,
     shapes: Sequence[str] = tuple(_SHAPES),
 ) -> Result:
-    """Damages checkpoints.
+    """Damages checkpoints, verifies them, and loads a sample.
 
     Args:
         folder: Empty folder for checkpoints.
         damages: Number of damages.
         whole: Number of undamaged checkpoints that are verified.
         loads: Number of damages that are also loaded.
-        seed: Seed of the first damage; others follow.
+        seed: Seed of the first damage; the following damages use the next seeds.
         shapes: Names of the shapes.
     """
     every = make_checkpoints(folder, shapes)
@@ -164,7 +165,7 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Damages one of some checkpoints, and repairs it afterwards.
+    """Damages one of the checkpoints, and restores it afterwards.
 
     Yields:
         The checkpoint, the names of its damaged files, and a description of the damage.
@@ -175,7 +176,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [file for file in sorted(folder.iterdir()) if file.stat().st_size]
-    # Half of the damages hit all files alike, half hit them in proportion to their size.
+    # Half of the damages choose a file uniformly, the others in proportion to file sizes.
     sizes = [file.stat().st_size for file in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
@@ -203,7 +204,7 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 
     Args:
         path: Path of the file, which is not empty.
-        kind: Kind of damage: ``bit``, ``byte``, ``zeros`` (another byte if there are zeros
+        kind: Kind of damage: ``bit``, ``byte``, ``zeros`` (another byte if the bytes are zero
             already), ``truncated`` or ``missing``.
         draw: Generator of random numbers.
 
@@ -235,11 +236,11 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 def load_damaged(
     folder: Path, every: Sequence[Saved], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Loads damaged checkpoints in processes of their own.
+    """Loads damaged checkpoints in separate processes.
 
     Returns:
-        For each its ``seed``, its ``error``, empty if it was loaded, and ``is_changed``, whether a
-        weight changed.
+        ``seed``, ``error`` (empty if the load succeeded) and ``is_changed``, whether a weight
+        changed, of each load.
     """
     loads: list[dict[str, Any]] = []
     for is_pipeline in (False, True):
@@ -257,7 +258,7 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Loads damaged checkpoints in this process, and a whole one before and after them."""
+    """Loads damaged checkpoints in this process, and an intact checkpoint before and after them."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -275,7 +276,7 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # a damaged file was used
+            except Exception as failure:  # damaged data was used
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
             loads.append({"seed": number, "error": error, "is_changed": is_changed})

@@ -1,12 +1,12 @@
-"""Compares the diagnosis and the figures of traces with the truth.
+"""Compares the diagnosis and the figures of traces with the ground truth.
 
     python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``detection``, the share of synthetic runs in which the diagnosis names the right fault;
-``real``, the same in processes that sleep instead of computing; ``clock``, the errors of wrong
-clocks after alignment; ``bubble``, the bubble of a trace beside the true one; ``aggregate``, the
-figures of ten million spans; ``repairs``, twelve repairs that the what-if predicts, made in
-processes that sleep. Exits with status 1 if a limit is missed.
+``real``, the same with processes that sleep instead of computing; ``clock``, the remaining errors
+of wrong clocks after alignment; ``bubble``, the bubble in a trace compared with the true bubble;
+``aggregate``, the figures of ten million spans; ``repairs``, twelve repairs predicted by the
+what-if and made in sleeping processes. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MILLION = 1_000_000
 
 
 def of_detection(options: argparse.Namespace) -> Result:
-    """Part ``detection``."""
+    """Runs the part ``detection``."""
     results = list(cases.outcomes(40 if options.quick else 200, options.seed))
     facts = {"detection": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("made-up", results), facts=facts)
 
 
 def of_real(options: argparse.Namespace) -> Result:
-    """Part ``real``."""
+    """Runs the part ``real``."""
     results = emulated.measure(7 if options.quick else 30, options.seed, limit_s=1800)
     facts = {"real": [vars(outcome) for outcome in results]}
     return Result(rows=_rates("real", results), facts=facts)
@@ -71,7 +71,7 @@ def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
 
 
 def of_clock(options: argparse.Namespace) -> Result:
-    """Part ``clock``."""
+    """Runs the part ``clock``."""
     result = clocks.measure(4.0 if options.quick else 10.0, 1 if options.quick else 4)
     rows = [
         measured(
@@ -86,7 +86,7 @@ def of_clock(options: argparse.Namespace) -> Result:
 
 
 def of_bubble(options: argparse.Namespace) -> Result:
-    """Part ``bubble``."""
+    """Runs the part ``bubble``."""
     rows, facts = [], {}
     for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
@@ -105,7 +105,7 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Part ``aggregate``; the short form has fewer spans and a shorter limit."""
+    """Runs the part ``aggregate``; with ``--quick`` it has fewer spans and a lower limit."""
     spans = MILLION if options.quick else 10 * MILLION
     result = aggregate.measure(spans)
     note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"
@@ -118,7 +118,7 @@ def of_aggregate(options: argparse.Namespace) -> Result:
 
 
 def of_repairs(options: argparse.Namespace) -> Result:
-    """Part ``repairs``; the short form is the same."""
+    """Runs the part ``repairs``, which ignores ``--quick``."""
     done = list(repairs.measure())
     right, pairs = repairs.ordered_right(done)
     note = "; ".join(

@@ -4,13 +4,13 @@
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
 Parts: ``morphs``, six planned changes of shape and a killed node, for a small GPT on four processes
-of this machine; ``start``, the time of process start, import and load under torchrun, with which a
-change is compared; ``copies``, the number of steps that are lost with a node that is killed at a
-random moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root)
-that are killed, stopped, cut off and filled up at random, after which the job must continue or end
-with the reason; ``repartition``, the share of a slow rank's delay that moving layers regains, and
-the time of a move; ``pieces``, measured steps of models with cut points beside those predicted from
-a profile. Exits with status 1 if a limit is missed.
+of this machine; ``start``, the time of process start, import and load under torchrun, as a baseline
+for a change; ``copies``, the number of steps that are lost with a node that is killed at a random
+moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that
+are killed, stopped, cut off and filled up at random, after which the job must continue or exit with
+a reason; ``repartition``, the share of a slow rank's delay that moving layers recovers, and the
+time of a move; ``pieces``, measured and predicted steps of models with cut points. Exits with
+status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def compare(total: Result) -> None:
-    """Adds the time of a morph over that of a start, if both were measured."""
+    """Adds the ratio of morph time to start time, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
         total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
@@ -126,7 +126,7 @@ def morphs(folder: Path, *, quick: bool) -> Result:
 
 
 def shape_on(job: ElasticJob, names: str) -> None:
-    """Changes the machines, and waits for some steps on them and the report of the change."""
+    """Changes the machines, and waits for some steps on them and for the report of the change."""
     epoch = len(job.state()["epochs"]) + 1
     job.change(names)
     job.trained(epoch, 5)
@@ -153,7 +153,7 @@ def copies(folder: Path, *, quick: bool) -> Result:
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random moment of a step, and adds another."""
+    """Kills a node at a random moment of a step, and adds another node."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()

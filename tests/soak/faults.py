@@ -3,14 +3,14 @@
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
 Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, which are
-searched and loaded; ``leases``, jobs that begin on one folder, and killed holders of it;
-``strangers``, who talk to all listeners of real jobs; ``secrets``, planted secrets, searched as
-another user; ``commands``, wrong command lines and files; ``control``, the manager of a job of a
-thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
-needs root) that are killed, stopped, cut off and filled up, with full disks of traces and flipped
-bits in checkpoints; ``hangs``, jobs that stand still, and their messages; ``interrupts``, jobs of
-all kinds whose processes are interrupted and killed at random moments. A part that fails counts as
-a missed goal, and the others run. Exits with status 1 if a goal is missed.
+verified and loaded; ``leases``, jobs that start on the same folder, and killed owners of its lease;
+``strangers``, which talk to all listeners of real jobs; ``secrets``, planted secrets that another
+user searches for; ``commands``, wrong command lines and files; ``control``, the manager of a job of
+a thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
+needs root) that are killed, stopped, cut off and filled up, with full trace disks and flipped bits
+in checkpoints; ``hangs``, stalled jobs and their messages; ``interrupts``, jobs of all kinds whose
+processes are interrupted and killed at random moments. A part that fails counts as a missed goal,
+and the other parts still run. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look_for_secrets(seed: int) -> Result:
-    """Plants secrets in jobs and looks for them."""
+    """Plants secrets in jobs and searches for them."""
     result = planted_secrets.measure(seed)
     if result["seen"] < 2 or result["arrived"] < result["jobs"]:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")
@@ -106,7 +106,7 @@ def look_for_secrets(seed: int) -> Result:
 
 
 def give_wrong_commands() -> Result:
-    """Gives wrong command lines and files."""
+    """Runs wrong command lines, and commands on wrong files."""
     result = commands.measure()
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]

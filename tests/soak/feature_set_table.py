@@ -1,6 +1,6 @@
-"""Reads ``feature_sets.txt``, the table of feature sets that :mod:`tests.soak.feature_sets` trains.
+"""Reads ``feature_sets.txt``, the table of feature sets for :mod:`tests.soak.feature_sets`.
 
-The file's first lines describe its form.
+The first lines of the table describe its format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("feature_sets.txt")
 _SEPARATOR = re.compile(r"\s+\|(?=\s|$)")
-"""Separates columns; the bars of a layout have no spaces around them."""
+"""Column separator; the bars of a layout have no spaces around them."""
 _RANKS = "--ranks"
 
 
@@ -34,10 +34,10 @@ class FeatureSet:
 
     @property
     def own_flags(self) -> tuple[str, ...]:
-        """Flags of the run that is compared, which megatron-core's own loop does.
+        """Flags of the reference run, which uses megatron-core's own loop.
 
-        With ``--keyed-dropout`` that loop would draw other random numbers, so another order of the
-        engine is compared.
+        With ``--keyed-dropout`` that loop would draw other random numbers, so the reference is
+        another schedule of the engine.
         """
         if "--keyed-dropout" in self.engine_flags:
             return ("--pipeline-schedule", "interleaved", *self.engine_flags)
@@ -45,7 +45,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages are in a V: other ranks then add up other parts of a norm."""
+        """Whether stages form a V, so that other ranks sum other parts of a norm."""
         return "--first-weights" in self.flags
 
 

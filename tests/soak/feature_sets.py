@@ -2,19 +2,18 @@
 
     python -m tests.soak.feature_sets --tree PATH [--sets NAME,...] [--json FILE] [--logs FOLDER]
 
-PATH is a checkout of Megatron-LM, by default that of the variable MEGATRON_LM. Its
-``pretrain_gpt.py`` runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of
-``feature_sets.txt`` is trained for some steps twice: with ``--pipeline-schedule megatron``, which
-is megatron-core's own loop, and with a schedule of this project. All losses, gradient norms and
-evaluations must be the same to the last bit, and so must the weights of every rank after every
-step. In a V, where ranks hold other layers, losses and norms must be the same to 1e-6. The table
-has one line for each set:
+PATH is a checkout of Megatron-LM; the default is the variable MEGATRON_LM. Its ``pretrain_gpt.py``
+runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of ``feature_sets.txt`` is
+trained for some steps twice: with ``--pipeline-schedule megatron``, which is megatron-core's own
+loop, and with a schedule of this project. All losses, gradient norms and evaluations must be
+bitwise equal, and so must the weights of every rank after every step. In a V, where ranks hold
+other layers, losses and norms must be equal to 1e-6. The table has one line for each set:
 
-    equal       the numbers are the same
-    refused     the engine ended before the first step, with one line that names the reason
-    own fails   the tree's own schedule does not run here, so there is nothing to compare with
-    DIFFERS     the numbers are not the same
-    FAILS       the engine ended otherwise
+    equal       the numbers are equal
+    refused     the engine exited before the first step, with one line that names the reason
+    own fails   the tree's own schedule does not run here, so there is no reference
+    DIFFERS     the numbers differ
+    FAILS       the engine failed in another way
 
 Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set. The
 folder of ``--logs`` keeps the last run of each set.
@@ -46,7 +45,7 @@ from tests.soak.feature_set_table import SETS, FeatureSet
 from tests.support.core_trees import UNPACKED
 
 TREE = "MEGATRON_LM"
-"""Environment variable that names the checkout of Megatron-LM if ``--tree`` does not."""
+"""Environment variable with the path of a Megatron-LM checkout, if ``--tree`` is not given."""
 QUICK = (
     "adaptive",
     "zb-h1",
@@ -60,14 +59,14 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Largest relative difference of a number in a V."""
+"""Largest allowed relative difference of a number in a V."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
     "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 63 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
     "--attention-dropout 0 --hidden-dropout 0 --distributed-timeout-minutes 2 "
-    # Without CUDA, Transformer Engine and apex.
+    # Options for a machine without CUDA, Transformer Engine and apex.
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion"
 ).split()
@@ -78,13 +77,13 @@ _NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Holds what one run left.
+    """Holds the results of one run.
 
     Attributes:
-        status: Exit status of the first rank that failed, 0 if none did, ``None`` if the time
-            limit passed.
+        status: Exit status of the first rank that failed, 0 if none failed, ``None`` after a
+            timeout.
         lines: Notes of each rank, one for each step and evaluation.
-        reason: Line of the log that says why the run failed; empty if it did not.
+        reason: Log line that says why the run failed; empty if it succeeded.
         is_named: Whether this project raised the error.
     """
 
@@ -122,7 +121,7 @@ class Tree:
         self._compile_helpers()
 
     def run(self, feature_set: FeatureSet, kind: str) -> Run:
-        """Trains a set, ``kind`` being ``own`` or ``engine``; equal runs share their result."""
+        """Trains a set with ``kind`` ``own`` or ``engine``; equal runs share their result."""
         if kind == "engine":
             return self._train(feature_set, kind, feature_set.engine_flags)
         key = (feature_set.ranks, feature_set.flags, feature_set.own_flags)
@@ -170,10 +169,10 @@ class Tree:
         return self._server
 
     def _compile_helpers(self) -> None:
-        """Compiles the tree's helper for data, which its own makefile does for another Python.
+        """Compiles the tree's data helper for this Python.
 
-        The makefile asks ``python3`` and ``python3-config`` of the PATH. A virtual environment has
-        no ``python3-config``, so the helper would get the file name of another Python.
+        The tree's makefile uses ``python3`` and ``python3-config`` from PATH. A virtual environment
+        has no ``python3-config``, so the helper would get the file name suffix of another Python.
         """
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -280,7 +279,7 @@ def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> di
     """Trains a set twice; prints its line of the table, and adds it to a file of JSON lines."""
     begin_s = time.monotonic()
     reference = tree.run(feature_set, "own")
-    # A set that the tree refuses by itself needs no second run.
+    # A set that the tree itself refuses needs no second run.
     engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
     result, reason = compare(feature_set, reference, engine)
     row = {

@@ -1,4 +1,4 @@
-"""A user's loop around a ``Pipeline``, one process of which hangs as ``HANG`` says in JSON.
+"""Runs a user's loop around a ``Pipeline`` with one hanging process, described by ``HANG`` in JSON.
 
 ``hanging_pipeline.py FOLDER STEPS HANG_AFTER_S ON_HANG``; see ``hanging_trainer.py``.
 """
@@ -19,7 +19,7 @@ WIDTH, SAMPLES = 16, 4
 
 
 class Tower(torch.nn.Module):
-    """Some layers with a cut point after each.
+    """Stacks some layers, with a cut point after each.
 
     Args:
         layers: Number of layers.
@@ -40,7 +40,7 @@ class Tower(torch.nn.Module):
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Random samples; those of one step come from a disk that does not answer.
+    """Provides random samples; samples of one step come from a disk that does not respond.
 
     Args:
         fault: Description of the hang.

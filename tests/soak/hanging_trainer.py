@@ -1,4 +1,4 @@
-"""The trainer with one rank that hangs; the variable ``HANG`` describes the hang in JSON.
+"""Runs the trainer with one rank that hangs; the variable ``HANG`` describes the hang in JSON.
 
 ``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``; steps take ``step_s`` longer.
 """
@@ -34,7 +34,7 @@ LOCK = threading.Lock()
 
 
 class Fault:
-    """Makes this rank hang, if it is the chosen one.
+    """Makes this rank hang, if ``settings`` selects it.
 
     Args:
         settings: Content of ``HANG``.
@@ -48,7 +48,7 @@ class Fault:
         self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Records that a step begins."""
+        """Records that a step begins, and hangs if the hang belongs between steps."""
         time.sleep(self.settings.get("step_s", 0.0))
         self.is_due = iteration == self.settings["iteration"]
         self.is_past = iteration >= self.settings["iteration"]
@@ -58,7 +58,7 @@ class Fault:
             dist.barrier()
 
     def put(self) -> None:
-        """Replaces functions of the trainer, so that the hang begins at its time."""
+        """Replaces functions of the trainer, so that the hang begins at the chosen point."""
         if self.settings["machines"] > 1:
             split_machines(self.settings["machines"])
         train, perform, fetch = Step.train, Executor._perform, MicrobatchLoader._fetch
@@ -102,7 +102,7 @@ class Fault:
             os.fsync = sync
 
     def hang(self) -> None:
-        """Hangs, within a step."""
+        """Hangs within a step."""
         if self.kind == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "lock":
@@ -117,9 +117,9 @@ class Fault:
 
 
 class Pauses:
-    """Pauses a job in ways that are no hang: ranks give a sign of life before the limit.
+    """Pauses a job without a hang: ranks show activity before the timeout.
 
-    All ranks draw the same pauses; in most of them, one is busy and the others wait for it.
+    All ranks draw the same pauses. In most pauses one rank is busy and the others wait for it.
 
     Args:
         settings: Content of ``HANG``, whose ``rank`` is the seed.
@@ -133,7 +133,7 @@ class Pauses:
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 
     def begins(self, iteration: int) -> None:
-        """Pauses before a step; the first pause is long, as if programs were compiled."""
+        """Pauses before a step; the first pause is long, like a compilation."""
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
@@ -158,7 +158,7 @@ class Pauses:
 
 
 def compute(long_s: float) -> None:
-    """Uses a part of a processor for a number of seconds."""
+    """Uses part of a processor for a number of seconds."""
     end_s = time.monotonic() + long_s
     while time.monotonic() < end_s:
         used_s = time.thread_time()
@@ -176,7 +176,7 @@ def write(path: Path, long_s: float) -> None:
 
 
 def split_machines(count: int) -> None:
-    """Assigns ranks to a number of machines in their order."""
+    """Assigns ranks to a number of machines in rank order."""
     here, rank, size = executor_setup.here, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def elsewhere(pp_rank: int) -> dict[str, Any]:
@@ -187,18 +187,18 @@ def split_machines(count: int) -> None:
 
 
 def wander() -> None:
-    """Sleeps elsewhere while the other ranks wait in a collective."""
+    """Sleeps outside of the collective in which the other ranks wait."""
     time.sleep(100_000)
 
 
 def keep() -> None:
-    """Takes a lock and keeps it."""
+    """Acquires a lock and keeps it."""
     with LOCK:
         time.sleep(100_000)
 
 
 def read_for_ever(folder: str) -> None:
-    """Reads a pipe without a writer, which stands for a disk that does not answer."""
+    """Reads a pipe without a writer, which stands for a disk that does not respond."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()

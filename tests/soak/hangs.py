@@ -1,7 +1,7 @@
-"""Jobs of the trainer that stand still, each for one known reason, and jobs that do not.
+"""Runs jobs of the trainer that stall for a known reason, and jobs that do not stall.
 
-In one rank (``hanging_trainer.py``) the real cause of each kind acts, with two exceptions: for a
-cut network the sender drops its messages, and for disks of data and checkpoints that do not answer
+One rank (``hanging_trainer.py``) has the real cause of each kind of hang, with two exceptions: for
+a broken network the sender drops its messages, and for unresponsive disks of data and checkpoints
 the rank reads a pipe without a writer.
 """
 
@@ -46,7 +46,7 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job with one hang.
+    """Describes a job with one hang.
 
     Attributes:
         kind: Kind of the hang; ``none`` for a job without one.
@@ -56,7 +56,7 @@ class Case:
         action: Position of the hang among the step's actions.
         after_s: Value of ``--hang-after-s``.
         machines: Number of machines to which the ranks are assigned.
-        program: Program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
+        program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Case:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """Returns a number of hangs, of all kinds in turn."""
+    """Returns a number of hangs, cycling through all kinds."""
     draw = random.Random(seed)
     hangs = []
     for number in range(count):
@@ -86,7 +86,7 @@ def cases(count: int, seed: int) -> list[Case]:
         rank = draw.randrange(ranks)
         if kind == "reader":  # only the first and the last stage read data
             rank = draw.choice([rank % (ranks // stages), ranks - 1 - rank % (ranks // stages)])
-        if kind == "schedule":  # the first stage's order contradicts no other
+        if kind == "schedule":  # the first stage's order does not contradict others
             shape = (ranks, stages, 1)
             rank = draw.randrange(ranks // stages, ranks)
         program = "trainer"
@@ -118,19 +118,20 @@ def run(
     on_hang: str = "report",
     server: Forkserver | None = None,
 ) -> dict[str, Any]:
-    """Runs a job until it says that it hangs.
+    """Runs a job until it reports a hang.
 
     Args:
         case: Description of the job.
         folder: New folder for its files.
         iterations: Number of iterations if nothing hangs.
         on_hang: Value of ``--on-hang``: ``report`` or ``end``.
-        server: Fork server of its ranks, ``None`` for that of this process.
+        server: Fork server of its ranks; ``None`` uses the server of this process.
 
     Returns:
         ``said``: line that reports the hang; ``waited_s``: seconds from the end of the last
-        iteration to this line; ``text``: all output; ``ended``: exit statuses of the ranks if they
-        are to end; ``shares``: share of a processor that each process beside the ranks used.
+        iteration to this line; ``text``: all output; ``ended``: exit statuses of the ranks if
+        ``on_hang`` is ``end``; ``shares``: share of a processor that each process beside the ranks
+        used.
     """
     log, ended = folder / "log.txt", {}
     job = start(case, folder, iterations, on_hang, server)
@@ -182,7 +183,7 @@ def start(
 
 
 def _end(job: Ranks) -> None:
-    """Kills the ranks of a job, which may ignore a request, and all processes below them."""
+    """Kills the ranks of a job, which may ignore signals, and all their descendants."""
     for process in job.processes():
         process.kill()
     job.kill()
@@ -203,7 +204,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns the share of a processor that each watching process has used."""
+    """Returns the share of a processor that each hang detector has used."""
     shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -215,7 +216,7 @@ def _shares(job: Ranks) -> list[float]:
 
 
 def _orders(folder: Path, stages: int, count: int) -> list[str]:
-    """Writes two schedules that are valid, but not if ranks follow different ones."""
+    """Writes two schedules that are valid alone, but not if ranks follow different schedules."""
     rows: dict[str, list[str]] = {"order": [], "other": []}
     for stage in range(stages):
         forwards = [f"{stage}F{m}" for m in range(count)]
@@ -229,7 +230,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 
 
 def is_named_right(case: Case, said: str) -> bool:
-    """Returns whether a line names rank and reason."""
+    """Returns whether a line names the right rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
     # If the only rank of a machine hangs, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (case.machines < 2 or "no word" not in said):
@@ -240,15 +241,15 @@ def is_named_right(case: Case, said: str) -> bool:
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
     """Runs jobs that hang, and jobs that do not.
 
-    Each job that has ended is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not run again if
-    the same folder is used once more.
+    Each finished job is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not run again if the
+    same folder is reused.
 
     Args:
         folder: Folder for the files of all jobs.
         count: Number of hangs.
-        quiet_min: Minutes of the jobs without a hang, together.
+        quiet_min: Total minutes of the jobs without a hang.
         seed: Seed of all random numbers.
-        beside: Number of hanging jobs at a time.
+        beside: Number of concurrent hanging jobs.
     """
     kept = _Kept(folder / "hangs.jsonl")
     left = [
@@ -304,7 +305,7 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
 
 
 class _Kept:
-    """Keeps rows of jobs that have ended, so that a soak that was stopped can continue.
+    """Keeps rows of finished jobs, so that a soak test that was stopped can resume.
 
     Args:
         path: Path of the file.
@@ -328,13 +329,13 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 
 
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
-    """Runs jobs side by side that pause in all ways that are no hang, with short limits.
+    """Runs concurrent jobs that pause without hanging, with short timeouts.
 
-    Two thirds are loops around a ``Pipeline``, the others runs of the trainer, with evaluations and
-    checkpoints.
+    Two thirds are loops around a ``Pipeline``; the others are runs of the trainer with evaluations
+    and checkpoints.
 
     Returns:
-        Minutes for which the ranks of all jobs ran, together, and the false alarms.
+        Total minutes for which the ranks of all jobs ran, and the false alarms.
     """
     kept = _Kept(folder / "quiet.jsonl")
     done_min = sum(row["minutes"] for row in kept.rows.values())
@@ -360,7 +361,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             job = start(case, work, 100_000, "report", server)
             stack.callback(_end, job)
             started.append((case, work, job, time.monotonic()))
-            time.sleep(1.0)  # starts take processor time, so they come one by one
+            time.sleep(1.0)  # starting takes processor time, so jobs start one by one
         end_s = time.monotonic() + span_s
         while (left_s := end_s - time.monotonic()) > 0:
             server.wait([key for entry in started for key in entry[2].keys], min(left_s, 1.0))

@@ -1,10 +1,10 @@
 """Interrupts and kills processes of jobs at random moments, and checks how each job ends.
 
-A chain is one folder of checkpoints. Its jobs follow each other: each continues from the newest
-checkpoint, and one of its processes gets a signal at a random moment. Then no process or file may
-be left, no process may print a traceback or a native stack or more than one line with the reason,
-the next job must begin at the newest whole checkpoint, and all losses must be those of an
-undisturbed job.
+A chain is a sequence of jobs on one folder of checkpoints. Each job continues from the newest
+checkpoint, and one of its processes gets a signal at a random moment. Afterwards no process or file
+may be left, no process may have printed a traceback, a native stack or more than one line with the
+reason, the next job must begin at the newest intact checkpoint, and all losses must equal those of
+an undisturbed job.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals; a process that is stopped continues after a while."""
+"""Names of the signals; a stopped process continues after a while."""
 STOPPED_S = (0.5, 4.0)
 """Bounds of the time in seconds for which a process is stopped."""
 SPAN = 1.6
-"""Latest moment of a signal, as a multiple of the time of a whole undisturbed job.
+"""Latest time of a signal, as a multiple of the time of a whole undisturbed job.
 
-Such a job consists of a start, a few steps and an end. Later moments are in the middle of steps,
-like many earlier ones, and cost processor time twice: the reference repeats all steps.
+Such a job consists of startup, a few steps and shutdown. Later signals would hit the middle of
+steps, as many earlier signals do, and cost processor time twice, because the reference repeats all
+steps.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
-"""Seconds after which a job that continues in spite of a signal is asked to end."""
+"""Seconds after which a job that continues despite a signal is stopped."""
 LEFT_LIMIT_S = 20.0
 HITS_OF_A_CHAIN = 8
-"""Largest number of signals in a chain: an undisturbed job repeats all of its steps at the end."""
+"""Largest number of signals in a chain, because an undisturbed job repeats all its steps."""
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Largest relative and absolute difference of losses between shapes of an elastic job."""
+"""Largest relative and absolute differences of losses between shapes of an elastic job."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -74,13 +75,13 @@ KINDS = ("launch", "torchrun", "machines", "pipeline", "single")
 
 @dataclass(kw_only=True)
 class Chain:
-    """Jobs of one kind of which each continues from the previous one's checkpoints.
+    """Runs jobs of one kind, each continuing from the previous job's checkpoints.
 
     Attributes:
         kind: One of :data:`KINDS`.
         folder: Folder of all files of the chain.
-        is_async: Whether checkpoints are written behind training.
-        is_fresh: Whether processes import everything themselves.
+        is_async: Whether checkpoints are written in the background.
+        is_fresh: Whether processes import everything themselves instead of being forked.
     """
 
     kind: str
@@ -90,18 +91,18 @@ class Chain:
 
     @property
     def checkpoints(self) -> StepFolders:
-        """Checkpoints of all jobs of the chain."""
+        """Returns the checkpoints of all jobs of the chain."""
         path = self.folder / "checkpoints"
         return PipelineFolder(path) if self.kind == "pipeline" else CheckpointFolder(path)
 
     def newest_whole(self) -> int:
-        """Returns the step of the newest checkpoint without a damage, 0 if there is none."""
+        """Returns the step of the newest intact checkpoint, 0 if there is none."""
         checkpoints = self.checkpoints
         whole = (step for step in reversed(checkpoints.steps()) if not checkpoints.verify(step))
         return next(whole, 0)
 
     def progress(self, number: int) -> Path:
-        """Returns the folder for the progress files of the job of a number."""
+        """Returns the folder for the progress files of a job."""
         made = self.folder / f"progress-{number}"
         made.mkdir(exist_ok=True)
         return made
@@ -111,12 +112,13 @@ class Chain:
 
         Args:
             number: Number of the job in the chain.
-            last: Step after which it ends, ``None`` for one that is far away.
+            last: Step after which it ends; ``None`` for a distant step.
         """
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
             more = {"folder": saved, "save_interval": 3, "async_save": self.is_async}
-            # Dropout is drawn per microbatch, and jobs of a chain may measure other sizes as best.
+            # Dropout is drawn per microbatch, and jobs of a chain could otherwise choose different
+            # sizes.
             more["micro_batch_size"] = 2
             arguments = [str(SCRIPT), str(last or 20_000), "4", progress, json.dumps(more)]
             return [*_LAUNCH, "--nproc-per-node", "2", *arguments]
@@ -147,7 +149,7 @@ class Chain:
         return [*start_words, "--nproc-per-node", "2", str(TRAINER), *arguments]
 
     def losses(self, number: int) -> list[tuple[int, float]]:
-        """Returns the steps that a job did, each with its loss, in order."""
+        """Returns the steps that a job completed, each with its loss, in order."""
         files = [self.progress(number) / "progress.jsonl"]
         if self.kind == "pipeline":
             files = sorted(self.progress(number).glob("epoch-*-1.jsonl"))
@@ -166,12 +168,13 @@ class Chain:
     _seen: dict[int, list[Path]] = field(default_factory=dict, init=False)
 
     def begin(self, number: int, last: int | None = None) -> RunningJob:
-        """Starts the job of a number."""
+        """Starts a job of the chain."""
         pattern = "elastic/epoch-*/progress.jsonl"
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        # A Pipeline finds out by its parent that its launcher is gone, and forks have another one.
+        # A Pipeline notices through its parent that its launcher exited, and a fork has another
+        # parent.
         is_fresh = self.is_fresh or self.kind == "pipeline"
         variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
@@ -180,11 +183,11 @@ class Chain:
 
 
 class RunningJob:
-    """A running job, and all processes that it had so far.
+    """Runs a job and tracks all its processes.
 
     Args:
         command: Command line.
-        log: New file for what all of its processes print.
+        log: New file for the output of all its processes.
         variables: Whole environment.
     """
 
@@ -197,7 +200,7 @@ class RunningJob:
         self._forks = variables.get("TESTS_NODE_FORKSERVERS")
 
     def processes(self) -> dict[int, str]:
-        """Returns the roles of all live processes, without those that only represent a fork."""
+        """Returns the roles of all live processes, except processes that only represent a fork."""
         roles: dict[int, str] = {}
         left = [(self.root.pid, 0)]
         while left:
@@ -215,7 +218,7 @@ class RunningJob:
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
-        """Waits for the end of the job; returns its status, ``None`` at the limit."""
+        """Waits until the job exits; returns its status, ``None`` after the timeout."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             self.processes()
@@ -224,21 +227,21 @@ class RunningJob:
         return None
 
     def left(self) -> list[str]:
-        """Returns processes and shared memory of the job that outlive it."""
+        """Returns processes and shared memory of the job that outlived it."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=LEFT_LIMIT_S)
         lines = []
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     lines.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
-        # The watch for hangs removes its folder a second after its rank was killed.
+        # The hang detector removes its folder a second after its rank was killed.
         end_s = time.monotonic() + LEFT_LIMIT_S
         while (shared := self._shared_memory()) and time.monotonic() < end_s:
             time.sleep(0.1)
         return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
-        """Returns files of shared memory that were made since and name a process of the job."""
+        """Returns new shared memory files whose names contain a process id of the job."""
         names = set(os.listdir(_SHARED)) - self._shared
         return [
             f"{_SHARED}/{name}"
@@ -247,7 +250,7 @@ class RunningJob:
         ]
 
     def close(self) -> None:
-        """Ends all processes that are left."""
+        """Kills all processes that are left."""
         self.processes()
         for process in self.family.values():
             with contextlib.suppress(psutil.Error):
@@ -256,7 +259,7 @@ class RunningJob:
 
 
 def _role(process: psutil.Process) -> str:
-    """Returns the role of a process by its command line and the name of a fork."""
+    """Returns the role of a process from its command line and the name of a fork."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
     if "rank_forkserver" in text:  # its forks have this text too
         return f"fork {name.rstrip('0123456789')}"
@@ -265,13 +268,13 @@ def _role(process: psutil.Process) -> str:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Describes a signal and the end of the job.
+    """Describes a signal and how the job exited.
 
     Attributes:
         description: Kind of job, signal, role, and moment.
-        faults: Sentences about everything that is wrong.
+        faults: Sentences about all faults.
         status: Exit status of the job.
-        steps: Number of steps that the job took.
+        steps: Number of steps that the job completed.
     """
 
     description: str
@@ -281,11 +284,11 @@ class Outcome:
 
 
 def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
-    """Runs jobs of a chain, one signal each, and a last one that is only asked to end.
+    """Runs jobs of a chain, each with one signal, and a last job that is stopped normally.
 
     Args:
         chain: Chain with an empty folder.
-        seed: Seed of all that is random.
+        seed: Seed of all random choices.
         hits: Number of signals.
         report: Function that takes a line of a report.
     """
@@ -323,11 +326,11 @@ def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None])
 
 
 def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]) -> list[Outcome]:
-    """Runs as many chains as a number of signals takes, each in a subfolder.
+    """Runs as many chains as the number of signals requires, each in a subfolder.
 
     Args:
         chain: Settings of the chains, with an empty folder.
-        seed: Seed of the first chain; each further one has the next.
+        seed: Seed of the first chain; the following chains use the next seeds.
         hits: Number of signals in all chains together.
         report: Function that takes a line of a report.
     """
@@ -344,7 +347,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Asks a job to end after some steps; returns the outcome and the latest moment of a signal."""
+    """Stops a job after some steps; returns the outcome and the latest time of a signal."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -391,33 +394,33 @@ def _judge(
     lines = job.log.read_text(errors="replace").splitlines()
     bad = [line for line in lines if _BAD.search(line)]
     if chain.kind == "pipeline" and any(_LOST in line for line in lines):
-        bad = []  # the errors of a library, which a user's script does not catch
+        bad = []  # errors of a library that a user's script does not catch
     is_early = not chain.losses(number) and any("KeyboardInterrupt" in line for line in lines)
     if chain.kind == "pipeline" and is_early and "SIGINT" in description:
-        bad = []  # Python's own answer before the user's script trains
+        bad = []  # Python's default, before the user's script trains
     if chain.kind == "torchrun" and not any("[rank" in line for line in bad):
-        bad = []  # torch's launcher reports a signal in this way
+        bad = []  # torch's launcher reports a signal like this
     if any("init_import_site" in line for line in lines):
-        bad = []  # the interpreter had not started any program yet
+        bad = []  # the interpreter had not started a program yet
     if bad:
         first = lines.index(bad[0])
         faults.append("\n".join([f"in {job.log}:", *lines[first : first + _SHOWN_LINES]]))
     reasons = [line for line in lines if _REASON.search(line)]
-    # Ranks, launcher or manager, and agents.
+    # Ranks, launcher or manager, and agents may each print a reason.
     if len(reasons) > 5:
         faults.append(f"{len(reasons)} lines say why in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
-    # Before a program of this project runs, a signal ends the interpreter without a message.
+    # A signal before a program of this project runs stops the interpreter without a message.
     has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
         faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
     done = chain.losses(number)
-    # If the whole job is asked to end, not one process of it, no step may be lost.
+    # No step may be lost if the signal asks the whole job to stop, and not one of its processes.
     is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    # After the loss of a rank or of its data worker the others cannot save, if SIGTERM comes
-    # before they have ended.
+    # If a rank or its data worker is killed, the other ranks cannot save if SIGTERM arrives before
+    # they have exited.
     is_whole = not re.search(
         r"SIGKILL to (fork (python-|pt_elastic|pt_data_worker)|.*pipeline_script)", description
     )
@@ -461,9 +464,9 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
     """Runs a chain of each kind of job.
 
     Args:
-        folder: Empty folder for all that jobs write.
+        folder: Empty folder for all files of the jobs.
         hits: Number of signals for each kind.
-        seed: Seed of all that is random.
+        seed: Seed of all random choices.
     """
     outcomes: list[Outcome] = []
     for kind in KINDS:

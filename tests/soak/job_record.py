@@ -1,4 +1,4 @@
-"""Steps that a job has recorded, and their comparison with those of an undisturbed job."""
+"""Reads the steps that a job has recorded, and compares them with those of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One recorded step.
+    """Describes one recorded step.
 
     Attributes:
         iteration: Number of the step.
-        samples: Number of samples of the training so far, with those of this step.
+        samples: Number of samples trained so far, including this step.
         loss: Loss of the step.
-        unix_ns: Time of its end; 0 if only the log has the step.
+        unix_ns: Time when the step ended; 0 if only the log contains the step.
     """
 
     iteration: int
@@ -35,13 +35,13 @@ class Step:
 
 @dataclass(kw_only=True)
 class Epoch:
-    """Steps of the ranks of one shape.
+    """Holds the steps of an incarnation.
 
     Attributes:
         name: Name of the folder.
-        start: Iteration from which it continued, ``None`` while it has not begun.
-        begun_ns: Time of its begin.
-        steps: Steps in their order.
+        start: Iteration from which it continued; ``None`` if it has not begun.
+        begun_ns: Time when it began.
+        steps: Steps in order.
         saved: Iterations of complete checkpoints, with their times.
     """
 
@@ -53,12 +53,12 @@ class Epoch:
 
     @property
     def last_ns(self) -> int:
-        """Time of the end of its last step."""
+        """Time when the last step ended."""
         return self.steps[-1].unix_ns if self.steps else self.begun_ns
 
 
 class Record:
-    """Reads the files of all epochs of a job while it runs.
+    """Reads the files of all incarnations of a job while it runs.
 
     Args:
         folder: Folder of the job's state.
@@ -70,7 +70,7 @@ class Record:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Epochs that have begun, in the order of time."""
+        """Incarnations that have begun, ordered by time."""
         begun = [epoch for epoch, _ in self._epochs.values() if epoch.start is not None]
         return sorted(begun, key=lambda epoch: epoch.begun_ns)
 
@@ -86,7 +86,7 @@ class Record:
                 _take(epoch, line)
 
     def steps_since(self, unix_ns: int) -> list[Step]:
-        """Returns the steps that ended after a moment."""
+        """Returns the steps that ended after a time."""
         return [
             step
             for epoch, _ in self._epochs.values()
@@ -96,7 +96,7 @@ class Record:
 
     @property
     def last(self) -> int:
-        """Number of the last iteration that was completed."""
+        """Number of the last completed iteration."""
         done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 
@@ -119,7 +119,7 @@ def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
-    """Returns the steps that trainers printed, without lines that another line cut in two."""
+    """Returns the steps that trainers printed, without lines that another line interrupted."""
     return [
         Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
         for text in texts
@@ -137,15 +137,15 @@ def faults(
     tolerance: float,
     damaged: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[str], float]:
-    """Returns the differences of a job from one without faults.
+    """Returns the differences of a job from an undisturbed job.
 
     Args:
-        epochs: Epochs of the job, in the order of time.
+        epochs: Incarnations of the job, ordered by time.
         printed: Steps in its logs.
         expected: Loss of each iteration of the undisturbed run.
         first: First iteration of the job.
-        batch: Number of samples of a step.
-        tolerance: Largest relative difference of losses that is allowed.
+        batch: Number of samples per step.
+        tolerance: Largest allowed relative difference of losses.
         damaged: Iterations whose checkpoint was damaged, with the times in nanoseconds.
 
     Returns:
@@ -177,13 +177,13 @@ def faults(
 def _order(
     epochs: Sequence[Epoch], done: set[int], damaged: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Returns the faults in the order of steps, within epochs and from one to the next."""
+    """Returns the faults in the order of steps, within and between incarnations."""
     lines: list[str] = []
     for epoch in epochs:
         last = epoch.start
         assert last is not None
         for step in epoch.steps:
-            # Steps that a full disk did not record are in the log.
+            # Steps that could not be recorded on a full disk are in the log.
             if step.iteration <= last or not done.issuperset(range(last + 1, step.iteration)):
                 lines.append(f"{epoch.name}: iteration {step.iteration} came after {last}")
             last = step.iteration

@@ -1,15 +1,15 @@
-"""Kills one of three ranks at a random moment, many times, and checks the others and what is left.
+"""Kills one of three ranks at random moments, and checks the other ranks and what is left behind.
 
 ::
 
-    rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and drop at random;
+    rank 0 ── rank 1 ── rank 2      all send, reserve, wait, hold and release at random;
                                     one is killed
 
     python -m tests.soak.killed_ranks [--quick] [--part shm tcp] [--count 100] [--json FILE]
 
-The trials run in a process of their own, which imports everything once and forks the ranks.
-A killed rank in the middle leaves two survivors. One at an end leaves a neighbour, and a third rank
-that ends in order.
+The trials run in a separate process, which imports everything once and forks the ranks. A killed
+rank in the middle leaves two neighbors. A killed rank at an end leaves one neighbor, and the third
+rank exits normally.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
-"""Seconds within which a neighbour has to notice."""
-# A rank sends some hundred messages in this time; the machines of the RDMA lab are slower.
+"""Seconds within which a neighbor must notice."""
+# A rank sends some hundred messages before the latest kill; the RDMA lab's machines are slower.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _PRIVATE = (
     *("unshare", "--mount", "--net", "sh", "-ec"),
     'mount -t tmpfs shm /dev/shm; ip link set lo up; exec "$0" "$@"',
 )
-"""Runs a program whose shared memory and abstract sockets no other program of the machine sees."""
+"""Command prefix that gives a program its own shared memory and abstract sockets."""
 _FORWARD = Label(0, Action(ActionKind.F, 0, 0))
 
 
@@ -66,7 +66,7 @@ def neighbours(rank: int) -> list[int]:
 
 
 def be_rank(rank: int, kind: str, connection: Connection, seed: int) -> None:
-    """Runs a rank, which reports its state and the reason of its end over a connection."""
+    """Runs a rank, which reports its state and the reason of its exit over a connection."""
     node = extension.require("the benchmark").Node(rank, bytes(16), seed, RANKS)
     connection.send(node.listen("unix") if kind == "shm" else node.listen("tcp", "127.0.0.1"))
     addresses = connection.recv()
@@ -115,7 +115,7 @@ def live(
 
 
 class Trial:
-    """One kill.
+    """Runs one kill.
 
     Args:
         kind: Name of the transport.
@@ -174,7 +174,7 @@ class Trial:
             end.close()
 
     def _say_stop(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # the rank noticed the loss and ended
+        with contextlib.suppress(OSError):  # the rank noticed the failure and exited
             self._ends[rank].send("stop")
 
     def _expect(self, rank: int, limit_s: float) -> Any:
@@ -183,7 +183,7 @@ class Trial:
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
-        """Returns the processes that did not end."""
+        """Returns the processes that did not exit."""
         return [f"process {rank.pid}" for rank in self._ranks if rank.is_alive()]
 
 
@@ -199,7 +199,7 @@ def litter() -> set[str]:
 
 
 def rdma_objects() -> set[str]:
-    """Returns the numbers of queue pairs, memory regions and so on of each RDMA device."""
+    """Returns the ids of queue pairs, memory regions and so on of each RDMA device."""
     if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
         return set()
     done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
@@ -214,7 +214,7 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns the command that hides other programs' litter, empty if this user may not use it."""
+    """Returns the command that hides other programs' objects; empty if this user may not run it."""
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:
@@ -223,9 +223,9 @@ def private() -> tuple[str, ...]:
 
 
 def measure(count: int, kind: str) -> Result:
-    """Kills ranks that are connected by a transport, in a process of its own.
+    """Kills ranks that are connected by a transport, in a separate process.
 
-    As root, it has shared memory and sockets of its own, because :func:`litter` counts all.
+    As root, the process gets its own shared memory and sockets, because :func:`litter` counts all.
 
     Args:
         count: Number of kills.
@@ -306,7 +306,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # Files of other programs disappear after a while; those that this one left stay.
+    # Files of other programs disappear after a while; files left by this program stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

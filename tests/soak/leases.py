@@ -1,9 +1,9 @@
-"""Two jobs on one folder, and jobs that are killed or stand still: no checkpoint is mixed or lost.
+"""Runs two jobs on one folder, and jobs that are killed or paused, and checks all checkpoints.
 
-A job here is two processes, forked from one that has imported torch. They save small tensors by the
-saver of trainer and ``Pipeline``, at random moments, at once or in a thread. All elements of a
-tensor are a number made of job, step and rank, so that the files of a checkpoint show which job
-wrote them. A job of another machine has another boot ID. Some pairs are real trainers.
+A job here is two processes, forked from a process that has imported torch. They save small tensors
+with the saver of the trainer and ``Pipeline``, at random moments, directly or in a thread. All
+elements of a tensor encode job, step and rank, so that the files of a checkpoint show which job
+wrote them. A job on another machine is simulated by another boot ID. Some pairs are real trainers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NUMBERS = 4096  # elements of a tensor
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
-"""Starting a process collects the statuses of all processes; another thread would miss them."""
+"""Guards exit statuses, because starting a process also collects those of other children."""
 
 
 @dataclass
 class Seen:
-    """Collects the observations of a soak; lists of lines describe the faults."""
+    """Collects the observations of a soak test; lists of lines describe the faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -59,13 +59,13 @@ class Seen:
 
 
 class SmallJob:
-    """A job that saves checkpoints.
+    """Runs a job that saves checkpoints.
 
     Args:
         folder: Folder of checkpoints.
         number: Number of the job, from 1.
         saves: Number of checkpoints that it saves.
-        seed: Seed of the moments at which it saves.
+        seed: Seed of the times at which it saves.
         is_far: Whether it appears to be on another machine.
     """
 
@@ -90,7 +90,7 @@ class SmallJob:
                 os.kill(process.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
-        """Waits for the end; returns the status of rank 0, ``None`` if it had to be killed."""
+        """Waits until the job exits; returns the status of rank 0, ``None`` if it was killed."""
         end_s = time.monotonic() + limit_s
         while None in (statuses := self.statuses()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -100,7 +100,7 @@ class SmallJob:
         return statuses[0]
 
     def statuses(self) -> list[int | None]:
-        """Returns the statuses of the ranks that have ended."""
+        """Returns the exit statuses of the ranks, ``None`` for ranks that still run."""
         with _STATUSES:
             return [process.exitcode for process in self.ranks]
 
@@ -203,7 +203,7 @@ def _stamp(number: int, step: int, rank: int) -> int:
 
 
 def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
-    """Checks that each checkpoint is of one job, and that no reported one is missing."""
+    """Checks that each checkpoint is from one job, and that no reported checkpoint is missing."""
     checkpoints, owners = CheckpointFolder(folder), {}
     for step in checkpoints.steps():
         try:
@@ -257,7 +257,7 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills a holder, or only its first rank; the next start must continue by itself."""
+    """Kills the lease's owner, or only its first rank; the next job must start without help."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -272,7 +272,7 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Pauses a holder until another takes over; the first must then publish nothing."""
+    """Pauses the lease's owner until another job takes over; then the owner must not publish."""
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
     _wait_for(lambda: bool(first.of("held")), first, seen)
@@ -307,7 +307,7 @@ def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
 
 
 def trainers(folder: Path, seed: int) -> Seen:
-    """Starts two trainers with the same ``--save``, kills the one that runs, and starts another."""
+    """Starts two trainers with the same ``--save``, kills the running one, and starts a third."""
     chance, seen = random.Random(seed), Seen()
     flags = [*FLAGS, "--pipeline-model-parallel-size", "1", "--save", str(folder)]
     flags += ["--save-interval", "2", "--async-save", "--keep-checkpoints", "3"]
@@ -360,13 +360,13 @@ def trainers(folder: Path, seed: int) -> Seen:
 
 
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
-    """Runs jobs on shared folders; each pair and each killed one has a folder of its own.
+    """Runs jobs on shared folders; each pair and each killed job has its own folder.
 
     Args:
         folder: Empty folder.
-        pairs: Number of pairs of jobs that begin at random moments.
-        kills: Number of holders that are killed; a tenth of this number stand still instead and
-            are taken over.
+        pairs: Number of pairs of jobs that start at random moments.
+        kills: Number of killed owners. In addition, a tenth of this number are paused until another
+            job takes over.
         seed: Seed of all random numbers.
         real: Number of pairs of trainers.
     """

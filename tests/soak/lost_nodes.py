@@ -1,6 +1,6 @@
-"""A job whose nodes are killed, stopped, cut off and filled up at random, until its time is over.
+"""Runs a job whose nodes are killed, stopped, cut off and filled up at random.
 
-After each event the job must continue, or end with a reason, within a deadline. At the end all
+After each event the job must continue, or exit with a reason, within a deadline. At the end all
 processes, steps and checkpoints are checked.
 """
 
@@ -36,12 +36,12 @@ BATCH, FIRST = 4, 10
 STEP_S = 0.4
 TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
-"""Three times the usual time, because other programs may use the machine."""
+"""Deadlines, three times the usual times because other programs may use the machine."""
 _TOGETHER = 0.25
 """Probability that the next event comes before the job has recovered from this one."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
-"""Largest number of ends with a reason after an event, before the job must continue."""
+"""Largest number of exits with a reason after an event, before the job must continue."""
 _OURS = re.compile(
     r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
@@ -51,22 +51,22 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
-    """The job neither continued nor ended with a reason."""
+    """The job neither continued nor exited with a reason."""
 
 
 @dataclass(kw_only=True)
 class SoakResult:
-    """Result of a soak.
+    """Holds the results of a soak test.
 
     Attributes:
         seed: Seed of the random events.
-        events: Descriptions of the events, a line each.
+        events: Descriptions of the events, one line each.
         counts: Number of events by kind.
-        ended: Number of ends by their reason.
-        failures: Descriptions of everything that is wrong.
-        recoveries_s: Seconds by kind from an event, or its end if it lasts, until the job
-            continued; of several events together only the last one counts.
-        figures: Figures about the whole soak.
+        ended: Reasons of the job's exits.
+        failures: Descriptions of all failures.
+        recoveries_s: Seconds by kind from an event, or from its end if it lasts, until the job
+            continued. Of several events at the same time only the last counts.
+        figures: Figures about the whole soak test.
         tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
             killed.
     """
@@ -81,7 +81,7 @@ class SoakResult:
     tracebacks: list[str] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
-        """Returns the rows of recoveries by kind of event, and that of all failures."""
+        """Returns a row for the recoveries of each kind of event, and a row for all failures."""
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
@@ -94,14 +94,14 @@ class SoakResult:
 
 
 class Soak:
-    """Runs a soak; use it as a context, and call :meth:`run` once.
+    """Runs a soak test; use it as a context, and call :meth:`run` once.
 
     Args:
         folder: Folder for logs and the shared folder.
         seed: Seed of the events.
         flags: Flags of the trainer.
         say: Function that takes a line about each event.
-        kinds: Kinds of the first events, in this order; others are drawn.
+        kinds: Kinds of the first events, in this order; the others are random.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Soak:
         self._say = say
         self._kinds = list(kinds)
         self._draw = random.Random(seed)
-        self._told: set[str] = set()  # nodes whose end was noticed
+        self._told: set[str] = set()  # nodes whose exit was noticed
         self._start_s = time.monotonic()
         self._moment_ns = 0  # time of the last event, or of its end
         self._last = "join"  # kind of the last event
@@ -135,7 +135,7 @@ class Soak:
         self._nodes.close()
 
     def run(self, events: int, limit_s: float) -> SoakResult:
-        """Causes events up to a number or a time limit, then checks all results."""
+        """Causes events until a number or a time limit is reached, then checks all results."""
         self._first_checkpoint()
         for node in self._nodes.all:
             self._boot(node)
@@ -192,7 +192,7 @@ class Soak:
         self._moment_ns = time.time_ns()
 
     def _pass(self, seconds: float) -> None:
-        """Waits some time, and ends events that are over."""
+        """Waits some time, and undoes events that are over."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -234,7 +234,7 @@ class Soak:
                 raise SoakError(f"{took_s:.0f} s after the event: {lacking}; {self._tails()}")
 
     def _lacking(self) -> str:
-        """Returns what is missing before the job has recovered, empty if nothing is."""
+        """Returns what is missing before the job has recovered; empty if nothing is."""
         if len(self._record.steps_since(self._moment_ns)) < 2:
             return "no two new steps"
         state = self._state()
@@ -257,7 +257,7 @@ class Soak:
         return ""
 
     def _look_at_ended(self) -> None:
-        """Records nodes that ended by themselves, with the reason that they printed."""
+        """Records nodes that exited by themselves, with the reason that they printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -267,7 +267,7 @@ class Soak:
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
             self._note(f"    {node.name} ended with status {node.status}: {reason}")
-            # A node without output ended before its program had begun.
+            # A node without output exited before its program had begun.
             is_early = node.status == _TERMINATED and not node.said
             if not reason and not is_early:
                 self._fail(f"{node.name} ended with status {node.status} and no reason")
@@ -275,7 +275,7 @@ class Soak:
                 self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
-        """Checks that the job gave a reason for the end of all nodes, and starts them again."""
+        """Checks that the job gave a reason for the exit of all nodes, and restarts them."""
         last = next((line for line in reversed(self.result.events) if "ended with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
@@ -284,7 +284,7 @@ class Soak:
         self._note("    the job has ended; all nodes start again")
 
     def _gone(self) -> None:
-        """Checks that no process is left on ended nodes.
+        """Checks that no process is left on nodes that exited.
 
         Raises:
             SoakError: A process is left.
@@ -302,7 +302,7 @@ class Soak:
         raise SoakError(f"left behind: {left}")
 
     def _end_all(self) -> None:
-        """Ends all nodes at the same time, so that the job saves and ends."""
+        """Stops all nodes at the same time, so that the job saves and exits."""
         self._note("end: SIGTERM to all nodes")
         for node in self._nodes.all:
             for runner in node.helpers()[:1]:
@@ -390,7 +390,7 @@ class Soak:
             self._events.end_due(all_of_them=True)
             for node in self._nodes.all:
                 self._boot(node)
-            self._settle()  # a failure here ends the soak
+            self._settle()  # a failure here stops the soak test
 
     def _out(self) -> list[Node]:
         return [node for node in self._nodes.all if not node.is_running]
@@ -426,7 +426,7 @@ class Soak:
 def soaked(
     folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
 ) -> Result:
-    """Runs a soak and prints its events; without root the result is a note.
+    """Runs a soak test and prints its events; without root, returns a note.
 
     Args:
         folder: Folder for its logs.
@@ -455,12 +455,12 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Ends the program with its contexts closed, because namespaces and mounts would remain."""
+    """Exits through all contexts, because namespaces and mounts would remain otherwise."""
     raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:
-    """Prints a line and flushes it, as a soak takes long."""
+    """Prints and flushes a line, because a soak test takes long."""
     print(text, flush=True)
 
 

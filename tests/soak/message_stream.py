@@ -1,7 +1,7 @@
-"""Millions of messages through one channel: none may be lost, and no memory may grow.
+"""Sends millions of messages through a channel, and checks for lost messages and memory growth.
 
-The receiver keeps a few payloads and drops them in another order, so that slots are freed out of
-order. Both ends watch their memory and descriptors.
+The receiver keeps a few payloads and releases them in another order, so that slots are freed out of
+order. Both sides measure their memory and descriptors.
 
     python -m tests.soak.message_stream [--quick] [--messages 10000000] [--json FILE]
 """
@@ -31,7 +31,7 @@ from megatron.adaptive.transport.native import NativeTransport
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
 WORDS = (0, 1, 128, 1024, 8192)
-"""Elements of 8 bytes: nothing, little, and a whole slot."""
+"""Sizes in elements of 8 bytes: empty, small, and a whole slot."""
 PIECES_WORDS = 40_000
 """More than a slot."""
 LIMIT_S = 60.0
@@ -41,11 +41,11 @@ _BATCH = 256
 _HELD = 8
 _LOOKS = 50
 _ROTATING = 24
-"""Number of tensors of a size that the sender uses in turns, more than slots, so that some wait."""
+"""Number of tensors per size that the sender reuses in rotation; more than slots, so some wait."""
 
 
 class Link:
-    """One end of a channel over shared memory between two processes.
+    """Connects two processes over shared memory; each process makes one.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -76,7 +76,7 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs one end; sends its figures or its error to the parent."""
+    """Runs one side; sends its figures or its error to the parent."""
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -87,7 +87,7 @@ def be_rank(rank: int, connection: Connection, messages: int) -> None:
         figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
         link.settle()
         connection.send(figures)
-        connection.recv()  # waits until the other end is done too
+        connection.recv()  # waits until the other side is done too
         link.transport.close()
     except Exception as error:
         connection.send(f"rank {rank}: {type(error).__name__}: {error}")
@@ -97,7 +97,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
     """Sends messages from one forked process to another; returns the figures of both.
 
     Raises:
-        RuntimeError: A message was lost or wrong, or the time limit passed.
+        RuntimeError: A message was lost or wrong, or the timeout passed.
     """
     context = multiprocessing.get_context("fork")
     ends, processes = [], []
@@ -136,7 +136,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
 
 
 def measure(messages: int) -> Result:
-    """Sends messages and compares the memory of both ends with the limits."""
+    """Sends messages and compares the memory of both sides with the limits."""
     figures = stream(messages, 60.0 + messages / 5e3)
     asked_bytes = 2 * SLOTS * SLOT_BYTES
     gains = [growth(end["looks"]) for end in figures]
@@ -182,7 +182,7 @@ def look() -> tuple[int, int]:
 
 
 def words_of(number: int) -> int:
-    """Returns the size of a message, the same on both ends."""
+    """Returns the size of a message, which is the same on both sides."""
     if number % 1009 == 1008:
         return PIECES_WORDS
     return WORDS[2] if number % 16 else WORDS[number // 16 % len(WORDS)]
@@ -243,10 +243,10 @@ def _check(payload: torch.Tensor, number: int) -> None:
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the bytes and descriptors by which a process grew after the first fifth of the soak.
+    """Returns the growth in bytes and descriptors after the first fifth of the soak test.
 
-    The minimum of the last fifth is compared with that of the second, because a process that grows
-    never shrinks to its former size.
+    The minimum of the last fifth is compared with the minimum of the second, because a process that
+    leaks never returns to its former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]

@@ -1,8 +1,8 @@
-"""Measures an answer of the monitor about a job of 64 nodes with large logs.
+"""Measures how fast the monitor answers for a job of 64 nodes with large logs.
 
     python -m tests.soak.monitor [--quick] [--gigabytes N] [--json FILE]
 
-The logs are generated. The answer is compared with the start of the program that gives it. Exits
+The logs are generated. The time of an answer is compared with the start time of the program. Exits
 with status 1 if a goal is missed.
 """
 
@@ -23,7 +23,7 @@ from harness.report import Result, measure, measured, parser_of, ratios
 LIMIT_S = 240.0
 NODES = 64
 MOST_STATUS = 2.0
-"""Largest time of an answer over the start of the program that gives it."""
+"""Largest ratio of an answer's time to the start time of the program."""
 
 
 def of_status(options: argparse.Namespace) -> Result:
@@ -50,7 +50,7 @@ def of_status(options: argparse.Namespace) -> Result:
 def _status_s(*arguments: str) -> tuple[float, str]:
     """Returns the seconds of a call of the monitor, and its output.
 
-    Its exit status is ignored, because after a while the job of the logs counts as stalled.
+    The exit status is ignored, because the job of the logs counts as stalled after a while.
     """
     command = [sys.executable, "-m", "megatron.adaptive", "job", "status", *arguments]
     begin_s = time.perf_counter()

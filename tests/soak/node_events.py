@@ -1,4 +1,4 @@
-"""Events that happen to the nodes of a job, and the ends of those that last."""
+"""Causes events on the nodes of a job, and undoes events that last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WEIGHTS = {
 }
 """Weights by which kinds of events are drawn."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
-"""Ranges of the durations of events: shorter than the time limit of silence, and longer."""
+"""Ranges of event durations: shorter and longer than the timeout of a silent node."""
 
 
 class Events:
@@ -45,12 +45,12 @@ class Events:
     Args:
         nodes: Nodes of the job.
         draw: Generator of random numbers.
-        note: Function that takes a line when an event that lasts is over.
+        note: Function that takes a line when a lasting event is over.
         checkpoints: Folder of the job's checkpoints.
 
     Attributes:
         damaged: Checkpoints with a flipped bit: iteration, time in nanoseconds, and inode of the
-            folder, which differs if it was written again.
+            folder, which differs if the checkpoint was written again.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Events:
 
     @property
     def are_over(self) -> bool:
-        """Whether no event lasts any more."""
+        """Whether all lasting events are over."""
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
@@ -105,7 +105,7 @@ class Events:
             description = f"the folder of {disk.name}"
             undo = partial((disk / "filler").unlink, missing_ok=True)
             fill(disk / "filler")
-        elif name == "bit-flip":  # a rank is killed too, so that the checkpoint is loaded
+        elif name == "bit-flip":  # also kills a rank, so that the checkpoint is loaded
             if not (ranks := node.ranks()) or (flipped := self._flip_bit()) is None:
                 return None
             description += f", {flipped}"
@@ -125,7 +125,7 @@ class Events:
     def _flip_bit(self) -> str | None:
         """Flips a bit of the newest complete checkpoint; returns file and bit.
 
-        Returns ``None`` if there is no older whole checkpoint from which the job could continue.
+        Returns ``None`` if there is no older intact checkpoint from which the job could continue.
         """
         steps = sorted(self._checkpoints.steps().items())
         inodes = {inode for _, _, inode in self.damaged}
@@ -137,7 +137,7 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """Ends events that have lasted long enough; returns whether there was any."""
+        """Undoes events that have lasted long enough; returns whether there were any."""
         now_s = time.monotonic()
         due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:
@@ -148,7 +148,7 @@ class Events:
 
 
 def role(process: psutil.Process) -> str:
-    """Returns the role of a process of the job in a word, and its state."""
+    """Returns the role of a process of the job in one word, and its state."""
     with contextlib.suppress(psutil.Error):
         command = process.cmdline()
         parent = process.parent()

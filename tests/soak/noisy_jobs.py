@@ -1,12 +1,12 @@
-"""Trains beside programs that come and go, and counts moves of layers that noise alone caused.
+"""Trains beside other programs, and counts moves of layers that only their noise caused.
 
     python -m tests.soak.noisy_jobs [--minutes N] [--only NAME ...] [--json FILE]
 
 All ranks are equally fast: their layers sleep for the same time (``support/timed_layers.py``).
-Other programs use random processors for random times. A job with ``--repartition auto`` or with
-``--pipeline-schedule auto`` may move layers, but must take them back at the next decision, unless
-the job ends before. A job that deals microbatches by speed must give each replica about half of
-them. Layers or shares that stay uneven are a fault. Exits with status 1 if there is one.
+Other programs use random processors for random times. A job with ``--repartition auto`` or
+``--pipeline-schedule auto`` may move layers, but must move them back at the next decision, unless
+the job ends before. A job that distributes microbatches by speed must give each replica about half
+of them. Exits with status 1 if layers or shares stay uneven.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tests.multiprocess.launch import TIMED_LAYERS, Ranks, tail  # noqa: E402
 LIMIT_S = 400.0
 ITERATIONS, INTERVAL, BATCH = 48, 6, 20
 PATIENCE = 2 * INTERVAL + 2
-"""Number of iterations after which a move that gained nothing must have been taken back."""
+"""Number of iterations after which a move without gain must have been undone."""
 MOST_MORE = 2
-"""Number of microbatches by which half of the steps may deviate from equal shares."""
+"""Number of microbatches by which at most half of the steps may deviate from equal shares."""
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer "
@@ -57,7 +57,7 @@ AUTO = (
 ).split()
 DEALING = f"--num-layers 2 --global-batch-size {BATCH} --balance-replicas speed".split()
 LAYER_MS = ("4", "7", "10")
-"""Milliseconds of a layer, drawn for each job; the less a layer sleeps, the more noise counts."""
+"""Milliseconds of a layer, drawn for each job; noise has more effect on shorter layers."""
 _MOVED = re.compile(
     r"iteration +(\d+)/|repartition: [0-9-]+ -> ([0-9-]+):|the stages of ([0-9-]+) layers are now"
 )
@@ -66,13 +66,13 @@ _BUSY = "import os\nos.sched_setaffinity(0, {{{}}})\nwhile True: pass"
 
 @dataclass(frozen=True)
 class NoisyJob:
-    """Holds what happened in a job beside programs that came and went.
+    """Holds the results of a job beside other programs.
 
     Attributes:
         name: Name of the kind of job.
         minutes: Duration in minutes.
-        moves: Number of moves of layers, with those that took layers back.
-        kept: Description of each move, or uneven share, that stayed without gain.
+        moves: Number of moves of layers, including moves back.
+        kept: Descriptions of moves and uneven shares that remained without gain.
     """
 
     name: str
@@ -109,7 +109,7 @@ def noise(seed: int) -> Iterator[None]:
 
 
 def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of moves in a log, and those that left layers uneven for too long.
+    """Returns the number of moves in a log, and moves that left layers uneven for too long.
 
     Args:
         log: Log of a job of equal ranks.
@@ -146,12 +146,12 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
 
 
 def moving_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that may move layers; returns the number of moves, and those that stayed."""
+    """Trains a job that may move layers; returns the number of moves, and those that remained."""
     return kept_moves(_train(flags, folder, seed))
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that deals microbatches; returns 0 and its shares if they are uneven."""
+    """Trains a job that distributes microbatches; returns 0, and its shares if they are uneven."""
     path = folder / "record.json"
     _train([*flags, "--record-schedule", str(path)], folder, seed)
     record = ScheduleRecord.load(path)
@@ -161,7 +161,7 @@ def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[s
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains two ranks beside noise; returns the log."""
+    """Trains two ranks beside other programs; returns the log."""
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
 
 
 def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
-    """Trains jobs in turn until the minutes are over, at least one of each kind."""
+    """Trains jobs one after the other until the time is over, at least one of each kind."""
     jobs: list[NoisyJob] = []
     end_s = time.monotonic() + 60 * minutes
     while time.monotonic() < end_s or len(jobs) < len(names):
@@ -198,7 +198,7 @@ def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
 
 
 def of_noise(options: argparse.Namespace) -> Result:
-    """Part ``noise``; the short form is one job of each kind."""
+    """Runs the part ``noise``; with ``--quick`` it trains one job of each kind."""
     names = options.only or list(KINDS)
     jobs = run_jobs(names, 0 if options.quick else options.minutes, options.seed)
     rows = []
@@ -217,7 +217,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if something was kept without gain."""
+    """Measures and prints; returns 1 if an uneven state remained without gain."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
     parser.add_argument("--minutes", type=float, default=60, help="least minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")

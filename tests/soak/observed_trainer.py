@@ -1,7 +1,7 @@
-"""The trainer, whose ranks write the ports at which they listen and appear to be on two machines.
+"""Runs the trainer with ranks that write their ports and appear to be on two machines.
 
-``OBSERVED_PORTS`` is the folder of these files. A step waits for ``OBSERVED_STEP_S`` seconds, so
-that programs that talk to the listeners get their share of the processors.
+``OBSERVED_PORTS`` is the folder for the ports. A step waits for ``OBSERVED_STEP_S`` seconds, so
+that programs that talk to the listeners get processor time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.soak.slow_trainer import slow_down  # noqa: E402
 
 
 def observe(folder: Path) -> None:
-    """Makes the ranks compare their clocks, as on two machines, and write the port used for it."""
+    """Makes ranks compare clocks as on two machines, and write the port of the clock server."""
     start, serve = executor_setup.start_clock_sync, clock.ClockServer.__init__
 
     def start_between_machines(*, clock_id: str, rank: int, **more: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Steps of models with cut points, measured and as the planner predicts them from a profile.
+"""Compares steps of models with cut points with the planner's predictions from a profile.
 
-A model is profiled on two processes of this machine, the planner chooses as it does for a
-``Pipeline`` without sizes, and its best shapes are trained. As a program this file is one rank; its
-arguments are the name of a model, the number of steps, and a file for its results.
+A model is profiled on two processes of this machine, the planner chooses shapes as for a
+``Pipeline`` without sizes, and the best shapes are trained. Run as a script, this file is one rank;
+its arguments are the name of a model, the number of steps, and a file for its results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scans real jobs for planted secrets as another user of the machine would.
 
-Secrets are planted in the environment of a job over ssh, and in ``conf.sh`` of a job of pods and of
-a job of Slurm. While the jobs run, a process of another user repeatedly reads every command line
-and every file that it may read.
+Secrets are planted in the environment of a job over ssh, and in ``conf.sh`` of a pod job and of a
+Slurm job. While the jobs run, a process of another user repeatedly reads every command line and
+every file that it may read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 NOBODY = 65534
 NAMES = ("HF_TOKEN", "NCCL_LAB_PASSWORD", "TORCH_LAB_SECRET", "GLOO_API_KEY")
 PLAIN = {"HF_HOME": '/nowhere/it\'s "$HOME" & `x`'}
-"""A variable that is no secret and must arrive unchanged."""
+"""Variable that is not secret and must arrive unchanged."""
 _PERIOD_S = 0.05
 _LARGEST = 1 << 26
 _SERVER = """
@@ -60,14 +60,14 @@ TRAINER_FLAGS='--vocab-size 255'
 
 
 class Scanner:
-    """Looks for secrets as another user, from its start to :meth:`close`.
+    """Searches for secrets as another user, until :meth:`close`.
 
-    If this process is root's, the searching process gives up all rights; otherwise it skips files
-    that others may not read. It is forked at once, so make it before there are threads.
+    If this process runs as root, the searching process drops all privileges; otherwise it skips
+    files that others may not read. It is forked at once, so create it before any threads.
 
     Args:
         secrets: Texts that must not be found.
-        folders: Folders that are searched, with all folders below.
+        folders: Folders that are searched recursively.
     """
 
     def __init__(self, secrets: Sequence[str], folders: Sequence[Path]) -> None:
@@ -86,7 +86,7 @@ class Scanner:
         return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Ends the search; returns the number of command lines, and those with secrets."""
+        """Stops the search; returns the number of command lines, and those with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
@@ -123,7 +123,7 @@ def _serve(link: Connection, secrets: list[bytes], folders: Sequence[Path]) -> N
 
 
 def _readable(folders: Sequence[Path], since_s: float, is_other: bool) -> Iterator[Path]:
-    """Yields files that were written since a time and that others may read."""
+    """Yields files that were modified after a time and that others may read."""
     for folder in folders:
         for parent, below, names in os.walk(folder):
             if not is_other:
@@ -146,12 +146,12 @@ def measure(seed: int = 1) -> dict[str, Any]:
 
     Returns:
         ``found``: places with a secret; ``commands`` and ``files``: numbers of command lines and
-        files that were read; ``seen``: number of two visible secrets that the scanner found;
+        files that were read; ``seen``: how many of two visible secrets the scanner found;
         ``arrived``: number of ``jobs`` whose processes had all variables; ``skipped``: reasons why
         jobs were not run.
     """
     draw = random.Random(seed)
-    # These characters have a meaning in a shell, in JSON and in regular expressions.
+    # These characters are special in a shell, in JSON or in regular expressions.
     secrets = {name: f"{draw.getrandbits(128):032x}" for name in NAMES}
     planted = {name: f'it\'s "{key}" $(id) `x` \\ é' for name, key in secrets.items()}
     with tempfile.TemporaryDirectory(prefix="faults-secrets-") as name:
@@ -194,7 +194,7 @@ class _CannotRunError(Exception):
 
 
 def _seen_in_sight(folder: Path) -> int:
-    """Plants a secret in a command line and a file, and returns how many of both are found."""
+    """Plants a secret in a command line and in a file, and returns how many the scanner finds."""
     (folder / "in-sight").write_text("the secret is in-plain-sight")
     scanner = Scanner(["in-plain-sight"], [folder])
     with subprocess.Popen(["sleep", "60", "in-plain-sight"], stderr=subprocess.DEVNULL) as sleeper:
@@ -238,7 +238,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         assert manager.pid not in {process.pid for process in agent.parents()}, (
             "ssh was not in between"
         )
-        # Ranks are forked from the last process, with its variables.
+        # Ranks are forked from the last process and inherit its variables.
         arrived = len(far) > 1 and all(
             expected.items() <= process.environ().items() for process in far[:2]
         )
@@ -252,7 +252,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
 
 
 def _ssh_programs(folder: Path) -> Path:
-    """Starts an sshd of this user; returns the folder of an ssh that reaches it by any name."""
+    """Starts an sshd as this user; returns the folder of an ssh that connects any name to it."""
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
@@ -272,7 +272,7 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 
 
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one pod, and makes its page and its status."""
+    """Runs a job of one pod, and makes its report page and its status."""
     conf = _conf(folder, planted)
     expected = {**planted, **PLAIN}
     arguments = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]
@@ -302,7 +302,7 @@ def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None])
 
 
 def _on_slurm(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Submits a job to programs that stand for Slurm's and write down their input."""
+    """Submits a job to stand-ins for Slurm's programs, which record their input."""
     programs = folder / "bin"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho 'pc|(null)|4'\n")

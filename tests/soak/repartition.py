@@ -1,10 +1,9 @@
-"""Share of a slow rank's delay that moving layers regains, and the time of moving a layer.
+"""Measures how much of a slow rank's delay moving layers recovers, and the time of a move.
 
-Four ranks train a GPT whose layers take a chosen time (``timed_layers.py``), on one rank 1.5 times
-as long. ``--repartition auto`` chooses a partition. Then the same processes train in turns with
-this partition, with equal stages and with the partition that is best in simulation, so that other
-programs slow down all three alike. Then a small GPT at full speed moves single layers back and
-forth.
+Four ranks train a GPT whose layers take a chosen time (``timed_layers.py``), 1.5 times as long on
+one rank. ``--repartition auto`` chooses a partition. Then the same processes alternate between this
+partition, equal stages, and the partition that is best in simulation, so that other programs slow
+all three down equally. Finally a small GPT at full speed moves single layers back and forth.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # After a move the norm for clipping gradients is summed in another order.
+    # The gradient norm for clipping is summed in another order after a move.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -47,7 +46,7 @@ AUTO = ["--repartition", "auto", "--repartition-interval", "8"]
 
 
 def repartition(folder: Path, *, quick: bool) -> Result:
-    """Measures the share that a slow rank regains, and the times of moves."""
+    """Measures how much of the delay is recovered, and the times of moves."""
     figures = _regained(folder, rounds=3 if quick else 8) | _move(folder, moves=4 if quick else 12)
     loss = "repartition_loss_difference"
     rows = [
@@ -84,7 +83,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Without a move, or if other programs hide the slow rank, nothing is regained.
+    # Nothing is recovered without a move, or if other programs hide the slow rank.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -104,7 +103,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Returns the median step of each partition, without the first step after a move."""
+    """Returns the median step time of each partition, without the first step after a move."""
     steps = {line["iteration"]: line["step_ms"] for line in lines if "iteration" in line}
     seconds: dict[tuple[int, ...], list[float]] = {}
     for first, partition in turns["turns"]:
@@ -115,7 +114,7 @@ def _took(lines: Sequence[dict[str, Any]], turns: dict[str, Any]) -> dict[tuple[
 
 
 def _ideal() -> tuple[int, ...]:
-    """Returns the best of all partitions for the true speeds of the ranks."""
+    """Returns the partition that is best for the true speeds of the ranks."""
     each = [LAYER_MS / 1e3 * (FACTOR if rank == SLOW_RANK else 1) for rank in range(RANKS)]
     even = (LAYERS // RANKS,) * RANKS
     loads = Loads(

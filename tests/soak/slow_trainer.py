@@ -1,8 +1,8 @@
-"""The trainer with steps that wait, as if the model were large, but without using processors.
+"""Runs the trainer with steps that wait, like those of a large model, without using processors.
 
-``SOAK_STEP_S`` is the number of seconds that each step waits; its results are the same. With
-``--reload ITERATION,... TRAINER_FLAGS... --load DIR`` the program only loads checkpoints, one after
-the other, as training does.
+Each step waits ``SOAK_STEP_S`` seconds; its results do not change. With ``--reload ITERATION,...
+TRAINER_FLAGS... --load DIR`` the program only loads checkpoints, one after the other, as training
+does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads checkpoints into one model; exits with a message if one has wrong content."""
+    """Loads checkpoints into one model; exits with a message if a checkpoint has wrong content."""
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:

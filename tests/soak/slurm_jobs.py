@@ -1,11 +1,11 @@
-"""Measures the start of a job by Slurm, and how soon the monitor names a lost node.
+"""Measures how long a job takes to start under Slurm, and how soon the monitor names a lost node.
 
     python -m tests.soak.slurm_jobs [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``start``, the time from sbatch to the first iteration on a Slurm of two nodes, minus that of
-the same job started by torchrun; ``crash``, the time from a node's end to its name in the monitor,
-and the processes that the job leaves behind. Both need root and the packages of
-``bash prerequisite.sh --slurm``. Exits with status 1 if a limit is missed.
+Parts: ``start``, the time from sbatch to the first iteration with two Slurm nodes, minus the time
+of the same job started by torchrun; ``crash``, the time from a node's failure until the monitor
+names it, and the processes that the job leaves behind. Both need root and the packages of ``bash
+prerequisite.sh --slurm``. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Seconds after the end of a job from which its processes count as orphans."""
+"""Seconds after the end of a job after which its remaining processes count as orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -52,7 +52,7 @@ ITERATION = re.compile(r"^ \[[\d :-]{19}\] iteration ", re.MULTILINE)
 
 @contextlib.contextmanager
 def started_lab() -> Iterator[Lab]:
-    """Starts a Slurm of two nodes, and a third one for the time after a crash."""
+    """Starts a Slurm cluster of two nodes, and a third node for the time after a crash."""
     with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
         os.chmod(folder, 0o755)
         with Lab(Path(folder, "lab"), [Kind("node", 3, 0)], accounting=True) as lab:
@@ -70,19 +70,19 @@ def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> f
 
 
 def has_iterated(folder: Path) -> bool:
-    """Returns whether a file of a job has the line of an iteration."""
+    """Returns whether a log of a job contains an iteration line."""
     return any(ITERATION.search(path.read_text()) for path in folder.glob("*.out"))
 
 
 def conf_in(folder: Path) -> LaunchConf:
-    """Returns the configuration of all jobs of this soak, in a folder of its own."""
+    """Writes the configuration of all jobs of this soak test to a folder, and returns it."""
     folder.mkdir(parents=True)
     (folder / "conf.sh").write_text(CONF)
     return load_conf(folder / "conf.sh")
 
 
 def submitted(lab: Lab, conf: LaunchConf) -> int:
-    """Submits a job to sbatch, with the script that submit writes."""
+    """Submits a job with sbatch, using the script that ``submit`` writes."""
     settings = conf.folder / "settings.json"
     settings.write_text(settings_text(conf))
     script = conf.folder / "job.sbatch"
@@ -95,7 +95,7 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
     """Waits for the first iteration of a job.
 
     Raises:
-        TimeoutError: There was none; the output of Slurm and of the job goes to stderr.
+        TimeoutError: There was none; prints the output of Slurm and of the job to stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
@@ -147,7 +147,7 @@ def torchrun_start(lab: Lab, folder: Path) -> float:
 
 
 def of_start(options: argparse.Namespace) -> Result:
-    """Part ``start``: starts by Slurm and by torchrun take turns."""
+    """Runs the part ``start``, which alternates starts by Slurm and by torchrun."""
     with started_lab() as lab, tempfile.TemporaryDirectory() as folder:
         alone, slurm = [], []
         for turn in range(options.repetitions):
@@ -170,7 +170,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def of_crash(_: argparse.Namespace) -> Result:
-    """Part ``crash``: a node ends in several ways."""
+    """Runs the part ``crash``, which loses a node in several ways."""
     named: dict[str, float] = {}
     ended: dict[str, float] = {}
     left: list[str] = []
@@ -198,7 +198,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses the second node of a job; returns the times to its naming and the end, and orphans."""
+    """Loses the second node of a job; returns the times until named and ended, and orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")

@@ -1,12 +1,12 @@
-"""Strangers at the listeners of real jobs: they change nothing, end nothing and move no loss.
+"""Lets strangers talk to the listeners of real jobs, and checks that the jobs are not affected.
 
-On this machine run an elastic job of two nodes that keep snapshots for each other and compare
-clocks, a master of pods that waits for its worker, ``doctor``, and ranks that wait for a peer over
-``tcp`` and ``shm``. Meanwhile one process for each listener, with many connections from many
-addresses, sends random bytes, the messages of a node of a version without secrets, and handshakes
-that are cut short, guessed, repeated or sent back. It also holds hundreds of connections open
-without sending anything. No connection is closed before the listener has ended it, so that the
-listener could read everything. At Unix sockets the process is another user's.
+This machine runs an elastic job of two nodes that keep snapshots for each other and compare clocks,
+a master of pods that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp``
+and ``shm``. One process per listener opens many connections from many addresses, and sends random
+bytes, messages of a version without secrets, and handshakes that are truncated, guessed, repeated
+or reflected. It also holds hundreds of idle connections open. It does not close a connection before
+the listener has closed it, so that the listener can read everything. At Unix sockets the process
+runs as another user.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LIMIT_S = 200.0
 HELD = 200
 _AT_ONCE = 48
 _END_S = 6.0
-"""Listeners end connections with wrong messages at once, and silent ones in five seconds."""
+"""Listeners close wrong connections at once, and silent connections after five seconds."""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
-_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: the port is chosen when it connects
+_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: choose the port on connect
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Shares of the strangers' time, by the kind of program to which they talk."""
+"""Shares of the talking time, by kind of program."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -74,12 +74,12 @@ TRAINER_FLAGS='--vocab-size 255'
 
 @dataclass
 class Visit:
-    """One stranger's connection.
+    """Describes one connection of a stranger.
 
     Attributes:
-        first: Bytes that it sends at once.
-        then: Function that makes its next bytes from the listener's answer, ``None`` if it waits
-            for no answer.
+        first: Bytes that are sent at once.
+        then: Function that makes the next bytes from the listener's answer; ``None`` if no answer
+            is expected.
     """
 
     first: bytes
@@ -87,7 +87,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields visits of all kinds, for ever."""
+    """Yields visits of all kinds, forever."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -110,7 +110,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields visits to a rank that waits for its peers, for ever."""
+    """Yields visits to a rank that waits for its peers, forever."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -130,7 +130,7 @@ def hellos(draw: random.Random) -> Iterator[Visit]:
 
 
 def _guess(shake: Handshake, answer: bytes) -> bytes:
-    """Returns the next message of a stranger that guessed the secret."""
+    """Returns the next message of a stranger that guesses the secret."""
     with contextlib.suppress(StrangerError):
         shake.advance(answer)
     return shake._prove("visitor") + Session(b"one", b"two").seal(b'{"what": "welcome"}')
@@ -138,11 +138,11 @@ def _guess(shake: Handshake, answer: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Names a listener.
+    """Describes a listener.
 
     Attributes:
         name: Name of the listener.
-        port: Port of TCP on the loopback address, 0 for a Unix socket.
+        port: TCP port on the loopback address; 0 for a Unix socket.
         unix: Abstract name of the Unix socket.
         kind: Kind of the socket.
         says: Function that yields the visits of strangers.
@@ -172,7 +172,7 @@ class Crowd:
         self.said = self.unheard = 0
 
     def speak(self, messages: int, is_over: Callable[[], bool]) -> None:
-        """Sends a number of messages, or until a condition holds.
+        """Sends messages until a number is reached or a condition holds.
 
         Args:
             messages: Number of messages.
@@ -190,13 +190,13 @@ class Crowd:
                 self._say(connection, visit.first, is_last=visit.then is None)
             if len(self._open) >= _AT_ONCE:
                 self._finish(*self._open.popleft())
-        while self._open and not is_over():  # the listener may accept nobody any more
+        while self._open and not is_over():  # the listener may have stopped accepting
             self._finish(*self._open.popleft())
         for connection in [*self._held, *(connection for connection, _ in self._open)]:
             connection.close()
 
     def _hold(self) -> None:
-        """Sends a byte now and then on idle connections, and replaces those that ended."""
+        """Sends bytes on idle connections occasionally, and replaces closed connections."""
         if len(self._held) >= HELD:
             connection = self._held.pop(self._draw.randrange(HELD))
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class Crowd:
             return connection
         connection = socket.socket()
         connection.settimeout(_END_S)
-        # Closing resets the connection, or the machine would run out of ports within seconds.
+        # Reset connections on close, or the machine runs out of ports within seconds.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
@@ -237,7 +237,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest of a visit after the answer, and waits until the listener has ended it."""
+        """Sends the rest of a visit after the answer, and waits until the listener closes it."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -263,7 +263,7 @@ def crowds(
         places: The listeners.
         messages: Number of messages to each listener.
         seed: Seed of the visits.
-        result: Record that takes numbers of messages and unended visits by listener.
+        result: Record of the numbers of messages and unclosed visits by listener.
 
     Yields:
         Processes of the strangers, one for each listener.
@@ -310,10 +310,10 @@ def _speak(
 
 
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
-    """Returns the abstract Unix sockets of this package at which some processes listen.
+    """Returns the abstract Unix sockets of this package on which some processes listen.
 
-    Ranks have streams, at which they stop listening when their channels are open; keepers have
-    sockets that preserve the ends of messages.
+    Ranks use stream sockets, on which they stop listening when their channels are open; keepers use
+    sockets that preserve message boundaries.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
     listen = {row[7] for row in rows if len(row) == 8 and row[3] == "00010000"}
@@ -358,15 +358,15 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
 
     Args:
         messages: Number of messages to each listener.
-        limit_s: Limit of the whole time of talking, in seconds.
+        limit_s: Limit of the total talking time, in seconds.
         seed: Seed of the visits.
 
     Returns:
         ``said`` and ``per_s``: messages, and messages per second, by listener; ``unheard``: visits
-        that a listener did not end, by listener; ``ends``: jobs and nodes that ended or started
-        again; ``effects``: descriptions of other effects; ``steps``: number of steps that were
-        compared with an undisturbed run; ``differences``: losses among them that differ in any bit;
-        ``talked_s``: seconds of talking.
+        that a listener did not close, by listener; ``ends``: jobs and nodes that exited or
+        restarted; ``effects``: descriptions of other effects; ``steps``: number of steps that were
+        compared with an undisturbed run; ``differences``: number of losses that are not bitwise
+        equal; ``talked_s``: seconds of talking.
     """
     result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
@@ -393,7 +393,7 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers talk; at the end calls a function while they talk without a limit."""
+    """Lets strangers talk; finally calls a function while they talk without a limit."""
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -461,7 +461,7 @@ def _elastic(
         ]
         if "off" in now["copies"]:
             result["effects"].append(f"elastic: snapshots are {now['copies']}")
-        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one a minute each
+        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one per minute each
         result["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
@@ -488,8 +488,8 @@ def _elastic(
 
 
 def _complaints(said: str, most: int) -> list[str]:
-    """Returns what a job printed about strangers that it should not have."""
-    warnings = [line for line in said.splitlines() if "is not of this job and was refused" in line]
+    """Returns what a job should not have printed about strangers."""
+    warnings = [line for line in said.splitlines() if "does not belong to this job and" in line]
     complaints = ["a traceback"] if "Traceback" in said else []
     return complaints + ([f"{len(warnings)} warnings"] if len(warnings) > most else [])
 
@@ -498,7 +498,7 @@ def _complaints(said: str, most: int) -> list[str]:
 def _started(
     log: Path, *command: str | Path, **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a program as long as the context lasts."""
+    """Runs a program until the context exits."""
     program = start(command, log, {**forking(), **variables})
     try:
         yield program
@@ -521,7 +521,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
         nodes = {said: master}
 
         def join() -> None:
-            """Starts the worker while strangers talk, and waits until the nodes have met."""
+            """Starts the worker while strangers talk, and waits until the nodes have connected."""
             end_s = time.monotonic() + LIMIT_S
             command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([service], 10**9, seed + 1):

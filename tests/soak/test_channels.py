@@ -1,4 +1,4 @@
-"""Killed ranks are noticed, and long streams of messages leave nothing behind."""
+"""Tests that killed ranks are noticed, and that long message streams do not leak."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stream_that_takes_too_long_is_ended() -> None:
 
 @contextlib.contextmanager
 def neighbour(name: str) -> Iterator[None]:
-    """Makes more and more sockets and shared memory, as another job on the machine does."""
+    """Creates more and more sockets and shared memory, as another job on the machine does."""
     is_over = threading.Event()
     sockets: list[socket.socket] = []
     files: list[Path] = []
@@ -89,7 +89,7 @@ def neighbour(name: str) -> Iterator[None]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_killed_ranks_leave_nothing_and_are_missed(kind: str, tmp_path: Path) -> None:
-    """What other programs made meanwhile was counted, too."""
+    """Checks this while another program creates sockets and shared memory."""
     around = neighbour(tmp_path.name) if killed_ranks.private() else contextlib.nullcontext()
     with around:
         result = killed_ranks.measure(2, kind)

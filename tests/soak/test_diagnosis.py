@@ -1,4 +1,4 @@
-"""The benchmark of the traces: what its runs are and how answers are judged."""
+"""Tests the benchmark of the traces: its runs, and how it judges answers."""
 
 from typing import Any
 

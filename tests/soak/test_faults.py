@@ -1,4 +1,4 @@
-"""Nodes that are lost are noticed, and damages are found."""
+"""Tests that lost nodes are noticed, and that damages are found."""
 
 from __future__ import annotations
 

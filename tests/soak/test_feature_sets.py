@@ -1,4 +1,4 @@
-"""How feature sets are read, judged and compared; with a Megatron-LM at hand also three of them."""
+"""Tests how feature sets are read, judged and compared; trains three if MEGATRON_LM is set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sets_are_what_their_lines_say() -> None:
     assert layout.own_flags == ("--pipeline-schedule", "megatron")
     assert [SETS[name].ranks for name in ("adaptive", "replicas", "pipeline-of-4")] == [2, 4, 4]
     assert "--ranks" not in SETS["replicas"].flags
-    # megatron-core's own loop draws other numbers of dropout.
+    # megatron-core's own loop draws other random numbers for dropout.
     assert "--keyed-dropout" in SETS["keyed-dropout"].own_flags
 
 

@@ -1,4 +1,4 @@
-"""The soak of the monitor measures, and says where a goal is missed."""
+"""Tests that the monitor's soak test takes measurements and reports missed goals."""
 
 from __future__ import annotations
 

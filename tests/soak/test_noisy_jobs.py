@@ -1,4 +1,4 @@
-"""Noise moves no layers that stay moved, and deals no microbatches unevenly."""
+"""Tests that noise neither moves layers permanently nor distributes microbatches unevenly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.soak.noisy_jobs import KINDS, PATIENCE, kept_moves, run_jobs
 
 MINUTES = float(os.environ.get("NOISY_MINUTES", "0"))
-"""Least minutes of all jobs, before a release some hundreds; 0 leaves them out."""
+"""Minimum minutes of all jobs, some hundreds before a release; 0 skips the jobs."""
 
 
 def iterations(first: int, end: int) -> str:

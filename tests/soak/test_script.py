@@ -1,4 +1,4 @@
-"""``scripts/soak.sh`` names soaks that are there, and refuses others."""
+"""Tests that ``scripts/soak.sh`` names existing soak tests, and refuses other names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak of tokens on little text: each tokenizer gives its library's tokens."""
+"""Tests that each tokenizer gives its library's tokens, on little text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak of tried ranks sees each rank's memory, and says where a goal is missed."""
+"""Tests that the soak test of tried ranks measures each rank's memory and reports missed goals."""
 
 from __future__ import annotations
 

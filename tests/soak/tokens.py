@@ -1,9 +1,9 @@
-"""Compares the tokens of each kind of tokenizer with its library's, in text of many scripts.
+"""Compares the tokens of each kind of tokenizer with those of its library, in many scripts.
 
     python -m tests.soak.tokens [--quick] [--megabytes N] [--json FILE]
 
-The text is the standard library's sources, each followed by random words of one script. Rows count
-the documents whose tokens differ. Exits with status 1 if there is one.
+The text is the source code of the standard library; each file is followed by random words of one
+script. Rows count the documents whose tokens differ. Exits with status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import build_tokenizer
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Settings of each kind of tokenizer, and its library's function that encodes a text."""
+"""Settings of each kind of tokenizer, and the encoding function of its library."""
 
 
 def compare(megabytes: float) -> Result:
@@ -40,7 +40,7 @@ def compare(megabytes: float) -> Result:
 
 
 def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
-    """Trains tokenizers; that of Hugging Face's libraries is in the folder ``hf``."""
+    """Trains tokenizers; the Hugging Face tokenizer is in the folder ``hf``."""
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -63,7 +63,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
         sentence_iterator=(line for text in texts for line in text.splitlines()[:50]),
         model_prefix=str(folder / "pieces"),
         vocab_size=4000,
-        hard_vocab_limit=False,  # little text has fewer pieces
+        hard_vocab_limit=False,  # a short text has fewer pieces
         byte_fallback=True,
         minloglevel=2,
     )
@@ -94,7 +94,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes a vocabulary of byte pairs as tiktoken's ranks; returns the number of tokens."""
+    """Writes a byte-pair vocabulary as tiktoken ranks; returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[
 
 
 def main() -> int:
-    """Compares and prints; returns 1 if a document has other tokens."""
+    """Compares and prints; returns 1 if a document has different tokens."""
     parser = parser_of(__doc__, (), "less text")
     parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Measures how far `plan --try` is from the job that it tries: memory of each rank, and the step.
+"""Compares `plan --try` with the real job: memory of each rank, and step time.
 
     python -m tests.soak.tried_ranks [--quick] [--vocab-size N ...] [--json FILE]
 
-For each vocabulary a job of two pipeline ranks trains by a plan. Then each of its ranks is tried
-alone. Rows are ratios of tried to real values. The last rank has the logits, whose size follows the
-vocabulary: small ones come from the heap, large ones from the system. Exits with status 1 if a goal
-is missed.
+For each vocabulary size, a job of two pipeline ranks trains with a plan. Then each of its ranks is
+tried alone. Rows are ratios of tried to real values. The last rank has the logits, whose size
+depends on the vocabulary: small logits are allocated from the heap, large logits by the system.
+Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from harness.report import ROOT, Result, Row, measure, measured, parser_of
 LIMIT_S = 600.0
 RANKS = 2
 WARM_UP = 2
-"""Number of first steps whose times are left out."""
+"""Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Largest distance of a memory ratio from 1."""
+"""Largest allowed distance of a memory ratio from 1."""
 MOST_STEP = 0.1
-"""Largest distance of a step ratio from 1."""
+"""Largest allowed distance of a step ratio from 1."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},
@@ -56,7 +56,7 @@ def model_of(vocabulary: int) -> str:
 
 
 def peak_bytes(pid: int) -> int:
-    """Returns the largest resident memory of a process so far; 0 if it has ended."""
+    """Returns the peak resident memory of a process so far; 0 if it has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -65,7 +65,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def rank_of(pid: int) -> int | None:
-    """Returns the rank of a process; ``None`` if it is no rank."""
+    """Returns the rank of a process; ``None`` if the process is not a rank."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -75,7 +75,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[float]]:
-    """Trains by a plan; returns the peak of each rank in bytes, and the steps in milliseconds.
+    """Trains with a plan; returns the peak of each rank in bytes, and the steps in milliseconds.
 
     Raises:
         RuntimeError: The job failed or took too long.
@@ -111,7 +111,7 @@ def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[fl
 
 
 def try_ranks(plan: Path, model: str) -> dict[str, Any]:
-    """Tries each rank in a process of its own; returns the entry ``tried`` of the plan.
+    """Tries each rank in a separate process; returns the entry ``tried`` of the plan.
 
     Raises:
         RuntimeError: A trial failed.

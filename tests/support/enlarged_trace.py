@@ -30,7 +30,7 @@ def write_enlarged(
         folder: Folder of the traces.
         run: Run to simulate; its replicas are copied in turn.
         replicas: Number of replicas of the enlarged run.
-        repetitions: How often the iterations are repeated.
+        repetitions: Number of times to write the iterations.
         ranks_per_host: Number of ranks with the same clock.
 
     Returns:
@@ -53,9 +53,9 @@ def write_enlarged(
         text = [json.dumps(header)]
         for number in range(repetitions):
             for marker, spans in blocks:
-                at = number * len(blocks)
+                shift = number * len(blocks)
                 moved_ns = number * 10**9 * len(blocks)
-                begun = {**marker, "begin_iteration": marker["begin_iteration"] + at}
+                begun = {**marker, "begin_iteration": marker["begin_iteration"] + shift}
                 begun["start_ns"] += moved_ns
                 text += [json.dumps(begun), *spans]
         (folder / trace_file_name(rank)).write_text("\n".join(text) + "\n", encoding="ascii")

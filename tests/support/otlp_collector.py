@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Collector:
-    """Keeps what it gets.
+    """Stores the requests that it receives.
 
     Attributes:
         url: URL of the collector.

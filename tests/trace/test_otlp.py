@@ -197,7 +197,9 @@ def test_spans_have_microbatch_and_slice_where_microbatches_are_cut(tmp_path: Pa
         for number in numbers
     ]
     with serving() as collector:
-        recorder = Recorder(tmp_path / "traces", header_of(), SpanSender(collector.url, header_of()))
+        recorder = Recorder(
+            tmp_path / "traces", header_of(), SpanSender(collector.url, header_of())
+        )
         recorder.begin_iteration(1, 2, start_ns=0, slices=(3, 1))
         recorder.extend(spans[:-1])
         recorder.end_iteration()
@@ -249,7 +251,9 @@ def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
         assert (sender.sent, sender.dropped, collector.gets) == (0, SPANS, 0)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1/tr\u00e4ces", f"http://{'a' * 70}", "http://h/a b"])
+@pytest.mark.parametrize(
+    "url", ["http://h/\u00e4", f"http://{'a' * 70}", "http://h/a b"]
+)
 def test_an_address_that_cannot_be_used_costs_only_spans(
     url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,4 +261,3 @@ def test_an_address_that_cannot_be_used_costs_only_spans(
     record(tmp_path, sender, 1).close()
     assert (sender.sent, sender.dropped) == (0, SPANS)
     assert "Traceback" not in capfd.readouterr().err
-

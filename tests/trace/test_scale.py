@@ -86,13 +86,13 @@ class EveryRank(Cause):
 
 
 def test_the_worst_findings_are_examined_and_the_others_counted(wide: RunTrace) -> None:
-    found = diagnose(wide, own_causes=[EveryRank()])
-    mine = [finding for finding in found.findings if finding.cause == "every rank"]
-    assert {rank for finding in mine for rank in finding.ranks} == set(
+    report = diagnose(wide, own_causes=[EveryRank()])
+    of_every_rank = [finding for finding in report.findings if finding.cause == "every rank"]
+    assert {rank for finding in of_every_rank for rank in finding.ranks} == set(
         range(STAGES * REPLICAS - find_causes.MOST_FINDINGS, STAGES * REPLICAS)
     )
     left_out = STAGES * REPLICAS - find_causes.MOST_FINDINGS
-    assert any(f"every rank: {left_out} further findings are left out" in n for n in found.notes)
+    assert any(f"every rank: {left_out} further findings are left out" in n for n in report.notes)
 
 
 def test_what_if_simulates_a_bounded_number_of_replicas(

@@ -1,6 +1,16 @@
 """Tests for columns of spans: conversion, waits of actions, and sends matched with receives."""
 
-from megatron.adaptive.trace.span_columns import KIND, match_messages, wait_before
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.span_columns import (
+    KIND,
+    match_messages,
+    microbatches_of,
+    rows_by_value,
+    wait_before,
+)
 from megatron.adaptive.trace.trace_format import Span
 from tests.trace.conftest import table_of
 

@@ -54,7 +54,7 @@ def muon_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yields the folders from which ranks import megatron-core and muon."""
     package = UNPACKED / "emerging-optimizers==0.3.0"
     if find_spec("emerging_optimizers") is None and not package.exists():
-        pytest.skip("emerging-optimizers is not there: bash prerequisite.sh --versions")
+        pytest.skip("emerging-optimizers is missing; run bash prerequisite.sh --versions")
     parts = [path_of(RELEASE), str(package)]
     if sys.version_info < (3, 12):
         folder = tmp_path_factory.mktemp("names")

@@ -65,7 +65,7 @@ def path_of(release: str) -> str:
     core = UNPACKED / f"megatron-core=={release}"
     others = [*UNPACKED.glob("triton==*")]
     if not core.exists() or not others:
-        pytest.skip(f"megatron-core {release} is not there: bash prerequisite.sh --versions")
+        pytest.skip(f"megatron-core {release} is missing; run bash prerequisite.sh --versions")
     return ":".join(map(str, [core, ROOT, *others]))
 
 

@@ -1,4 +1,4 @@
-"""Pools of processes for the tests of transports."""
+"""Provides pools of processes for the tests of transports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pool import Pool
 
 
 class Pools:
-    """The pool of a module, made again when a test has used it up."""
+    """Keeps the pool of a module, and makes a new pool after a test has used it up."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -37,13 +37,13 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(pools: Pools) -> Pool:
-    """Workers that outlive the test."""
+    """Returns a pool of workers that outlive the test."""
     return pools.get()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """A function ``(program, num_ranks, **arguments)``: starts a program on a pool of its own."""
+    """Returns a function that starts a program on a new pool of processes."""
     made: list[Pool] = []
 
     def start_program(program: str, num_ranks: int, **arguments: Any) -> Pool:

@@ -1,8 +1,8 @@
-"""Programs of the contract suite; ``test_contract.py`` says which transports run each of them.
+"""Programs of the contract suite; ``test_contract.py`` lists which transports run each program.
 
-A program gets a :class:`Rank` and its arguments and contains assertions; it returns anything else
-that the test checks. Rank 0 sends and rank 1 receives, unless said otherwise. Transports that a
-program leaves open are closed when it returns.
+A program gets a :class:`Rank` and its arguments and contains assertions; it returns other results
+that the test checks. By default rank 0 sends and rank 1 receives. Transports that a program leaves
+open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Messages of every type and many shapes, from nothing to many times the channel's memory."""
+    """Returns messages of every type and many shapes, up to many times the channel's memory."""
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -61,7 +61,7 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
 
 
 def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]:
-    """Messages of one shape."""
+    """Returns messages of one shape."""
     kinds = (ActionKind.F, ActionKind.B)
     return [
         (
@@ -75,7 +75,7 @@ def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]
 def exchange(
     rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Any type, shape and size arrives in order, strided ones by value; both sides send at once."""
+    """Checks that all types, shapes and sizes arrive in order, while both sides send at once."""
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
@@ -92,7 +92,7 @@ def exchange(
 
 
 def wrap_around(rank: Rank, kind: str) -> None:
-    """Sizes around the ends of slots, many times around, views let go in any order."""
+    """Checks sizes around slot boundaries, many wrap-arounds, and views released in any order."""
     transport, peer = rank.open(kind)
     rng = random.Random(5)
     around = [SLOT_BYTES * k + d for k in (1, 2, SLOTS, SLOTS + 1) for d in (-1, 0, 1)]
@@ -114,9 +114,10 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Sending never waits: the receiver takes nothing before everything is sent.
+    """Checks that sending never waits, even if the receiver takes nothing until all is sent.
 
-    ``is_bounded``: what waits takes no memory of the receiver. ``fixed``: the shape is known.
+    With ``is_bounded`` waiting messages use no memory of the receiver; with ``fixed`` the shape is
+    known.
     """
     transport, peer = rank.open(
         kind,
@@ -144,7 +145,7 @@ def far_ahead(
 
 
 def hold(rank: Rank, kind: str) -> None:
-    """More payloads than there are slots are kept, then let go in any order and thread."""
+    """Keeps more payloads than there are slots, then releases them in any order and thread."""
     transport, peer = rank.open(kind)
     count = 6 * SLOTS
     if rank.rank == 0:
@@ -157,7 +158,7 @@ def hold(rank: Rank, kind: str) -> None:
         require_equal(held[number], numbers(500, number))
         tensor = held.pop(number)
         if number % 2:
-            # The last reference ends in another thread.
+            # Another thread drops the last reference.
             threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
             threads[-1].start()
         del tensor
@@ -166,7 +167,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """The receiver computes with the tensors as the pipeline does: leaves, graphs, ``.data``."""
+    """Checks that received tensors work as in the pipeline: leaves, graphs, ``.data``."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -204,7 +205,7 @@ def _backward(
 
 
 def deadline(rank: Rank, kind: str) -> None:
-    """Waits end at their deadline: nothing is sent; then something is."""
+    """Checks that waits time out if nothing is sent, and that a later message still arrives."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         rank.await_mark("waited")
@@ -220,7 +221,7 @@ def deadline(rank: Rank, kind: str) -> None:
 
 
 def slow_flush(rank: Rank, kind: str) -> None:
-    """A flush ends at its deadline where the receiver takes nothing, and names it."""
+    """Checks that a flush times out if the receiver takes nothing, and that the error names it."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(3 * SLOTS):
@@ -236,7 +237,7 @@ def slow_flush(rank: Rank, kind: str) -> None:
 
 
 def reuse(rank: Rank, kind: str) -> None:
-    """The sender replaces its tensors right after sending, also while they wait for room."""
+    """Checks that the sender may replace tensors right after sending, even if they are queued."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -253,7 +254,7 @@ def reuse(rank: Rank, kind: str) -> None:
 
 
 def reserve(rank: Rank, kind: str) -> None:
-    """Payloads are computed in the channel's memory: used, dropped, more than there are slots."""
+    """Checks payloads computed in the channel's memory: sent, dropped, and more than slots."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
     if rank.rank == 0:
@@ -283,13 +284,13 @@ def reserve(rank: Rank, kind: str) -> None:
 
 
 def reserved_is_shared(rank: Rank, kind: str) -> None:
-    """A reserved tensor is sent without a copy: both sides then read the same memory."""
+    """Checks that a reserved tensor is sent without a copy, so that both sides share the memory."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        tensor.fill_(2.0)  # forbidden, but that is how it shows
+        tensor.fill_(2.0)  # forbidden, but it shows the sharing
         rank.mark("changed")
         return
     tensor = wait(transport).take()
@@ -300,7 +301,7 @@ def reserved_is_shared(rank: Rank, kind: str) -> None:
 
 
 def drain(rank: Rank, kind: str) -> None:
-    """The sender closes at once; the receiver still gets everything, and nothing is an error."""
+    """Checks that the receiver gets everything without an error if the sender closes at once."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -311,7 +312,7 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind not in OVER_TORCH:  # their close waits for the peer's
+    if kind not in OVER_TORCH:  # close() of these waits for the peer
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -320,13 +321,13 @@ def drain(rank: Rank, kind: str) -> None:
     ]
     gc.collect()
     for number, tensor in enumerate(kept):
-        require_equal(tensor, numbers(900, number))  # also after the end of the channel
+        require_equal(tensor, numbers(900, number))  # also after the channel was closed
 
 
 def child(rank: Rank, kind: str) -> None:
-    """A forked process releases its inherited tensors, as loaders do; the slot stays taken here.
+    """Checks that a forked child that releases inherited tensors does not free slots here.
 
-    It may not send.
+    The child may not send.
     """
     transport, peer = rank.open(kind)
     if rank.rank == 0:
@@ -336,7 +337,7 @@ def child(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), numbers(1000, number))
         return
     held = wait(transport).take()
-    # Groups of earlier programs wait for their threads when they are freed, and a child has none.
+    # Freeing the process groups of earlier programs waits for threads, which a child does not have.
     gc.collect()
     pid = os.fork()
     if pid == 0:
@@ -352,7 +353,7 @@ def child(rank: Rank, kind: str) -> None:
 
 
 def refused(rank: Rank, kind: str) -> None:
-    """What no message can carry is refused where it is sent; the channel works on."""
+    """Checks that the sender refuses unsupported tensors, and that the channel still works."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for tensor, message in (
@@ -367,7 +368,7 @@ def refused(rank: Rank, kind: str) -> None:
 
 
 def pieces(rank: Rank, kind: str) -> None:
-    """Messages of many pieces come whole though the receiver, who waited in vain, takes none."""
+    """Checks that messages of many pieces arrive whole after a receive has timed out."""
     transport, peer = rank.open(kind)
     for number in range(20):
         message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
@@ -384,7 +385,7 @@ def pieces(rank: Rank, kind: str) -> None:
 
 
 def listen(rank: Rank, kind: str) -> None:
-    """Rank 1 hears of arrivals in another thread while its main thread takes none."""
+    """Checks that a listener thread on rank 1 is notified while its main thread takes nothing."""
     transport, peer = rank.open(kind)
     count = 20
     if rank.rank == 0:
@@ -413,7 +414,7 @@ def listen(rank: Rank, kind: str) -> None:
 
 
 def arrivals(rank: Rank, kind: str) -> None:
-    """A thread that takes messages off a network sees each come; nobody sees a peer's stores."""
+    """Checks that network transports, which have a receiver thread, notice arrivals at once."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(8):
@@ -421,7 +422,7 @@ def arrivals(rank: Rank, kind: str) -> None:
         rank.mark("sent")
         return
     rank.await_mark("sent")
-    time.sleep(0.3)  # meanwhile all of them come
+    time.sleep(0.3)  # all messages arrive meanwhile
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
@@ -434,7 +435,7 @@ def arrivals(rank: Rank, kind: str) -> None:
 
 
 def all_to_all(rank: Rank, kind: str) -> None:
-    """Every rank sends to every other one, and knows what came from whom."""
+    """Checks that every rank can send to all others, and knows the sender of each message."""
     transport, _ = rank.open(kind)
     peers = [peer for peer in range(rank.num_ranks) if peer != rank.rank]
     count = 40
@@ -454,10 +455,10 @@ def all_to_all(rank: Rank, kind: str) -> None:
 
 
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
-    """Rank 0 is stopped by the test for a while, which nobody notices; then for good.
+    """Checks a peer that the test stops, first for a short time without effect, then for good.
 
     Returns:
-        What rank 1 saw at last.
+        Last errors that rank 1 saw.
     """
     transport, peer = rank.open(kind, transport_silence_s=limit_s)
     if rank.rank == 0:
@@ -467,7 +468,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # the first while it is stopped
+    for microbatch in range(2):  # rank 0 is stopped during the first message
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -477,10 +478,10 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
 
 
 def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
-    """Rank 0 is killed by the test while rank 1 sends to it, receives from it or waits for it.
+    """Checks the errors if the test kills rank 0 while rank 1 sends, receives or waits.
 
     Returns:
-        What rank 1 saw: errors of its queue and of further sends, and how long that took.
+        Errors that rank 1 saw in its queue and in further sends, and the time until then.
     """
     transport, _ = rank.open(kind)
     if rank.rank == 0:
@@ -510,7 +511,7 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        error = error_of(lambda: _take(transport, 5.0))  # the queue says it as well, with more
+        error = error_of(lambda: _take(transport, 5.0))  # the queue has more details
         first = error if error[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
@@ -531,7 +532,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keeps channels of an earlier job open while a new job starts and ends; is then killed."""
+    """Keeps channels of an earlier job open while a new job starts and exits; is then killed."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))
@@ -543,7 +544,7 @@ def survive(rank: Rank, kind: str) -> None:
 
 
 def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
-    """Two ranks of one job among others exchange their job's number."""
+    """Exchanges the job's number between two ranks, beside other jobs."""
     transport, peer = rank.open(kind)
     for number in range(rounds):
         transport.send(peer, label(number), torch.full((200,), value))
@@ -551,9 +552,9 @@ def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
 
 
 def mixed(rank: Rank) -> None:
-    """Three ranks in a row: 0 and 1 over shm, 1 and 2 over gloo, one queue on rank 1.
+    """Checks three ranks in a row: 0 and 1 over shm, 1 and 2 over gloo, with one queue on rank 1.
 
-    Rank 2 has no extension.
+    The extension is missing on rank 2.
     """
     peers = {0: [1], 1: [0, 2], 2: [1]}[rank.rank]
     rank.join_group()

@@ -1,4 +1,4 @@
-"""What the programs of the contract suite share: a rank, its transports, and tensors to send."""
+"""Provides ranks, their transports, and tensors to the programs of the contract suite."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
 OVER_TORCH = ("gloo", "nccl")
-"""Transports over process groups; NCCL's has pairs of gloo's and streams of the host here."""
+"""Transports over process groups; here NCCL uses gloo pairs and host streams."""
 
 
 class Rank:
-    """One rank of a program.
+    """Represents one rank of a program.
 
     Attributes:
-        rank: its number.
+        rank: Rank of this process.
         num_ranks: Number of ranks.
-        store: shared with the other ranks and the test.
+        store: Store shared with the other ranks and the test.
         address: Address at which other machines reach this rank.
         streams: Streams that NCCL's channels use.
         num_pairs: Number of NCCL's channels that this rank has opened.
-        fails_at: Number of the one that cannot be opened.
-        pair_limit_s: Longest wait for its peer in seconds.
+        fails_at: Number of the channel that fails to open.
+        pair_limit_s: Timeout for its peer in seconds.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Rank:
 
         Args:
             kind: Name of the transport.
-            peers: their ranks.
-            shape: Shape of all messages, if they have the same one.
-            dtype: Type of all messages then.
-            options: further ones of the configuration.
+            peers: Ranks of the peers.
+            shape: Shape of all messages, if it is the same.
+            dtype: Type of all messages, if ``shape`` is given.
+            options: Further options of the configuration.
 
         Returns:
             The transport and the first peer.
@@ -128,7 +128,7 @@ class Rank:
             )
 
     def exit_with(self, value: Any) -> NoReturn:
-        """Ends this process at once, with ``value`` as the result of the program."""
+        """Exits this process at once, with ``value`` as the result of the program."""
         self._connection.send(("done", value))
         os._exit(0)
 
@@ -145,7 +145,7 @@ class Rank:
 
 
 class StoreGather:
-    """Gathers over a store, before there is any process group."""
+    """Gathers over a store, before there is a process group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, store)
@@ -163,7 +163,7 @@ class StoreGather:
 
 @dataclass(frozen=True, kw_only=True)
 class LateConnector(Connector):
-    """Joins the process group only where gloo needs it."""
+    """Joins the process group only if gloo needs it."""
 
     rank: Rank
 
@@ -182,17 +182,17 @@ class LateConnector(Connector):
 
 
 class HostNccl(NcclKind):
-    """Opens NCCL's channels on the host, over pairs of gloo."""
+    """Opens NCCL's channels on the host, over gloo pairs."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     def streams(self, opening: Opening) -> Streams:
-        """NCCL's channels work on the host here, where no stream has to wait for another."""
+        """Returns host streams, which never wait for each other."""
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """A pair of gloo's stands in for one of NCCL's."""
+        """Returns a gloo pair in place of an NCCL pair."""
         self._rank.num_pairs += 1
         if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")
@@ -236,7 +236,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of random bits, the same on both sides."""
+    """Returns a tensor of random bits, equal on both sides."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

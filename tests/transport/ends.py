@@ -1,4 +1,4 @@
-"""Both ends of a native channel in one process, for tests of what is above the channel."""
+"""Opens both endpoints of a native channel in one process, for tests of the layers above it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_transports(
     Args:
         kind: ``shm`` or ``tcp``.
         device: Device of the tensors.
-        staged: tensors are for a GPU, which the CPU stands in for.
+        staged: Whether tensors are for a GPU, which the CPU stands in for.
         options: Options of the channel.
     """
 
@@ -98,5 +98,5 @@ def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda event: event.start)  # the other is the device's
+    inside = min(ranges, key=lambda event: event.start)  # the longer range is the device's
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

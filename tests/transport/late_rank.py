@@ -1,7 +1,7 @@
-"""Two stages of two tensor-parallel ranks, one of which is late: a program for the pool.
+"""Runs two stages of two tensor-parallel ranks, one of which is late; a program for the pool.
 
-The executor and the channels are the real ones. A thread stands in for each rank's device: it does
-what is launched in its order, long after the launch, and all-reduces within it as kernels do.
+The executor and the channels are real. A thread stands in for each rank's device: it runs kernels
+in launch order, long after the launch, and all-reduces within them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHAPE = (3,)
 
 
 class Device(HostStreams):
-    """A device whose computing stream is a thread."""
+    """Simulates a device whose compute stream is a thread."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._stream = Worker("computing stream", failed)
@@ -61,7 +61,7 @@ class _End:
 
 
 class Stages:
-    """Chunks whose every action adds up its input over the tensor-parallel ranks.
+    """Simulates chunks in which every action sums its input over the tensor-parallel ranks.
 
     Attributes:
         results: Result of the last action of each microbatch, by microbatch.
@@ -113,7 +113,7 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
     """Runs some steps; rank 1 is late by up to 10 ms before each action, the others by up to 1 ms.
 
     Returns:
-        Results of all microbatches, by step; none on the second stage.
+        Results of all microbatches, by step; empty on the second stage.
     """
     errors: list[Exception] = []
     device = Device(errors.append)
@@ -152,7 +152,7 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Makes what keeps the two ranks of a stage on one order, where a rule decides on it."""
+    """Makes the agreement that keeps both ranks of a stage on one order, if a policy decides it."""
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":
         return Agreement()

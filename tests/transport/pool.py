@@ -1,8 +1,8 @@
-"""Processes that run the programs of the transport tests.
+"""Runs the programs of the transport tests in processes.
 
-To start a process takes longer than most programs: a pool keeps some alive for a whole module. A
-worker that is killed, hangs or fails ends its pool. With a folder, each worker runs one program,
-and its output and exit status can be read.
+Starting a process takes longer than most programs, so a pool keeps processes alive for a whole
+module. A worker that is killed, hangs or fails ends its pool. With a folder, each worker runs one
+program, and its output and exit status can be read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WATCHDOG_S = 60.0
 
 
 class Pool:
-    """Some worker processes and the store that they meet in.
+    """Holds worker processes and the store in which they meet.
 
     Args:
-        size: number of workers.
+        size: Number of workers.
         folder: Folder for the output of workers that run one program each.
     """
 
@@ -54,7 +54,7 @@ class Pool:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers live."""
+        """Whether all workers are alive."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
@@ -66,8 +66,8 @@ class Pool:
         """Starts a program on some workers, which are its ranks in this order.
 
         Args:
-            program: ``module.function``, of this folder.
-            workers: their numbers.
+            program: ``module.function`` in this folder.
+            workers: Numbers of the workers.
             arguments: Arguments of the program, besides its :class:`Rank`.
         """
         self._calls += 1
@@ -76,7 +76,7 @@ class Pool:
             self._connections[worker].send(job)
 
     def result(self, worker: int, limit_s: float = WATCHDOG_S) -> Any:
-        """Waits for the end of the program on a worker and returns its result."""
+        """Waits until the program on a worker finishes, and returns its result."""
         connection = self._connections[worker]
         if not connection.poll(limit_s):
             self.stop()
@@ -87,12 +87,12 @@ class Pool:
             self.stop()
             raise AssertionError(f"worker {worker} ended: {self.text(worker)}") from None
         if kind == "failed":
-            self.stop()  # its peers wait for it
+            self.stop()  # its peers are blocked
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Waits for the end of a worker and returns its exit status, negative for a signal."""
+        """Waits until a worker exits and returns its exit status, negative for a signal."""
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
@@ -135,7 +135,7 @@ class Pool:
 
 
 def run_calls(connection: Connection, port: int, output: Path | None) -> None:
-    """Body of a worker: run one program after the other, or just one with ``output``."""
+    """Runs the programs of a worker one after the other, or only one with ``output``."""
     torch.set_num_threads(1)
     if output is not None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

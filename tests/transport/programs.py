@@ -1,6 +1,6 @@
-"""What the ranks of some transport tests run, besides the programs of ``contract.py``.
+"""Programs of the ranks in some transport tests, besides those of ``contract.py``.
 
-A program gets a :class:`Rank` and its arguments and returns what the test looks at.
+A program gets a :class:`Rank` and its arguments, and returns results that the test checks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
 
 def refused(rank: Rank) -> None:
-    """Messages that a channel does not carry are refused where they are sent."""
+    """Checks that the sender refuses messages that a channel does not support."""
     transport, peer = rank.open("gloo", shape=(2, 3))
     if rank.rank == 1:
         assert wait(transport).label.action.microbatch == 5
@@ -46,7 +46,7 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Rank 0 sends a header that is none of ours."""
+    """Sends an invalid header from rank 0; returns the error of rank 1."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -64,7 +64,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Rank 1 opened the channel for another shape than rank 0."""
+    """Opens the channel on rank 1 for another shape than on rank 0; returns the error."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -76,7 +76,7 @@ def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 def stuck(rank: Rank) -> None:
-    """Rank 1 is stopped by the test; rank 0 cannot flush."""
+    """Flushes on rank 0 while rank 1 is stopped by the test; returns the error."""
     transport, peer = rank.open("gloo")
     if rank.rank == 1:
         rank.mark("ready")
@@ -87,16 +87,16 @@ def stuck(rank: Rank) -> None:
     rank.exit_with(error_of(lambda: transport.flush(0.5)))
 
 
-# ---- NCCL, over pairs of gloo's
+# ---- NCCL, over gloo pairs
 
 
 class HeldStreams(HostStreams):
-    """Streams of a device that gets to the end of its work when the test says so.
+    """Simulates a device whose streams finish their work when the test allows it.
 
     Attributes:
-        reached: whether threads whose names begin with a key pass the end of their streams' work.
-        users: names of the threads that took a finished tensor into their streams.
-        within: names of the threads that have a stream of their own.
+        reached: Events by thread name prefix; a set event lets these threads' streams finish.
+        users: Names of the threads that took a finished tensor into their streams.
+        within: Names of the threads that have a private stream.
     """
 
     def __init__(self, held: str) -> None:
@@ -139,10 +139,10 @@ def _held_messages() -> int:
 
 
 def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
-    """Rank 0 sends; every ``ahead`` messages rank 1 says how many it has.
+    """Sends from rank 0; after every ``ahead`` messages rank 1 acknowledges.
 
     Returns:
-        How many messages the sender's process held beyond those that the receiver lacked.
+        Numbers of messages that the sender's process held beyond those not yet received.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:
@@ -162,10 +162,10 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
 
 
 def late_computation(rank: Rank) -> list[str]:
-    """A message leaves when its sender has computed it, not when it was launched.
+    """Checks that a message is sent when it has been computed, not when it was launched.
 
     Returns:
-        Names of the threads that have streams of their own.
+        Names of the threads that have private streams.
     """
     streams = HeldStreams("MainThread")
     rank.streams = streams
@@ -187,7 +187,7 @@ def late_computation(rank: Rank) -> list[str]:
 
 
 def late_data(rank: Rank) -> list[str]:
-    """An arrival is announced when its data is there, and not with its header.
+    """Checks that an arrival is announced with its data, not with its header.
 
     Returns:
         Names of the threads that took the tensor into their streams.
@@ -209,7 +209,7 @@ def late_data(rank: Rank) -> list[str]:
 
 
 def one_takes_nothing(rank: Rank) -> list[str]:
-    """Rank 1 takes nothing off its channel: the sender and its channel to rank 2 go on.
+    """Checks that the sender and its channel to rank 2 continue if rank 1 takes nothing.
 
     Returns:
         Error of the sender's flush.
@@ -239,10 +239,10 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Ranks in a row exchange messages with their neighbours.
+    """Exchanges messages between neighboring ranks in a row.
 
     Returns:
-        How many channels this rank opened.
+        Number of channels that this rank opened.
     """
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
     transport, _ = rank.open("nccl", peers)
@@ -253,7 +253,7 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Rank 2 cannot open a channel to rank 3; returns the error, the same on all ranks."""
+    """Fails to open a channel from rank 2 to rank 3; returns the error, equal on all ranks."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
@@ -276,13 +276,13 @@ def watch(
     """Joins the job whose store is at ``port``, and watches its ranks.
 
     Args:
-        rank: this rank.
-        port: port of the store.
-        machines: Names of machines that the ranks pretend to run on; in truth all are here.
-        serve: rank 0 serves the store, else the test does.
-        with_store: whether the watcher may use it.
-        on_lost: given to the watcher.
-        options: further options of the watcher.
+        rank: This rank.
+        port: Port of the store.
+        machines: Names of machines that the ranks pretend to run on; all really run here.
+        serve: Whether rank 0 serves the store; otherwise the test does.
+        with_store: Whether the watcher may use the store.
+        on_lost: Callback of the watcher.
+        options: Further options of the watcher.
     """
     store = dist.TCPStore("127.0.0.1", port, rank.num_ranks, serve and rank.rank == 0)
     rank.join_group(store)
@@ -295,7 +295,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """All wait for messages that never come; of three, rank 0 is in a collective without rank 2."""
+    """Blocks all ranks; of three ranks, rank 0 is in a collective without rank 2."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -310,7 +310,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
 
 
 def broken(rank: Rank, port: int) -> None:
-    """The collective that rank 0 is in breaks because rank 1 is killed."""
+    """Runs a collective on rank 0 that fails because rank 1 is killed."""
     watcher = watch(rank, port, grace_s=5.0)
     rank.mark(f"blocked {rank.rank}")
     if rank.rank == 1:
@@ -323,7 +323,7 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """The loss reaches a main thread that waits for messages; it ends in its own way."""
+    """Waits for messages in the main thread, which is notified of a lost peer and exits itself."""
     queue = CompletionQueue()
     calls = []
 
@@ -337,13 +337,13 @@ def woken(rank: Rank, port: int, at_exit_s: int) -> None:
     seen += [str(watcher.verdict(0.0)), len(calls)]
     watcher.close()
     if at_exit_s:
-        # Holds the interpreter's lock: no thread of Python can do anything any more.
+        # Holds the interpreter lock, so that no Python thread can run.
         ctypes.PyDLL(None).sleep(at_exit_s)
     rank.exit_with(seen)
 
 
 def reporting(rank: Rank, port: int) -> None:
-    """Rank 1 fails by itself and says why, then is slow to end."""
+    """Reports a failure on rank 1, which then exits slowly."""
     watcher = watch(rank, port)
     if rank.rank == 1:
         watcher.report("out of memory on device 0\nwith a second line")
@@ -354,7 +354,7 @@ def reporting(rank: Rank, port: int) -> None:
 
 
 def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
-    """All ranks end well, rank 2 long after the process of rank 1 is gone."""
+    """Exits normally on all ranks, on rank 2 long after rank 1."""
     watcher = watch(rank, port, serve=serve)
     dist.barrier()
     if rank.rank == 2:
@@ -368,7 +368,7 @@ def leaving(rank: Rank, port: int, *, serve: bool) -> list[Any]:
 
 
 def closed(rank: Rank, port: int) -> None:
-    """Rank 0 stops watching before rank 1 is killed."""
+    """Stops watching on rank 0 before rank 1 is killed."""
     watcher = watch(rank, port)
     dist.barrier()
     if rank.rank == 1:

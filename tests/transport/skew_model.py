@@ -1,17 +1,17 @@
-"""A small model of GPUs that exchange messages by NCCL: who can stand still for ever.
+"""Models GPUs that exchange messages by NCCL, to find deadlocks.
 
 Each rank has a host, which launches actions, and a device with queues of kernels. A kernel begins
-when it is the first of its queue and of its stream; a collective ends when all members of its group
-have begun theirs, a message when both its ends have. In each turn one of the things that can happen
-does, chosen at random: a thousand seeds are a thousand skews. If nothing can happen before all
-actions are done, the job stands still.
+when it is first in its queue and its stream. A collective ends when all members of its group have
+begun it, a message when both its endpoints have begun it. Each turn chooses one possible event at
+random, so each seed is another skew of the ranks. If no event is possible before all actions are
+done, the job is deadlocked.
 
 ::
 
     THREADS   a message's send is posted when its computation is done, its receive when the send
-              has been announced, each in a stream of its own; it has arrived when it is there
-    STREAM    the send is posted at launch; the receive enters the computing stream when the host
-              looks, and counts as arrived
+              was announced, each in its own stream; it has arrived when the data is there
+    STREAM    the send is posted at launch; the receive enters the compute stream when the host
+              polls, and counts as arrived
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Receiving(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A job.
+    """Describes a job.
 
     Attributes:
         pp, tp, ep: Sizes of its axes.
         microbatches: Microbatches of its one step.
-        follows_list: Whether ranks work off 1F1B; else the first rank of each stage decides on
-            any action whose input all ranks of the stage have.
-        receiving: Way in which messages come in.
-        one_queue: Whether messages share the hardware's queue with the computing stream.
+        follows_list: Whether ranks follow 1F1B; otherwise the first rank of each stage chooses any
+            action whose input all ranks of the stage have.
+        receiving: Way in which messages are received.
+        one_queue: Whether messages share the hardware queue with the compute stream.
     """
 
     pp: int
@@ -62,14 +62,14 @@ class Shape:
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel that was posted to a device.
+    """Describes a kernel that was posted to a device.
 
     Attributes:
         rank: Rank of the device.
         stream: Name of its stream.
-        partners: Key that the kernels which end together share; None for one that ends alone.
-        count: Number of them.
-        after: Kernel of another stream that must have ended before this one begins.
+        partners: Key shared by kernels that end together; None for a kernel that ends alone.
+        count: Number of kernels that end together.
+        after: Kernel of another stream that must end before this kernel begins.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Message:
-    """A message of a channel, the input of an action."""
+    """Describes a message of a channel, which is the input of an action."""
 
     action: Action
     computed: Kernel
@@ -92,10 +92,10 @@ class Message:
 
 @dataclass(eq=False)
 class Device:
-    """One rank.
+    """Holds the state of one rank.
 
     Attributes:
-        queues: Kernels that have not begun, by queue of the hardware.
+        queues: Kernels that have not begun, by hardware queue.
         streams: Kernels that have not ended, by stream.
         launched: Actions that were launched.
         inputs: Actions whose input has arrived.
@@ -108,11 +108,11 @@ class Device:
 
 
 class Job:
-    """A job in the middle of a step.
+    """Holds the state of a job within a step.
 
     Args:
         shape: The job.
-        seed: Number of the skew.
+        seed: Seed of the skew.
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
@@ -129,7 +129,7 @@ class Job:
             self.decided = [list(order) for order in self.orders]
 
     def stands_still(self) -> bool:
-        """Runs the step; returns whether it came to stand still."""
+        """Runs the step; returns whether it deadlocked."""
         while True:
             steps = [*self._steps()]
             if not steps:
@@ -139,11 +139,11 @@ class Job:
             step(*arguments)
 
     def _is_unfinished(self, device: Device) -> bool:
-        # A host that does not wait for its device launches all of a step that stands still.
+        # A host that does not wait for its device launches all actions even in a deadlock.
         return len(device.launched) < 2 * self.shape.microbatches or any(device.streams.values())
 
     def _steps(self) -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
-        """Yields what can happen: rank, function and arguments."""
+        """Yields the possible next events as ``(rank, function, arguments)``."""
         for rank, device in enumerate(self.devices):
             stage = self._stage(rank)
             if rank == self._first(stage) and not self.shape.follows_list:
@@ -229,7 +229,7 @@ class Job:
                 self.devices[partner.rank].streams[partner.stream].pop(0)
 
     def _open(self, stage: int) -> list[Action]:
-        """Returns the actions that the first rank of a stage may decide on."""
+        """Returns the actions that the first rank of a stage may choose."""
         decided = set(self.decided[stage])
         members = range(self._first(stage), self._first(stage + 1))
         return [
@@ -260,5 +260,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns in how many skews a job comes to stand still."""
+    """Returns for how many seeds a job deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

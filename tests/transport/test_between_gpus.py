@@ -1,8 +1,8 @@
-"""The GPU's part of a native transport whose channel goes from device memory to device memory.
+"""Tests the GPU part of a native transport whose channel connects device memories.
 
-The driver is the stand-in of ``csrc/tests/standin_cuda.cc``, for which memory of the host passes
-for a device's; streams of torch are those of ``test_staging.py``. On a GPU the same is tested in
-``tests/gpu/test_cuda_ipc.py``.
+The driver is the stand-in of ``csrc/tests/standin_cuda.cc``, which treats host memory as device
+memory; torch streams are those of ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` tests the
+same on a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_every_type_comes_back(
 def test_order_is_kept_with_and_without_a_slot(
     pair: tuple[NativeTransport, NativeTransport],
 ) -> None:
-    """Some are too large for a slot, some are empty; strided ones are settled first."""
+    """Sends tensors that are too large for a slot, empty, or strided."""
     low, high = pair
     tensors = []
     for number in range(40):
@@ -120,7 +120,7 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
 def test_a_job_is_told_which_way_its_tensors_go(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks, here threads, think that they have a GPU; what torch does there is left out."""
+    """Checks this with ranks in threads that believe they have a GPU."""
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []

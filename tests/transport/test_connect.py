@@ -1,4 +1,4 @@
-"""Channels of a job are made by all ranks alike; here the ranks are threads of one process."""
+"""Tests that all ranks connect a job's channels equally; here ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_extension = pytest.mark.skipif(extension.load() is None, reason=str(extens
 
 
 class Gather:
-    """What ranks in threads exchange values by."""
+    """Exchanges values between ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self._values: list[Any] = [None] * size
@@ -55,7 +55,7 @@ class Gather:
 
 
 class Wire:
-    """Stands in for gloo: what is sent is put into the peer's queue."""
+    """Stands in for gloo: puts sent tensors into the peer's queue."""
 
     name = "gloo"
 
@@ -101,10 +101,10 @@ class Wired(Connector):
 
 
 class Outcome:
-    """What came of connecting some ranks.
+    """Holds the results of connecting some ranks.
 
     Attributes:
-        made: each rank's transport, or the error it raised.
+        made: Each rank's transport, or the error that it raised.
         log: Lines that were logged.
         calls: Rank and kind of each channel over process groups.
     """
@@ -211,7 +211,7 @@ def test_without_the_extension_everything_is_gloo() -> None:
 
 @needs_extension
 def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
-    """A channel of 64 times 4 GiB is more than this machine has."""
+    """Checks this with a channel of 64 times 4 GiB, more than the memory of this machine."""
     assert psutil.virtual_memory().total < 256 << 30
     outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
     assert [made.name for made in outcome.made] == ["gloo"] * 3
@@ -291,5 +291,5 @@ def test_a_job_of_several_machines_has_no_use_for_loopback(monkeypatch: pytest.M
     monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"], "e": ["10.9.9.9"]})
     assert own_address(None, "master") == "10.9.9.9"
     monkeypatch.setattr(network, "addresses", lambda: {"lo": ["127.0.0.1"]})
-    with pytest.raises(SetupError, match="no network address but the loopback"):
+    with pytest.raises(SetupError, match="no network address except the loopback"):
         own_address(None, "master")

@@ -1,8 +1,7 @@
-"""One contract, kept by every transport between real processes.
+"""Tests that every transport keeps one contract between real processes.
 
-The programs that the ranks run, and what each of them shows, are in ``contract.py``. Where a
-transport does more or less than the others, this says so: gloo keeps no bound on what waits at the
-receiver.
+The programs of the ranks are in ``contract.py``. Differences between transports are listed here:
+gloo does not bound the memory of messages that wait at the receiver.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .pool import Pool
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 NATIVE: tuple[str, ...] = ("shm", "tcp")
-# Soft-RoCE needs a kernel module: tests/labs/rdma_lab boots one and asks for rdma here.
+# Soft-RoCE needs a kernel module; tests/labs/rdma_lab boots a kernel with it and requests rdma.
 if os.environ.get("TRANSPORT_CONTRACT"):
     NATIVE = tuple(os.environ["TRANSPORT_CONTRACT"].split(","))
 ALL = (*NATIVE, *OVER_TORCH)
@@ -46,7 +45,7 @@ OWN_PROGRAMS = (
     "arrivals",
     "refused",
 )
-"""Programs that a transport of a user runs as well; the example stands for them."""
+"""Programs that a user's transport runs too; the example stands for it."""
 
 all_kinds = pytest.mark.parametrize("kind", ALL)
 natively = pytest.mark.parametrize("kind", NATIVE)
@@ -56,7 +55,7 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("exchange", NATIVE, {"crc": True}),
     ("wrap_around", ALL, {}),
     ("far_ahead", ALL, {"count": 400, "nbytes": 4096}),
-    # 40 MiB are sent to one who takes nothing; the channel holds 256 KiB.
+    # Sends 40 MiB to a receiver that takes nothing; the channel holds 256 KiB.
     ("far_ahead", NATIVE, {"count": 640, "nbytes": 1 << 16, "is_bounded": True}),
     ("all_to_all", ALL, {"num_ranks": 4}),
     ("hold", ALL, {}),
@@ -73,7 +72,7 @@ PROGRAMS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("arrivals", ALL, {}),
     ("refused", ALL, {}),
 )
-"""Programs, who runs them, and their arguments."""
+"""Programs, the transports that run them, and their arguments."""
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +131,7 @@ def test_killed_peer_is_named(start: Callable[..., Pool], kind: str, doing: str)
 def test_a_stopped_peer_goes_on_within_the_limit_and_is_lost_beyond_it(
     start: Callable[..., Pool], kind: str
 ) -> None:
-    """Ranks with a gloo transport alone rely on the watcher of the trainer for silence."""
+    """Checks all but gloo, whose ranks rely on the trainer's watcher to detect silence."""
     limit_s = 3.0
     ranks = start("contract.meet_stopped", 2, kind=kind, limit_s=limit_s)
     ranks.await_mark("ready")

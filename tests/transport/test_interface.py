@@ -1,4 +1,4 @@
-"""Headers and the completion queue that all transports share."""
+"""Tests headers and the completion queue that all transports share."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_header_survives_the_way(header: Header) -> None:
 def test_foreign_words_are_refused(word: int, value: int) -> None:
     numbers = Header(FORWARD, (2, 2), torch.float32, 0).words()
     numbers[word] = value
-    with pytest.raises(TransportError, match="from rank 5 is not one of this format"):
+    with pytest.raises(TransportError, match="from rank 5 does not have this format"):
         Header.decode(numbers, peer=5)
 
 
 def test_a_failed_channel_is_told_in_its_turn() -> None:
-    """What arrived before the failure is still handed over, by wait as by poll."""
+    """Checks that wait and poll return earlier arrivals before the failure."""
     queue = CompletionQueue()
     for _ in range(2):
         queue.put(arrival(0))

@@ -1,4 +1,4 @@
-"""A rank that is killed ends all the others, which name it; a rank that leaves ends nobody."""
+"""Tests that a killed rank ends all others, which name it, and that a leaving rank ends none."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .pool import Pool
 pytestmark = pytest.mark.multiprocess
 
 Start = Callable[..., Pool]
-LIMIT_S = 30.0  # within which all ranks must have ended
+LIMIT_S = 30.0  # within which all ranks must have exited
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Port of a store that outlives every rank, as that of torchrun does."""
+    """Returns the port of a store that outlives every rank, like the store of torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     yield store.port
     del store
@@ -42,7 +42,7 @@ def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host:
     assert lines[0].startswith(f"error: {name} {reason}")
     assert f"; this is rank {survivor} (stage {survivor})" in lines[0]
     assert lines[0].endswith(
-        "; the job cannot go on without it, start again from the last checkpoint"
+        "; the job cannot continue without it; restart it from the last checkpoint"
     )
 
 
@@ -57,17 +57,17 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # A kernel without pidfd_open, and a job that gives the watcher no store.
+    # A kernel without pidfd_open, and a job whose watcher has no store.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),
-    # Rank 0 sees rank 1 die beside it; rank 2 is elsewhere and reads the notice.
+    # Rank 0 sees rank 1 exit on its machine; rank 2 is on another machine and reads the notice.
     "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
-    # Nobody is left on it who could write a notice.
+    # No rank is left on the machine to write a notice.
     "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
     # The store was in rank 0.
     "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
 }
-"""Number of ranks, the one that is killed, options of the watchers, what is said, its host."""
+"""Number of ranks, killed rank, options of the watchers, expected message, and its host."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_killed_rank_ends_all_that_are_blocked(
 
 
 def test_asking_to_stop_does_not_keep_a_bereaved_rank_alive(start: Start, port: int) -> None:
-    """A launcher sends SIGTERM to the survivors; theirs is a handler that only takes note."""
+    """Checks that a handler that only records a launcher's SIGTERM does not keep a rank alive."""
     job = start("programs.blocked", 3, port=port, with_stop=True)
     for rank in range(3):
         job.await_mark(f"blocked {rank}")
@@ -115,7 +115,7 @@ def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
 
 
 def test_broken_collective_is_explained(start: Start, port: int) -> None:
-    """The main thread learns of the connection first, and must wait to hear which rank it was."""
+    """Checks that the main thread waits until the watcher names the lost rank."""
     job = start("programs.broken", 2, port=port)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 0, job.text(0)
@@ -126,7 +126,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
-    """It has called close() and blocks all threads of Python."""
+    """Checks this for a main thread that has called close() and blocks all Python threads."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
@@ -146,7 +146,7 @@ def test_first_reason_that_is_reported_reaches_all(start: Start, port: int) -> N
 
 @pytest.mark.parametrize("serve", [False, True], ids=["store-elsewhere", "store-in-rank-0"])
 def test_rank_that_leaves_ends_nobody(start: Start, port: int, serve: bool) -> None:
-    """Rank 0 stays until all have left, for its process may serve the store."""
+    """Checks that rank 0 stays until all have left, because its process may serve the store."""
     job = start("programs.leaving", 3, port=free_port() if serve else port, serve=serve)
     assert job.status(1) == 0, job.text(1)
     job.mark("one-is-gone")
@@ -196,7 +196,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """It sends SIGTERM to them as soon as it sees the dead one itself."""
+    """Checks this although torchrun sends SIGTERM to the survivors at once."""
     script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
@@ -212,7 +212,7 @@ def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
         text, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks
+            process.terminate()  # torchrun terminates its ranks
             process.wait(40)
     survivors = re.findall(
         r"^error: rank 1 .* ended unexpectedly; this is rank (\d)", text, re.MULTILINE

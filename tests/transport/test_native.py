@@ -1,4 +1,4 @@
-"""The queue and the channels of the extension, both ends in one process."""
+"""Tests the queue and the channels of the extension, with both endpoints in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Ends = tuple[NativeTransport, NativeTransport]
 
 @pytest.fixture(params=[True, False], ids=["exchange", "capsules"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """Tensors made through torch's table, and through capsules as under an older torch."""
+    """Opens channels whose tensors are made by torch's table, or by capsules as with old torch."""
     made = open_transports()
     module = extension.require("a test")
     if not request.param:
@@ -54,7 +54,7 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
 
 
 def test_other_items_keep_their_place(ends: Ends) -> None:
-    """Notices, arrivals of other transports and errors come through the same queue."""
+    """Checks notices, arrivals of other transports, and errors in the same queue."""
     low, high = ends
     queue = high.completions
     notice = Notice(LABEL, 3)
@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """All but four slots are given out as views: what comes next has memory of its own."""
+    """Checks that payloads get their own memory when all but four slots are held as views."""
     low, high = ends
     node = low._node
     held = []
@@ -94,7 +94,7 @@ def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
 
 
 def test_a_listener_leaves_room_too(ends: Ends) -> None:
-    """Nobody takes what a follower's thread has heard of: slots must not run out meanwhile."""
+    """Checks that slots do not run out while arrivals of a listener are not taken."""
     low, high = ends
     heard = threading.Semaphore(0)
     high.completions.listen(lambda item: heard.release())
@@ -116,7 +116,7 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # it is a tensor like any other now
+    low.send(1, LABEL, tensor)  # an ordinary tensor from now on
     assert take(high).take().shape == (5, 7)
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
         for _ in range(4 * SLOTS):
             transport.send(1 - index, LABEL, torch.zeros(1000))
     raised = close_all(pair)
-    # The last rank may have nobody left to send to; nobody waits until the deadline.
+    # The last rank may have no peer left to send to; no rank waits until the deadline.
     assert not any(isinstance(error, DeadlineError) for error in raised)
     assert len(raised) < 2
 
@@ -160,10 +160,10 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
-    """Starts something that communicates; returns its threads, and those that counters know of.
+    """Starts something that communicates; returns its threads, and the threads known to counters.
 
     Args:
-        begin: Function that starts it.
+        begin: Function that starts the communication.
         number: Minimum number of its threads.
     """
     before = set(os.listdir("/proc/self/task"))

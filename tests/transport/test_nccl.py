@@ -1,7 +1,7 @@
-"""The NCCL transport's threads and their order, between real processes and without a GPU.
+"""Tests the NCCL transport's threads and their order, between real processes, without a GPU.
 
-Pairs of gloo's stand in for NCCL's, and streams of the host, whose work ends when the test says so,
-for a GPU's. What every transport does, ``test_contract.py`` shows of this one too.
+Gloo pairs stand in for NCCL's, and host streams, whose work finishes when the test allows it, for
+GPU streams. ``test_contract.py`` runs the contract with this transport too.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 
 def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
-    """No send was ever dropped: 100 of 8 MiB held 800 MiB, and a job ran out within 20 steps."""
+    """Checks that finished sends are released, so that memory does not grow with their number."""
     excess, _ = pool.run("programs.many_sends", 2, count=3000, ahead=25)
     assert len(excess) >= 15
     assert max(excess) <= 2
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """A receive that is posted before turns on the receiver's GPU until the sender has computed."""
+    """Checks this because an early receive would spin on the receiver's GPU."""
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
 
 
 def test_an_arrival_is_announced_when_its_data_is_there(pool: Pool) -> None:
-    """A rule decided on headers; memory of the thread's stream is kept for the computing one."""
+    """Checks that arrivals wait for data, and that memory is kept for the compute stream."""
     assert pool.run("programs.late_data", 2) == [[], ["MainThread"]]
 
 
 def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
     name, text = pool.run("programs.one_takes_nothing", 3)[0]
     assert name == "DeadlineError"
-    assert "were not taken within 0.3 s by rank 1 (stage 1 on host-1)" in text
+    assert "were not received within 0.3 s by rank 1 (stage 1 on host-1)" in text
 
 
 def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
-    """Every rank took part in those of the whole job, one after another."""
+    """Checks that a rank does not take part in opening channels of other ranks."""
     assert pool.run("programs.row", 4) == [2, 4, 4, 2]
 
 
@@ -57,11 +57,11 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
     (name, text), *others = pool.run("programs.broken_row", 4)
     assert others == [[name, text]] * 3
     assert name == "TransportError"
-    assert re.match("rank [123]: a channel over NCCL cannot be opened: .*; --transport", text)
+    assert re.match("rank [123]: a channel over NCCL cannot be opened: .* with --transport", text)
 
 
 class Cuda:
-    """Stands in for ``torch.cuda``; notes what is asked of it, with its thread's stream."""
+    """Stands in for ``torch.cuda``; records calls with the stream of their thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -102,7 +102,7 @@ def in_thread(body: Callable[[], None]) -> None:
 
 
 def test_a_thread_makes_its_gpu_current_before_its_stream(cuda: Cuda) -> None:
-    """Without that, leaving the stream makes a context on GPU 0."""
+    """Checks the order, because leaving the stream would otherwise make a context on GPU 0."""
     streams = CudaStreams(torch.device("cuda", 3))
 
     def body() -> None:
@@ -129,10 +129,10 @@ def test_a_finished_tensor_is_kept_for_the_stream_that_uses_it(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "adaptive"])
 def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedule: str) -> None:
-    """The job stood still: each stage's ranks had receives at different places of their streams."""
+    """Checks that no deadlock occurs if ranks have receives at different positions of streams."""
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # Each of two backwards doubles a microbatch's number, of which there are three elements.
+    # Each of two backwards doubles a microbatch's number, which fills three elements.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2

@@ -1,7 +1,7 @@
-"""The GPU's part of a native transport, with a device that is the host: who waits for whom.
+"""Tests which streams wait in the GPU part of a native transport, with the host as the device.
 
-Copies are real, streams and events are stand-ins that write down what is asked of them. On a GPU
-the same is tested in ``tests/gpu/test_transport.py``.
+Copies are real; streams and events are stand-ins that record calls. ``tests/gpu/test_transport.py``
+tests the same on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Device:
 
     Attributes:
         said: Calls on streams and events, in order.
-        copied: events are done only once this is set.
+        copied: Event; stream events are done once it is set.
         registered: Address and size of the memory that was pinned in place.
-        locks: whether memory can be pinned in place.
+        locks: Whether memory can be pinned in place.
         pinned: Shapes of the tensors that were made in pinned memory.
     """
 
@@ -155,18 +155,18 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     arrival = take(high)
     device.copied.clear()
     received = arrival.take()
-    low.send(1, label(1), torch.ones(10))  # waits in the worker
+    low.send(1, label(1), torch.ones(10))  # queued in the worker
     device.copied.set()
     low.flush(LIMIT_S)
     high.flush(LIMIT_S)
     second = take(high)
-    assert second._native.free_slots == 7  # only its own is taken, though `received` lives
+    assert second._native.free_slots == 7  # only its own slot is taken, although `received` lives
     assert received.sum() == 10.0
     assert node.pending(1) == 0
 
 
 def test_order_is_kept_with_and_without_a_slot(ends: Ends) -> None:
-    """Some are reserved, some too large, some find no slot; strided ones are settled first."""
+    """Sends tensors that are reserved, too large, without a slot, or strided."""
     low, high = ends
     tensors = []
     for number in range(40):
@@ -198,7 +198,7 @@ def test_slots_are_pinned_where_a_channel_tells_them(device: Device) -> None:
 
 
 def test_what_is_not_pinned_is_no_target_of_a_copy(device: Device) -> None:
-    """A copy to a slot that is not pinned kept the executor until the computation was done."""
+    """Checks that the executor does not wait for the computation in a copy to unpinned memory."""
     device.locks = False
     low, high = made = open_transports(staged=True, reservable=2)
     low.send(1, label(0), torch.arange(5.0))
@@ -216,7 +216,7 @@ def test_a_pinned_slot_is_the_target_of_a_copy(ends: Ends, device: Device) -> No
 
 
 def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process took about 0.5 GB of GPU 0: there a thread's calls go that says nothing."""
+    """Checks this because threads without a current GPU would use memory of GPU 0."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -229,7 +229,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It copies payloads out of slots of device memory where these run out."""
+    """Checks this because the thread copies payloads out of device slots when these run out."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -246,7 +246,7 @@ def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA reports it once more with the next kernel, which takes it away here."""
+    """Checks that the error is cleared, because CUDA reports it again with the next kernel."""
     kernels = []
 
     def launch(*sizes: int, device: torch.device) -> torch.Tensor:

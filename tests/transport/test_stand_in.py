@@ -1,4 +1,4 @@
-"""The stand-in for channels: inputs in the order of need, and sends that nobody receives."""
+"""Tests the channel stand-in, which provides inputs in order of need and discards sends."""
 
 from __future__ import annotations
 

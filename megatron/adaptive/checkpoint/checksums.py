@@ -147,8 +147,8 @@ class CheckedFile:
         """
         if offset < 0 or offset + len(into) > self.size:
             raise DamagedCheckpointError(
-                f"{self._paths[0]} is damaged (it has {self.size} bytes, and those up to"
-                f" {offset + len(into)} are to be read)"
+                f"{self._paths[0]} is damaged (it has {self.size} bytes, but bytes up to "
+                f"{offset + len(into)} are needed)"
             )
         while into:
             number, start = divmod(offset, BLOCK_BYTES)
@@ -225,8 +225,8 @@ class CheckedFile:
 def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
     start = number * BLOCK_BYTES
     return DamagedCheckpointError(
-        f"{path} is damaged (block {number}, bytes {start} to {start + length - 1}, is not what was"
-        " written)"
+        f"{path} is damaged (block {number}, bytes {start} to {start + length - 1}, does not "
+        "match its checksum)"
     )
 
 
@@ -278,7 +278,9 @@ def find_damage(
                 report(f"{path} is missing")
                 continue
             if size_found != size:
-                report(f"{path} is damaged (it has {size_found} bytes and was written with {size})")
+                report(
+                    f"{path} is damaged (it has {size_found} bytes, but was written with {size})"
+                )
                 continue
             if not sums:
                 continue

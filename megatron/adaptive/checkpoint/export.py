@@ -100,7 +100,7 @@ def _opened(
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
-        raise CheckpointError(f"{checkpoints} holds no checkpoint: name the folder of --save")
+        raise CheckpointError(f"{checkpoints} contains no checkpoint; give the folder of --save")
     path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
@@ -108,15 +108,15 @@ def _opened(
         like = checkpoints / DESCRIPTION
     if like is None or not (like / CONFIG).is_file():
         raise CheckpointError(
-            f"{path} does not say which {CONFIG} its model has"
-            + (f" ({like} is gone)" if like else "")
-            + ": give a folder with one as --config"
+            f"{path} does not record the {CONFIG} of its model"
+            + (f" ({like} no longer exists)" if like else "")
+            + "; give a folder with this file as --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
     require_same(config, model.settings, f"{like / CONFIG}", path)
     if any((output / name).exists() for name in files):
-        raise CheckpointError(f"{output} holds a model already: name another --output")
+        raise CheckpointError(f"{output} already contains a model; choose another --output")
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, vocab_size=model.settings["vocab_size"]),
@@ -128,7 +128,7 @@ def _opened(
             output.mkdir(parents=True, exist_ok=True)
             yield _Exported(path, reader, config, like, model, tensors)
         except OSError as error:
-            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+            raise CheckpointError(f"cannot write {output}: {error.strerror}") from None
 
 
 class _HuggingFaceTensors:
@@ -145,8 +145,8 @@ class _HuggingFaceTensors:
     ) -> None:
         if absent := [name for name in tensors if name not in reader.tensors]:
             raise CheckpointError(
-                f"{reader.path} has no {absent[0]}: its tensors are of another model than its"
-                " configuration says"
+                f"{reader.path} does not contain {absent[0]}, so it does not belong to the model "
+                "of its configuration"
             )
         self._reader = reader
         self._tensors = tensors
@@ -240,16 +240,16 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     """
     if exported.config.lora.is_on:
         raise CheckpointError(
-            f"{exported.path} holds adapters: write them with --lora, or the model with"
-            " --merge-lora"
+            f"{exported.path} contains adapters; export them with --lora, or the model with "
+            "--merge-lora"
         )
     model = _whole(exported)
     described = exported.tensors
     extra = [name for name in exported.reader.tensors if _is_weight(name) and name not in described]
     if extra:
         raise CheckpointError(
-            f"{exported.path} has {extra[0]}, which models of type"
-            f" {exported.model.document['model_type']} have no place for: export a run without it"
+            f"{exported.path} contains {extra[0]}, which models of type "
+            f"{exported.model.document['model_type']} do not have; export a run without it"
         )
     return model.about, model.read_hugging_face
 
@@ -334,8 +334,8 @@ def require_same(
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
-                    f"{path} has {name.replace('_', ' ')} {saved}, and {where} {expected}: name the"
-                    " folder of the checkpoint's model as --config"
+                    f"{path} has {name.replace('_', ' ')} {saved}, but {where} has {expected}; "
+                    "give the folder of the checkpoint's model as --config"
                 )
 
 
@@ -384,7 +384,9 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {ADAPTERS}: name a folder that PEFT wrote")
+        raise CheckpointError(
+            f"{folder} does not contain {ADAPTERS}; give a folder that PEFT wrote"
+        )
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
     with TensorFolder(folder, ADAPTERS) as source:
@@ -397,10 +399,9 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
                     list(shape) if shape else "none" for shape in (shape_there, shape_here)
                 )
                 raise CheckpointError(
-                    f"{file}: {name} has shape {has} there and {asked} in this model with"
-                    f" --lora-rank {config.lora.lora_rank} and --lora-targets"
-                    f" {config.lora.lora_targets}: leave these flags out, or load adapters of this"
-                    " model"
+                    f"{file}: {name} has shape {has}, but this model with --lora-rank "
+                    f"{config.lora.lora_rank} and --lora-targets {config.lora.lora_targets} needs "
+                    f"{asked}; remove these flags, or load adapters of this model"
                 )
         with torch.no_grad():
             for shard in nested_values(weights):
@@ -418,16 +419,16 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
     """
     if not exported.config.lora.is_on:
         raise CheckpointError(
-            f"{exported.path} holds no adapters: leave --lora and --merge-lora out"
+            f"{exported.path} contains no adapters; remove --lora and --merge-lora"
         )
     adapters = adapter_tensors(exported.config, exported.tensors)
     for name, tensor in adapters.items():
         saved = exported.reader.tensors.get(name)
         if saved is not None and list(saved.size) != tensor.shape:
             raise CheckpointError(
-                f"{exported.path} has {name} with shape {list(saved.size)}, and layers of"
-                f" {exported.like} have {tensor.shape}: train adapters with --load-hf, for the"
-                " names that they have"
+                f"{exported.path} has {name} with shape {list(saved.size)}, but layers of "
+                f"{exported.like} have {tensor.shape}; train adapters with --load-hf, so that "
+                "they have the names of its layers"
             )
     return _HuggingFaceTensors(exported.reader, adapters, {})
 

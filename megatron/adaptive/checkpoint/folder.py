@@ -285,7 +285,7 @@ class StepFolders:
         except FileNotFoundError:
             raise self._lacks_manifest(path, remedy) from None
         except (ValueError, OSError) as error:
-            text = f"{file} cannot be read ({error}): {remedy}"
+            text = f"cannot read {file} ({error}); {remedy}"
             raise DamagedCheckpointError(text) from None
         entries = body if isinstance(body, dict) else {}
         versions = {name: value for name, value in self._form.items() if isinstance(value, int)}
@@ -296,23 +296,24 @@ class StepFolders:
         has_seal = is_ours and any(_UNSEALED < entries[name] <= versions[name] for name in versions)
         if not is_sealed(raw) and (has_seal or _SUMMED & entries.keys()):
             raise DamagedCheckpointError(
-                f"{file} is damaged (its checksum does not match): {remedy}"
+                f"{file} is damaged (its checksum does not match); {remedy}"
             )
         if not is_ours:
-            raise CheckpointError(f"{file} was not written by this program: {remedy}")
+            raise CheckpointError(f"{file} was not written by this program; {remedy}")
         for name, newest in versions.items():
             if body[name] > newest:
                 raise CheckpointError(
-                    f"{path} has format version {body[name]} and this program reads up to {newest}:"
-                    " load it with the version that wrote it, or a later one"
+                    f"{path} has format version {body[name]}, but this program reads versions up "
+                    f"to {newest}; load it with the version that wrote it, or with a later "
+                    "version"
                 )
         missing = sorted(self._needed - body.keys())
         if missing:
-            text = f"{file} has no {missing[0]!r}: it is damaged; {remedy}"
+            text = f"{file} is damaged (it has no {missing[0]!r}); {remedy}"
             raise DamagedCheckpointError(text)
         body.pop("checksum", None)
         if wrong := self._broken_rule(body):
-            raise DamagedCheckpointError(f"{file}: {wrong}: it is damaged; {remedy}")
+            raise DamagedCheckpointError(f"{file} is damaged ({wrong}); {remedy}")
         manifest: dict[str, Any] = body
         return manifest
 
@@ -328,10 +329,10 @@ class StepFolders:
             for name in names
             if name in ("", ".", "..") or name != Path(name).name or "\0" in name
         ]:
-            return f"{outside[0]!r} is no name of a file in its folder"
+            return f"{outside[0]!r} is not the name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is that of iteration {iteration}, and its step {body['step']}"
+            return f"its progress is of iteration {iteration}, but its step is {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:
@@ -371,7 +372,7 @@ class StepFolders:
         step_there = body.get("step", step)
         if step_there != step:
             file = path / self.manifest_name
-            raise DamagedCheckpointError(f"{file} belongs to step {step_there}: {remedy}")
+            raise DamagedCheckpointError(f"{file} belongs to step {step_there}; {remedy}")
         files = body["files"]
         problems = list[str]()
         blocks = body.get("blocks", {})
@@ -381,15 +382,15 @@ class StepFolders:
             raise DamagedCheckpointError(f"{problems[0]}: {remedy}")
         if INDEX not in files and not trust:
             raise CheckpointError(
-                f"{path} was written by a former version and holds pickles, which can run code as"
-                f" they are loaded: give {self._trust} if you know who wrote it"
+                f"{path} was written by an earlier version and contains pickles, which can run "
+                f"code when they are loaded; give {self._trust} if you trust its source"
             )
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         """Returns the error to raise for a subfolder without a manifest."""
         return DamagedCheckpointError(
-            f"{path} is incomplete (it has no {self.manifest_name}): {remedy}"
+            f"{path} is incomplete (it has no {self.manifest_name}); {remedy}"
         )
 
     @property
@@ -473,7 +474,7 @@ class CheckpointFolder(StepFolders):
             CheckpointError: If the tracker does not contain an iteration, or the folder is a file.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"--load {self.path} is a file: name the folder of checkpoints")
+            raise CheckpointError(f"--load {self.path} is a file; give the folder of checkpoints")
         tracked = self._tracked()
         return super().latest() if tracked is None else self._last_after(tracked)
 
@@ -486,13 +487,13 @@ class CheckpointFolder(StepFolders):
             text = read_whole(tracker, _TRACKER_BYTES).decode(errors="replace").strip()
         except OSError as error:
             raise DamagedCheckpointError(
-                f"{tracker} cannot be read ({error.strerror}): write the number of one of the "
+                f"cannot read {tracker} ({error.strerror}); write the number of one of the "
                 "checkpoints next to it into it, or choose one with --ckpt-step"
             ) from None
         if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
-                f"{tracker} says {text[:40]!r}, which is not an iteration: write the number of one "
-                "of the checkpoints next to it, or choose one with --ckpt-step"
+                f"{tracker} contains {text[:40]!r}, which is not an iteration; write the number "
+                "of one of the checkpoints next to it, or choose one with --ckpt-step"
             )
         return int(text)
 
@@ -544,8 +545,8 @@ class CheckpointFolder(StepFolders):
             latest = self.latest()
             if tracked is not None and latest is not None and latest != tracked:
                 _LOG.warning(
-                    "WARNING: %s names iteration %d, and the checkpoint of iteration %d was written"
-                    " after it: resuming from the later one; --ckpt-step %d goes back",
+                    "WARNING: %s names iteration %d, but the checkpoint of iteration %d was "
+                    "written later; resuming from the later one; --ckpt-step %d goes back",
                     printable(str(self.path / _TRACKER)),
                     tracked,
                     latest,
@@ -584,8 +585,8 @@ class CheckpointFolder(StepFolders):
             path = self.replaced_path(iteration)
         if not path.is_dir():
             raise DamagedCheckpointError(
-                f"{path} does not exist, and the checkpoint of iteration {iteration} should be "
-                f"there: {others}"
+                f"{path} does not exist, but the checkpoint of iteration {iteration} should be "
+                f"there; {others}"
             )
         if trust and self._is_megatrons(path):
             files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
@@ -593,21 +594,21 @@ class CheckpointFolder(StepFolders):
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
             raise DamagedCheckpointError(
-                f"{path} is incomplete (its list of files has no {_CORE_METADATA}): {others}"
+                f"{path} is incomplete (its list of files has no {_CORE_METADATA}); {others}"
             )
         return path, {"blocks": {}, "save_id": "", **body}
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         if any(path.glob("mp_rank_*")):
             return CheckpointError(
-                f"{path} is in Megatron-LM's old torch format and only torch_dist is read: "
-                f"convert it with Megatron-LM, or start without --load: {remedy}"
+                f"{path} is in Megatron-LM's old torch format, but only torch_dist can be read; "
+                f"convert it with Megatron-LM, or start without --load; {remedy}"
             )
         if self._is_megatrons(path):
             return CheckpointError(
-                f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and holds"
-                f" pickles, which can run code as they are loaded: give {self._trust} if you know"
-                " who wrote it"
+                f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and contains "
+                f"pickles, which can run code when they are loaded; give {self._trust} if you "
+                "trust its source"
             )
         return super()._lacks_manifest(path, remedy)
 
@@ -659,14 +660,14 @@ class PipelineFolder(StepFolders):
         steps = self.steps()
         if step is None and not steps:
             raise CheckpointError(
-                f"{self.path}: no complete checkpoint of a Pipeline is there; give the folder that "
+                f"{self.path} contains no complete checkpoint of a Pipeline; give the folder that "
                 "Pipeline.save was given"
             )
         step = max(steps) if step is None else step
         path = self.complete_path(step)
         if step not in steps and not path.is_dir():
             raise CheckpointError(
-                f"{self.path}: no checkpoint of step {step}: there are steps "
+                f"{self.path} has no checkpoint of step {step}; it has steps "
                 f"{', '.join(map(str, sorted(steps)))}"
             )
         return path, self._read(path, step, "load another checkpoint", trust=trust)
@@ -700,11 +701,11 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
         if steps := folders.named():
             if step is not None and step not in steps:
                 existing = ", ".join(map(str, steps))
-                raise CheckpointError(f"{path}: no checkpoint of step {step}: there are {existing}")
+                raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {existing}")
             return folders, steps if step is None else [step]
-    reason = "holds no checkpoint" if path.is_dir() else "is no folder"
+    reason = "contains no checkpoint" if path.is_dir() else "is not a folder"
     raise CheckpointError(
-        f"{path} {reason}: name the folder that --save or Pipeline.save was given"
+        f"{path} {reason}; give the folder that --save or Pipeline.save was given"
     )
 
 

@@ -470,8 +470,8 @@ class HuggingFaceReader:
         if len({*types.values()}) > 1:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
-                f"{self._folder.folder}: {kinds}: they become one tensor here; save them with"
-                " one type"
+                f"{self._folder.folder}: tensors that become one tensor have different types "
+                f"({kinds}); save them with one type"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
@@ -520,22 +520,22 @@ class HuggingFaceReader:
                 else ""
             )
             raise CheckpointError(
-                f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors"
-                f" are missing: it is incomplete, or of another model than its {CONFIG} says"
+                f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors "
+                f"are missing; it is incomplete, or belongs to another model than its {CONFIG}"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:
                 raise CheckpointError(
-                    f"{there[names[name]].file} has {name} with shape"
-                    f" {list(there[names[name]].shape)}, but the model of {CONFIG} and flags"
-                    f" needs {list(shape)}: the file is of another model"
+                    f"{there[names[name]].file} has {name} with shape "
+                    f"{list(there[names[name]].shape)}, but the model of {CONFIG} and flags needs "
+                    f"{list(shape)}; the file belongs to another model"
                 )
         used = {*names.values()}
         for name in there:
             if name not in used and not _COMPUTED.search(name) and not self._is_copy(name, names):
                 raise CheckpointError(
-                    f"{there[name].file} has {name}, which the model of {CONFIG} has no place for:"
-                    " take it out, or load another model"
+                    f"{there[name].file} contains {name}, which the model of {CONFIG} does not "
+                    "have; remove it, or load another model"
                 )
         return names
 
@@ -559,12 +559,12 @@ class HuggingFaceReader:
             for source, target in zip((name, embedding), both, strict=True):
                 self._folder.read(source, row, 0, target)
             if not torch.equal(*both):
-                reason = "the model has one for both; take it out"
+                reason = "the model has one tensor for both; remove it"
                 if not self._family.is_in_layer(name):
                     tied = "they are tied (tie_word_embeddings)"
-                    reason = f"{CONFIG} says that {tied}: set it to false"
+                    reason = f"{CONFIG} says that {tied}; set it to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with other values than {embedding}, and {reason}"
+                    f"{first.file} has {name} with other values than {embedding}, but {reason}"
                 )
         return True
 
@@ -623,8 +623,8 @@ def _require_rows(
     """Raises ConfigError if the run's embedding has fewer rows than the folder's."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
-            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, and"
-            f" {folder} has {rows}: leave it out"
+            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, but "
+            f"{folder} has {rows}; remove it"
         )
 
 
@@ -664,7 +664,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
     """
     checkpoints = CheckpointFolder(output)
     if checkpoints.named():
-        raise CheckpointError(f"{output} holds checkpoints already: name another --output")
+        raise CheckpointError(f"{output} already contains checkpoints; choose another --output")
     with HuggingFaceReader(folder, config) as reader:
         multiple = config.model.make_vocab_size_divisible_by
         rows = padded_vocab_size(reader.tensors[EMBEDDING].height, multiple, 1)
@@ -699,7 +699,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
             carry_description([folder], output)
             return checkpoints.commit(0, {**manifest, "blocks": {_SHARD: total[1]}})
         except OSError as error:
-            raise CheckpointError(f"{output} cannot be written: {error.strerror}") from None
+            raise CheckpointError(f"cannot write {output}: {error.strerror}") from None
         finally:
             checkpoints.abandon(0)
 

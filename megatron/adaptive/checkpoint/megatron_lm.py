@@ -100,11 +100,11 @@ def make_manifest(
         rows = arguments["padded_vocab_size"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"--load {path} has no {error} in common.pt: it is not of Megatron-LM's trainer"
+            f"--load {path} has no {error} in common.pt, so Megatron-LM's trainer did not write it"
         ) from None
     numbers = {**progress, "rows": rows}
     if wrong := [name for name, number in numbers.items() if type(number) is not int]:
-        raise CheckpointError(f"--load {path}: {wrong[0]} in common.pt is not a whole number")
+        raise CheckpointError(f"--load {path}: {wrong[0]} in common.pt must be an integer")
     settings = config.to_dict()
     for group, names in _COMPARED.items():
         settings[group].update({name: arguments[name] for name in names if name in arguments})
@@ -134,7 +134,8 @@ def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(
-            f"--load {path} holds the state of a distributed optimizer as {content[_SHARDING]!r},"
-            " which its own mesh alone can load: save it with Megatron-LM's"
-            " --dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim"
+            f"--load {path} contains the state of a distributed optimizer as "
+            f"{content[_SHARDING]!r}, which can be loaded only with the same parallel sizes; save "
+            "it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or load only the weights "
+            "with --no-load-optim"
         )

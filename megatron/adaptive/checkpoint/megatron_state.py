@@ -383,8 +383,8 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
     groups = saved.get("optimizer", saved).get("param_groups")
     if groups is None:  # saved by Megatron-LM with expert parallelism
         raise CheckpointError(
-            f"{name} holds the state of several optimizers, which is not read here: load the "
-            "weights alone with --no-load-optim"
+            f"{name} contains the state of several optimizers, which cannot be loaded; load only "
+            "the weights with --no-load-optim"
         )
     parts = [groups]
     leaves = _leaves(optimizer)
@@ -397,9 +397,9 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
         raise CheckpointError(
-            f"{name} holds optimizer state in {before} groups of parameters and this "
-            f"run has {now}: give the same --decoupled-lr and weight decay, or load the "
-            "weights alone with --no-load-optim"
+            f"{name} has optimizer state in {before} groups of parameters, but this run has "
+            f"{now}; give the same --decoupled-lr and weight decay, or load only the weights with "
+            "--no-load-optim"
         )
 
 

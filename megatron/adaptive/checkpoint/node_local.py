@@ -141,8 +141,8 @@ class LocalDisk:
             self._start(newest, shares)
         else:
             self._warn(
-                "the checkpoint of iteration %d stays on the nodes' own disks: one before it is"
-                " still being copied to %s; the next one is copied",
+                "the checkpoint of iteration %d stays on the nodes' own disks, because an "
+                "earlier one is still being copied to %s; the next one is copied",
                 step,
                 self.shared.path,
             )
@@ -189,8 +189,8 @@ class LocalDisk:
             shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
-                    "the checkpoint of iteration %d is not uploaded: the disks of these nodes lack"
-                    " a part of it",
+                    "the checkpoint of iteration %d is not uploaded, because the disks of these "
+                    "nodes lack a part of it",
                     step,
                 )
                 continue
@@ -261,7 +261,7 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"{partial}: files have other sizes than what was written")
+            raise CheckpointError(f"{partial}: files have other sizes than were written")
         return stored, shares
 
     def _begin(self, step: int) -> None:
@@ -318,9 +318,9 @@ class LocalDisk:
             upload.is_given_up = True
             upload.join(_END_S)
             raise CheckpointError(
-                f"the copy of iteration {upload.step} to {self.shared.path} did not end within"
-                f" {self._timeout_s:g} s: it is on the nodes' own disks, and the same command on"
-                " the same nodes continues it; a longer time limit of the job gives it more time"
+                f"the copy of iteration {upload.step} to {self.shared.path} did not finish within "
+                f"{self._timeout_s:g} s; it is on the nodes' own disks, and the same command on "
+                "the same nodes continues it; a longer time limit of the job gives it more time"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
@@ -546,13 +546,13 @@ class Upload(BackgroundWrite):
         if self.failure is not None and self._ranks.is_first and not self.is_given_up:
             text = str(self.failure)
             if not isinstance(self.failure, CheckpointError):
-                text = f"the copy of a checkpoint broke off: {(text.splitlines() or ['?'])[0]}"
+                text = f"the copy of a checkpoint failed: {(text.splitlines() or ['?'])[0]}"
             _LOG.warning("WARNING: %s", printable(text))
 
     def _copy(self) -> Path:
         message = (
-            f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: {{}};"
-            " it is on the nodes' own disks, and those before it are as they were"
+            f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: "
+            f"{{}}; it is on the nodes' own disks, and earlier checkpoints are unchanged"
         )
         with writing(self._shared, self.step, self._disk._job, self._ranks, message):
             pieces = self._pieces()

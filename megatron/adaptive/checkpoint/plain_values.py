@@ -64,7 +64,7 @@ def loads(data: bytes | bytearray) -> Any:
     try:
         return _value(parse_json(data[:end], strict=False), memoryview(data)[end:])
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"it is not of plain values ({type(error).__name__})") from None
+        raise ValueError(f"it does not consist of plain values ({type(error).__name__})") from None
 
 
 class _Writer:
@@ -149,7 +149,7 @@ def _raw(form: Mapping[str, Any], rest: memoryview) -> bytes:
     offset = form["at"]
     length = form["length"]
     if not 0 <= offset <= offset + length <= len(rest):
-        raise ValueError("it ends early")
+        raise ValueError("it is truncated")
     return bytes(rest[offset : offset + length])
 
 
@@ -164,7 +164,7 @@ def _tensor(form: Mapping[str, Any], rest: memoryview) -> torch.Tensor:
 def _array(form: Mapping[str, Any], rest: memoryview) -> Any:
     kind = np.dtype(form["type"])
     if kind.kind not in _ARRAYS or math.prod(form["shape"]) * kind.itemsize != form["length"]:
-        raise ValueError("an array is not of numbers")
+        raise ValueError("an array does not contain numbers")
     return np.frombuffer(bytearray(_raw(form, rest)), kind).reshape(form["shape"])
 
 

@@ -189,8 +189,8 @@ class CheckpointReader:
                 regions.append(region)
             if count < target.numel() and not request.may_exceed:
                 raise DamagedCheckpointError(
-                    f"{self.path} has {count} of the {target.numel()} elements of {request.name}"
-                    " that are to be read"
+                    f"{self.path} has only {count} of the {target.numel()} elements of "
+                    f"{request.name} that are needed"
                 )
         regions.sort(key=lambda region: (region.part.file, region.part.begin))
         with torch.no_grad():
@@ -298,7 +298,9 @@ class CheckpointReader:
 
     def _size(self, name: str) -> int:
         if name not in self._files:
-            raise DamagedCheckpointError(f"{self.path} has no {name}, which its index names")
+            raise DamagedCheckpointError(
+                f"{self.path} does not contain {name}, which its index lists"
+            )
         return self._files[name]
 
     def _bytes(self, name: str, offset: int, length: int) -> bytearray:
@@ -316,7 +318,7 @@ class CheckpointReader:
             # Omit the text of torch's errors, because it advises to load the file with an unpickler
             # that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
-            text = f"{self.path / name} cannot be read ({reason})"
+            text = f"cannot read {self.path / name} ({reason})"
             raise DamagedCheckpointError(text) from None
 
     def _read_index(self) -> None:
@@ -405,7 +407,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == _PLANS:  # records which rank wrote what, which reading does not need
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise _Refused(f"it names {module}.{name}, which is no part of an index")
+            raise _Refused(f"it names {module}.{name}, which is not part of an index")
         return super().find_class(module, name)
 
 

@@ -52,7 +52,7 @@ ALL_DTYPES = {
 _CODES = {dtype: code for code, dtype in ALL_DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
 _BLOCK_BYTES = 1 << 23
-_RESTORE = "copy it again"
+_RESTORE = "copy the file again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class TensorFolder:
             entries = _read_header(path, dtypes)
             if missing := sorted(set(names) - entries.keys()):
                 raise DamagedCheckpointError(
-                    f"{path} has no {missing[0]}, which {INDEX} says is there: {_RESTORE}"
+                    f"{path} does not contain {missing[0]}, which {INDEX} lists; {_RESTORE}"
                 )
             self.tensors.update(entries)
         self._scales: dict[str, StoredTensor] = {}
@@ -109,8 +109,8 @@ class TensorFolder:
                 scale = self.tensors.pop(name + _SCALES, None)
                 if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in stored.shape):
                     raise CheckpointError(
-                        f"{stored.file}: {name} is in 8 bits without {_SCALES[1:]} for blocks of"
-                        f" {_SCALED} x {_SCALED}: save the model in 16 bits"
+                        f"{stored.file}: {name} has 8-bit elements without {_SCALES[1:]} for "
+                        f"blocks of {_SCALED} x {_SCALED}; save the model in 16 bits"
                     )
                 self._scales[name] = scale
 
@@ -203,7 +203,9 @@ class TensorFolder:
             position = stored.begin + offset + done
             count = os.preadv(self._open[stored.file], [view[done:]], position)
             if not count:
-                raise DamagedCheckpointError(f"{stored.file} ends at byte {position}: {_RESTORE}")
+                raise DamagedCheckpointError(
+                    f"{stored.file} is truncated at byte {position}; {_RESTORE}"
+                )
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
@@ -217,25 +219,25 @@ class TensorFolder:
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (
-                    f" but {pickled[0]}, a pickle, which can run code as it is loaded: save the"
-                    " model again with save_pretrained of transformers, which writes safetensors"
+                    f" but {pickled[0]}, a pickle, which can run code when it is loaded; save the "
+                    "model again with save_pretrained of transformers, which writes safetensors"
                     if pickled
-                    else ": name the folder of a Hugging Face model"
+                    else "; give the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)
         names_by_file: dict[Path, list[str]] = {}
         table = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(table, dict) or not table:
-            raise DamagedCheckpointError(f"{index} has no weight_map: {_RESTORE}")
+            raise DamagedCheckpointError(f"{index} has no weight_map; {_RESTORE}")
         for name, file in table.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise DamagedCheckpointError(f"{index}: {file!r} is no file's name: {_RESTORE}")
+                raise DamagedCheckpointError(f"{index}: {file!r} is not a file name; {_RESTORE}")
             names_by_file.setdefault(self.folder / file, []).append(name)
         for path, names in names_by_file.items():
             if not path.is_file():
                 raise DamagedCheckpointError(
-                    f"{path} is missing, and {len(names)} tensors are in it: {_RESTORE}"
+                    f"{path} is missing, but should contain {len(names)} tensors; {_RESTORE}"
                 )
         return names_by_file
 
@@ -245,8 +247,8 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
     for name, entry in read_header(path).items():
         if entry.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {name} is of type {entry.dtype}, and {', '.join(dtypes)} are read:"
-                " convert it before"
+                f"{path}: {name} has the type {entry.dtype}, but only {', '.join(dtypes)} can be "
+                "read; convert it first"
             )
         tensors[name] = StoredTensor(
             file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin

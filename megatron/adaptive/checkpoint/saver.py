@@ -100,10 +100,10 @@ class CheckpointSaver:
             ConfigError: If ``keep`` is not a positive integer.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep {keep!r}: give a whole number from 1 on, or None for all")
+            raise ConfigError(f"keep must be a positive integer, or None for all, got {keep!r}")
         message = (
-            f"the checkpoint of iteration {step} was not written to {folder.path}: {{}};"
-            f" those before it are as they were. {remedy}"
+            f"the checkpoint of iteration {step} was not written to {folder.path}: {{}}; earlier "
+            f"checkpoints are unchanged. {remedy}"
         )
         if self._is_former_lacking(step) or not behind:
             path = self._write(folder, step, take(), self._ranks, message, keep)
@@ -216,7 +216,8 @@ class CheckpointSaver:
             self.finish()
         except CheckpointError as error:
             self._warn(
-                f"{error}; training waits until that of iteration {step} is written in its place"
+                f"{error}; training waits until the checkpoint of iteration {step} is written "
+                "instead"
             )
             return True
         return False
@@ -300,7 +301,9 @@ def require_seen(path: Path, job: Job) -> None:
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
-        raise CheckpointError(f"{path}: {host} does not see it: give a folder that all nodes share")
+        raise CheckpointError(
+            f"{path} does not exist on {host}; give a folder that all nodes share"
+        )
 
 
 class _HostCopy:

@@ -74,7 +74,7 @@ def write(order: Mapping[str, Any]) -> None:
     for part, file in files:
         slot = file.steps().get(order["step"])
         if slot is None:
-            raise CheckpointError(f"the copy of rank {part['rank']} is gone")
+            raise CheckpointError(f"the copy of rank {part['rank']} is lost")
         if not file.is_whole(slot):
             raise CheckpointError(f"the copy of rank {part['rank']} is damaged")
         lines.append(parse_json(_extra(file, slot)[0], strict=False))
@@ -156,7 +156,7 @@ def _open(part: Mapping[str, Any]) -> SnapshotFile:
     try:
         return SnapshotFile(os.open(part["file"], os.O_RDWR))
     except OSError as error:
-        text = f"the copy of rank {part['rank']} is gone ({error.strerror})"
+        text = f"the copy of rank {part['rank']} is lost ({error.strerror})"
         raise CheckpointError(text) from error
 
 
@@ -175,7 +175,7 @@ def _require_whole(entries: Sequence[Mapping[str, Any]]) -> None:
         whole = math.prod(entry["whole"])
         if have[entry["name"]] != whole:
             raise CheckpointError(
-                f"{entry['name']} has {have[entry['name']]} of its {whole} elements"
+                f"{entry['name']} has only {have[entry['name']]} of its {whole} elements"
             )
 
 

@@ -353,8 +353,8 @@ class Snapshots(NoSnapshots):
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(
-                f"weights or optimizer state changed after step {step} and before the update of the"
-                " next one, while they were copied: change them at the end of a step"
+                f"weights or optimizer state changed after step {step} and before the update of "
+                "the next step, while they were copied; change them at the end of a step"
             )
         file.finish(slot, step, len(extra))
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
@@ -367,7 +367,7 @@ class Snapshots(NoSnapshots):
         try:
             data = self._socket.recv(_MESSAGE)
         except TimeoutError:
-            return f"rank {rank}: the node's agent does not answer within {_KEPT_S:g} s"
+            return f"rank {rank}: the node's agent did not answer within {_KEPT_S:g} s"
         except OSError as error:
             return f"rank {rank}: {error}"
         if not data:
@@ -526,16 +526,16 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
     for node, size in taken.items():
         if limit_bytes is not None and size > limit_bytes:
             return (
-                f"they take {size / _GIB:.3g} GiB on node {node} and --replicate-memory lets them"
-                f" take {limit_bytes / _GIB:.3g} GiB: raise it"
+                f"they need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory allows "
+                f"only {limit_bytes / _GIB:.3g} GiB; raise it"
             )
     nodes = {parts.node: parts.machine for parts in ranks}
     for parts in ranks:
         size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
         if size > _SHARE * parts.available_bytes:
             return (
-                f"they take {size / _GIB:.3g} GiB on the machine of node {parts.node}, which has"
-                f" {parts.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that: use"
-                " more nodes, or less memory for other things"
+                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, which has "
+                f"{parts.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that; use "
+                "more nodes, or less memory for other purposes"
             )
     return None

@@ -80,7 +80,7 @@ from megatron.adaptive.gpt.train_step import gather_parameters
 _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
-_REMEDY = "Free space there or name another folder with --save"
+_REMEDY = "Free space there or choose another folder with --save"
 # Suffix of the names under which layers of Transformer Engine save state for 8-bit data types. A
 # checkpoint may lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
@@ -353,15 +353,15 @@ class Checkpoints:
         steps = [*folder.candidates()] if named is None else [named]
         if steps:
             return steps
-        reason = "holds no checkpoint" if folder.path.is_dir() else "does not exist"
+        reason = "contains no checkpoint" if folder.path.is_dir() else "does not exist"
         if self._settings.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"--load {folder.path} {reason}: name a folder with one, or leave out "
+                f"--load {folder.path} {reason}; give a folder with a checkpoint, or remove "
                 "--exit-on-missing-checkpoint to start from scratch"
             )
         base = self._settings.load_hf
         start = "scratch" if base is None else f"--load-hf {base}"
-        text = printable(f"--load {folder.path} {reason}: starting from {start}")
+        text = printable(f"--load {folder.path} {reason}; starting from {start}")
         _LOG.warning("WARNING: %s", text)
         return []
 
@@ -379,9 +379,10 @@ class Checkpoints:
         require_same_model(manifest, self._config, rows, f"--load {path}")
         if rows != manifest["padded_vocab_size"]:
             _LOG.warning(
-                "WARNING: --load %s has %d rows in the embedding and this run has %d: rows that "
-                "only pad the vocabulary start at zero, and count in the softmax as in Megatron-LM,"
-                " so the loss will not be the same; --make-vocab-size-divisible-by can keep them",
+                "WARNING: --load %s has %d rows in the embedding, but this run has %d; rows that "
+                "only pad the vocabulary start at zero and count in the softmax as in "
+                "Megatron-LM, so the loss will differ; --make-vocab-size-divisible-by can keep "
+                "them",
                 path,
                 manifest["padded_vocab_size"],
                 rows,
@@ -410,7 +411,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} holds only adapters: give their model as --load-hf"
+                    f"--load {path} contains only adapters; give their model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
@@ -523,8 +524,8 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
         raise CheckpointError(
-            f"--load {reader.path} has no {absent[0]} ({len(absent)} such): it is of another "
-            "model or optimizer; give the settings it was trained with"
+            f"--load {reader.path} has no {absent[0]} ({len(absent)} entries are missing), so it "
+            "belongs to another model or optimizer; give the settings it was trained with"
         )
     return dict(present)
 
@@ -546,8 +547,8 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
         size = torch.Size(shard.global_shape)
         if saved != size and not shard.allow_shape_mismatch:
             raise CheckpointError(
-                f"{reader.path} has {shard.key} with shape {list(saved)}, but the run"
-                f" needs {list(size)}: the checkpoint is of another model"
+                f"{reader.path} has {shard.key} with shape {list(saved)}, but the run needs "
+                f"{list(size)}; the checkpoint belongs to another model"
             )
         if shard.data is None:
             shard.init_data(torch.device("cpu"))
@@ -648,7 +649,9 @@ class RunState(SnapshotState):
         parts = self._parts = self._checkpoints.apart(progress, is_whole=True)
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
-                raise TypeError(f"{name} is not a tensor: snapshots of the state cannot hold it")
+                raise TypeError(
+                    f"{name} is not a tensor, so snapshots of the state cannot contain it"
+                )
         line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
         extra = line + b"\n" + plain_values.dumps(parts.common)
         return None if parts is former else parts.pieces, extra
@@ -683,20 +686,20 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it has adapters, and the run has none (--lora-rank); hf export --merge-lora makes one "
-            "model of both"
+            "it has adapters, but the run has none (--lora-rank); hf export --merge-lora merges "
+            "them into the model"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
         different.append("it has no adapters to continue; --finetune starts new ones")
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
-            f"{padded_vocab_size} here, more than padding explains"
+            f"{padded_vocab_size} here, a larger difference than padding explains"
         )
     if different:
         raise CheckpointError(
-            f"{name} is of another model: {'; '.join(different)}. Give the settings it was "
-            "trained with, or name another folder with --load"
+            f"{name} belongs to another model: {'; '.join(different)}. Give the settings it was "
+            "trained with, or choose another folder with --load"
         )
 
 
@@ -706,15 +709,15 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
     Raises:
         CheckpointError: If there is no optimizer state, or it belongs to another kind of optimizer.
     """
-    remedy = "load the weights alone with --no-load-optim or --finetune"
+    remedy = "load only the weights with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
-        raise CheckpointError(f"{name} holds no optimizer state (--no-save-optim): {remedy}")
+        raise CheckpointError(f"{name} contains no optimizer state (--no-save-optim); {remedy}")
     before = _optimizer_of(_saved_config(manifest, name))
     for flag, now in _optimizer_of(config).items():
         if before[flag] != now:
             raise CheckpointError(
-                f"{name} holds the state of another optimizer: {flag} is {before[flag]} in the "
-                f"checkpoint and {now} here. Give the same, or {remedy}"
+                f"{name} contains the state of another optimizer ({flag} is {before[flag]} in the "
+                f"checkpoint, but {now} here); use the same setting, or {remedy}"
             )
 
 
@@ -756,7 +759,7 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
         flag = _FLAGS[name] if spec is None else spec.name
         if spec is not None and spec.is_switch:
             before, now = _given(before != spec.default), _given(now != spec.default)
-        lines.append(f"{flag} is {before} in the checkpoint and {now} here")
+        lines.append(f"{flag} is {before} in the checkpoint, but {now} here")
     return lines
 
 

@@ -99,7 +99,7 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is for the manager of a job, which starts agents with it; leave it out"
+                "--agent is only for the manager of a job, which starts agents with it; remove it"
             ) from None
 
     async def run(self) -> None:
@@ -134,14 +134,14 @@ class Agent:
             )
         except StrangerError as error:
             raise SetupError(
-                f"node {self._name}: the program at {self._address}:{self._port} is not the manager"
-                f" of the job: {error}"
+                f"node {self._name}: the program at {self._address}:{self._port} is not the "
+                f"manager of the job ({error})"
             ) from None
         except OSError as error:
             raise SetupError(
-                f"node {self._name} does not reach the manager of the job at {self._address}:"
-                f"{self._port} ({error.strerror or error}): open this port, and all above 1023"
-                " between the nodes, in the firewall"
+                f"node {self._name} cannot reach the manager of the job at "
+                f"{self._address}:{self._port} ({error.strerror or error}); open this port, and "
+                "all ports above 1023 between the nodes, in the firewall"
             ) from None
         link.send(
             "join",
@@ -258,8 +258,8 @@ class Agent:
         try:
             if unknown:
                 raise SetupError(
-                    f"the manager's order to start {rank['key']} has {unknown[0]!r}, which this"
-                    " node does not know: install the same version on all nodes"
+                    f"the manager's request to start {rank['key']} contains {unknown[0]!r}, which "
+                    "this node does not know; install the same version on all nodes"
                 )
             order = self._work.order(rank, program)
         except AdaptiveError as error:

@@ -48,7 +48,7 @@ def _slices_of(text: str) -> int | str:
     try:
         number: int = spec_of("SEQUENCE_SLICES", _Number, "", {}).convert(text)
     except ValueError as error:
-        raise ValueError(f"{error}; {_AUTO} is possible too") from None
+        raise ValueError(f"{error}; {_AUTO} is also possible") from None
     return number
 
 
@@ -71,13 +71,17 @@ SETTINGS = _specs(
         "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
         "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
-        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix products"),
+        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix multiplications"),
         "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
-        "ACTIVATION_CAP": (_Cap, "", "most microbatches whose activations a rank keeps"),
+        "ACTIVATION_CAP": (
+            _Cap,
+            "",
+            "maximum number of microbatches whose activations a rank keeps",
+        ),
         "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
         "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
         "LR": (Positive, "1e-4", "highest learning rate"),
-        "DATA": (str, "mock", "prefix of .bin and .idx, or mock for made-up samples"),
+        "DATA": (str, "mock", "prefix of .bin and .idx, or mock for generated samples"),
         "VOCAB_FILE": (str, "", "vocabulary; vocab.json next to DATA by default"),
         "MERGE_FILE": (str, "", "merges; merges.txt next to DATA by default"),
         "TRAINER_FLAGS": (
@@ -86,7 +90,7 @@ SETTINGS = _specs(
             "further flags of pretrain_gpt.py; if a flag is repeated, the last one wins",
         ),
         "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save to and to resume from"),
-        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's own disk, written first"),
+        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's local disk, written first"),
         "SAVE_INTERVAL": (_Number, "100", "iterations between checkpoints"),
         "LOG_DIR": (str, "logs", "folder with a subfolder of logs for each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
@@ -137,8 +141,8 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
         nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.5)
         hint = f"the nearest is {nearest[0]}" if nearest else "conf.sh lists all variables"
         raise ConfigError(
-            f"{where}: {name} is not a variable of the launcher: {hint}; write names of your own"
-            " in small letters"
+            f"{where}: {name} is not a variable of the launcher ({hint}); names of your own "
+            "variables must begin with a small letter"
         )
 
 
@@ -212,24 +216,27 @@ def read_variables(path: Path) -> dict[str, str]:
             check=False,
         )
     except FileNotFoundError:
-        raise SetupError(f"{path} needs bash to be read, and there is none: install bash") from None
+        raise SetupError(
+            f"{path} can only be read with bash, which is not installed; install bash"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{path} ran for more than {_LIMIT_S:g} s: it must only set variables"
+            f"{path} ran for more than {_LIMIT_S:g} s, but it must only set variables"
         ) from None
     if done.returncode:
         error_lines = done.stderr.decode(errors="replace").split("\n")
         reason = next((line for line in error_lines if str(full) in line), error_lines[0])
         raise ConfigError(
-            f"{path}: bash ends with status {done.returncode} ({reason.strip()}): every command in"
-            " it must succeed"
+            f"{path}: bash exited with status {done.returncode} ({reason.strip()}); every command "
+            "in the file must succeed"
         )
     fields = done.stdout.decode(errors="replace").split("\0")[:-1]
     variables = dict(zip(fields[::2], fields[1::2], strict=True))
     for name, value in variables.items():
         if value == _ARRAY and name.isupper():
             raise ConfigError(
-                f"{path}: {name} is an array: write one text in quotes, with spaces between"
+                f"{path}: {name} is an array, but it must be a text; write it in quotes, with "
+                "spaces between the values"
             )
     return variables
 
@@ -386,7 +393,7 @@ def read_changes(changes: Sequence[str]) -> dict[str, str]:
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"--set {change}: write NAME=VALUE")
+            raise ConfigError(f"--set {change} must have the form NAME=VALUE")
         values[name] = value
     return values
 
@@ -399,7 +406,8 @@ def _apply_plan(texts: dict[str, str], plan: dict[str, str], fixed: frozenset[st
             continue
         if text and text != value:
             raise ConfigError(
-                f"{name}={text}: PLAN={texts['PLAN']} says {value}; leave one of them out"
+                f"{name}={text} contradicts PLAN={texts['PLAN']}, which sets {value}; remove one "
+                "of them"
             )
         texts[name] = value
 
@@ -408,8 +416,8 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
     if values["HOMOGENEOUS_CLUSTER"]:
         if values["NODES"] is not None:
             raise ConfigError(
-                f"NODES={values['NODES']}: it is for mixed nodes; set HOMOGENEOUS_CLUSTER=false or "
-                "give NNODES and NPROC_PER_NODE"
+                f"NODES={values['NODES']} is only for mixed nodes; set HOMOGENEOUS_CLUSTER=false, "
+                "or give NNODES and NPROC_PER_NODE"
             )
         group = LaunchGroup(
             nodes=values["NNODES"],
@@ -420,8 +428,8 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
         return (group,)
     if values["NODES"] is None:
         raise ConfigError(
-            "HOMOGENEOUS_CLUSTER=false: mixed nodes are named in NODES, as in NODES='a10:2x4 "
-            "v100:1x2' for two nodes of four GPUs and one of two"
+            "HOMOGENEOUS_CLUSTER=false requires NODES, as in NODES='a10:2x4 v100:1x2' for two "
+            "nodes of four GPUs and one node of two"
         )
     matches = []
     for text in values["NODES"].split():
@@ -451,10 +459,12 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
     values = dict(assignment.partition("=")[::2] for assignment in text.split())
     for kind in values:
         if kind not in kinds:
-            raise ConfigError(f"{name}={text}: NODES has no type {kind}, only {', '.join(kinds)}")
+            raise ConfigError(
+                f"{name}={text}: NODES does not contain the type {kind}, only {', '.join(kinds)}"
+            )
     for kind in kinds:
         if not values.get(kind):
-            raise ConfigError(f"{name}={text}: the type {kind} is missing; add {kind}=VALUE")
+            raise ConfigError(f"{name}={text} has no value for the type {kind}; add {kind}=VALUE")
     return values
 
 
@@ -464,11 +474,14 @@ def _check_sizes(conf: LaunchConf) -> None:
     processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
-        raise ConfigError(f"NNODES={values['NNODES']}: NODES={values['NODES']} adds up to {nodes}")
+        raise ConfigError(
+            f"NNODES={values['NNODES']} does not match NODES={values['NODES']}, which has {nodes} "
+            "nodes"
+        )
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
-            f"NPROC_PER_NODE={values['NPROC_PER_NODE']}: NODES sets it for each node type; "
-            "leave it out"
+            f"NPROC_PER_NODE={values['NPROC_PER_NODE']} cannot be used with NODES, which sets the "
+            "number of processes for each node type; remove it"
         )
     size = conf.world_size or 0
     copies = values["DP_SIZE"]
@@ -476,25 +489,25 @@ def _check_sizes(conf: LaunchConf) -> None:
         assert processes is not None
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
         raise ConfigError(
-            f"WORLD_SIZE={values['WORLD_SIZE']}: it must be the sum of all nodes' processes, "
-            f"{counts} = {size}; leave it out to have it computed"
+            f"WORLD_SIZE={values['WORLD_SIZE']} must be the sum of all nodes' processes, {counts} "
+            f"= {size}; remove it to have it computed"
         )
     if values["STAGE_DP_SIZES"] is not None:
         if copies is not None:
             raise ConfigError(
-                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']}: DP_SIZE={copies} is for stages that"
-                " are all alike; leave one of them out"
+                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']} and DP_SIZE={copies} exclude each "
+                "other, because DP_SIZE is for stages of equal size; remove one of them"
             )
         return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
     names = "TENSOR_MP_SIZE x PIPELINE_MP_SIZE"
     product = f"{names} = {values['TENSOR_MP_SIZE']} x {values['PIPELINE_MP_SIZE']} = {model}"
     if size and size % model:
-        raise ConfigError(f"WORLD_SIZE={size}: it must be a multiple of {product}")
+        raise ConfigError(f"WORLD_SIZE={size} must be a multiple of {product}")
     if size and copies is not None and copies * model != size:
         raise ConfigError(
-            f"DP_SIZE={copies}: {product} times DP_SIZE must be WORLD_SIZE = {size}, so DP_SIZE "
-            f"must be {size // model}"
+            f"DP_SIZE={copies} must be {size // model}, because {product} times DP_SIZE must be "
+            f"WORLD_SIZE = {size}"
         )
 
 
@@ -506,8 +519,9 @@ def _check_words(conf: LaunchConf) -> None:
         except ValueError as error:
             raise ConfigError(f"{name}={values[name]}: {error}; close the quotes") from error
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
-        raise ConfigError(f"CONTAINER={values['CONTAINER']}: IMAGE must name the image it runs")
+        raise ConfigError(f"CONTAINER={values['CONTAINER']} requires IMAGE, the image that it runs")
     if values["NSYS"] and values["NCU"]:
         raise ConfigError(
-            "NSYS=true and NCU=true: only one profiler can attach; set one of them to false"
+            "NSYS=true and NCU=true exclude each other, because only one profiler can attach; "
+            "set one of them to false"
         )

@@ -222,7 +222,5 @@ class Listener:
         try:
             await self._attend(link)
         except (LookupError, TypeError, ValueError) as error:
-            self._report(
-                f"warning: a message of {link.peer} does not fit and is refused: {error!r}"
-            )
+            self._report(f"warning: an invalid message from {link.peer} was refused: {error!r}")
             await link.close()

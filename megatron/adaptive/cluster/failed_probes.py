@@ -82,14 +82,14 @@ class FailedProbes:
             if name not in running.where.values() or self._is_handled(name, running):
                 continue
             self._handled[name] = running.incarnation.number
-            text = f"node {name} fails its probe: {entry.text}"
+            text = f"node {name} failed its probe: {entry.text}"
             if self._policy == "report":
-                say(f"warning: {text}; --on-failed-probe exclude would leave it out")
+                say(f"warning: {text}; --on-failed-probe exclude would exclude the node")
             elif await self._stragglers.leave_out(name, entry.text, nodes):
-                reasons.append(f"{text}; it is left out")
+                reasons.append(f"{text}; the node is excluded")
                 self._begin_checks(entry)
             else:
-                say(f"warning: {text}; it stays: no layout fits without it")
+                say(f"warning: {text}; the node is not excluded, because no layout fits without it")
         return ", ".join(reasons)
 
     def joined(self, name: str) -> None:

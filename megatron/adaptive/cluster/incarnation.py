@@ -175,16 +175,16 @@ class ScriptProgram(Program):
             self._measured += 1
             if self._measured > _MOST_MEASURED:
                 raise SetupError(
-                    f"{self._name} gave another model, sample or settings at each of"
-                    f" {_MOST_MEASURED} starts: build the same Pipeline at every start"
+                    f"{self._name} built a different model, sample or settings at each of "
+                    f"{_MOST_MEASURED} starts; build the same Pipeline at every start"
                 )
             return "the model was measured"
         self._measured = 0
         if before.begun_ns is None:
             raise SetupError(
-                f"{self._name} ended without training: a job that changes its layout needs a script"
-                " that builds a megatron.adaptive.Pipeline and trains in `for step in"
-                " pipeline.loop(...)`; see docs/elastic.md"
+                f"{self._name} exited without training; a job that changes its layout needs a "
+                "script that builds a megatron.adaptive.Pipeline and trains in `for step in "
+                "pipeline.loop(...)` (see docs/elastic.md)"
             )
         return ""
 
@@ -335,14 +335,16 @@ class NodeWork:
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
-            raise SetupError(f"the manager set {others[0]}, which is none of its variables")
+            raise SetupError(f"the manager set {others[0]}, which it must not set")
         scripts = {
             "script": self.script,
             "restore": str(Path(snapshot_restore.__file__).resolve()),
             "check": str(_CHECK),
         }
         if program not in scripts:
-            raise SetupError(f"the manager ordered {program!r}: run the same version on all nodes")
+            raise SetupError(
+                f"the manager requested the program {program!r}; run the same version on all nodes"
+            )
         if program == "restore":
             paths = [parse_json(arguments[0])["checkpoints"]]
         else:
@@ -354,8 +356,9 @@ class NodeWork:
         for path in paths:
             if not Path(path).resolve().is_relative_to(allowed):
                 raise SetupError(
-                    f"the manager named {path}, which is neither in {allowed} nor among this node's"
-                    " own arguments: start every node of a job with the same command"
+                    f"the manager requested the path {path}, which is neither in {allowed} nor "
+                    "among this node's own arguments; start every node of a job with the same "
+                    "command"
                 )
         return {
             "key": key,
@@ -456,7 +459,7 @@ def how_ended(status: int) -> str:
     """Describes in words how a process with this exit status exited."""
     if status < 0:
         return f"was killed by signal {signal.Signals(-status).name}"
-    return f"ended with status {status}"
+    return f"exited with status {status}"
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:

@@ -64,8 +64,8 @@ def resolve(host: str) -> str:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise SetupError(
-            f"MASTER_ADDR={host}: the name does not resolve on {socket.gethostname()} "
-            f"({error.strerror}); give an address, or fix /etc/hosts or DNS"
+            f"MASTER_ADDR={host} does not resolve on {socket.gethostname()} ({error.strerror}); "
+            "give an address, or fix /etc/hosts or DNS"
         ) from error
     addresses = [str(entry[4][0]) for entry in entries]
     return next((address for address in addresses if not is_loopback(address)), addresses[0])
@@ -163,11 +163,11 @@ def why_no_gpu_use() -> str | None:
     try:
         import pynvml
     except ImportError:
-        return "the package nvidia-ml-py is missing"
+        return "the package nvidia-ml-py is not installed"
     try:
         pynvml.nvmlInit()
     except Exception as error:  # for example, there is no driver or no permission
-        return f"NVML does not start: {error}"
+        return f"NVML cannot be initialized: {error}"
     return None
 
 

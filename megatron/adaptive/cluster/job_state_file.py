@@ -124,7 +124,7 @@ class Incarnation:
             self.source = "checkpoint on the nodes' own disks"
         else:
             self.source = "checkpoint" if iteration else "start"
-            self.source += f": that of iteration {self.resumed} did not load"
+            self.source += f": the checkpoint of iteration {self.resumed} could not be loaded"
         self.resumed = iteration
 
     def to_dict(self) -> dict[str, Any]:
@@ -363,8 +363,8 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
         state = parse_json(read_whole(path), strict=False)
     except OSError as error:
         raise ConfigError(
-            f"--status {checkpoints}: {path}: {error.strerror}; name the folder of checkpoints of a"
-            " job that python -m megatron.adaptive train elastic started"
+            f"--status {checkpoints}: {path}: {error.strerror}; give the folder of checkpoints of "
+            "a job that python -m megatron.adaptive train elastic started"
         ) from None
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None

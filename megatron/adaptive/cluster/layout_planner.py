@@ -106,18 +106,18 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
             clusters.append((str(path), document))
         else:
             raise ConfigError(
-                f"{PLAN_WITH} {path}: neither a cluster file, which lists nodes, nor a profile,"
-                " which lists layers; see docs/planner.md"
+                f"{PLAN_WITH} {path} must be a cluster file, which lists nodes, or a profile, "
+                "which lists layers (see docs/planner.md)"
             )
     if not clusters:
         raise ConfigError(
-            f"{PLAN_WITH} {', '.join(map(str, paths))}: no cluster file, which says what nodes and"
-            " links there are: name one too; see docs/planner.md"
+            f"{PLAN_WITH} {', '.join(map(str, paths))} contains no cluster file, which describes "
+            "nodes and links; add a cluster file (see docs/planner.md)"
         )
     if len(clusters) > 1:
         raise ConfigError(
-            f"{PLAN_WITH}: {clusters[0][0]} and {clusters[1][0]} are cluster files: a job runs on"
-            " one cluster; leave one out"
+            f"{PLAN_WITH} contains two cluster files, {clusters[0][0]} and {clusters[1][0]}, but "
+            "a job runs on one cluster; remove one of them"
         )
     profile = profile_file.merge(profiles) if profiles else None
     memories = {} if profile is None else profile_file.of_nodes(profile, "memory_bytes")
@@ -170,24 +170,26 @@ class Planning:
         for name in _CHOSEN:
             if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
-                    f"{name}: with {PLAN_WITH} the planner chooses layers and stages; leave one of"
-                    " them out"
+                    f"{name} cannot be used with {PLAN_WITH}, because the planner chooses layers "
+                    "and stages; remove one of them"
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
         self._config = parse_requested(arguments)
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
-                f"--context-parallel-size {self._config.parallel.context_parallel_size}: the"
-                f" planner of {PLAN_WITH} does not know it; leave one of them out"
+                f"--context-parallel-size {self._config.parallel.context_parallel_size} cannot be "
+                f"used with {PLAN_WITH}, because the planner does not support it; remove one of "
+                "them"
             )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
         self._model = arguments_model(arguments, "model", attention=attention)
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
-                f"{PLAN_WITH} with experts or layers that predict further tokens: a job that"
-                f" changes its layout can move dense layers only; leave {PLAN_WITH} out"
+                f"{PLAN_WITH} does not support experts or layers for multi-token prediction, "
+                "because a job that changes its layout can move only dense layers; remove "
+                f"{PLAN_WITH}"
             )
         self._where = ", ".join(map(str, paths))
         cluster = cluster.with_memory(1 - MEMORY_MARGIN)
@@ -202,8 +204,9 @@ class Planning:
         others = [group.type for group in cluster.groups if not group.hosts]
         if len(others) > 1:
             raise ConfigError(
-                f"{self._where}: node types {', '.join(other.name for other in others)} have no"
-                " hosts: name the nodes of all types but one, so that each node is known"
+                f"{self._where}: node types {', '.join(other.name for other in others)} have no "
+                "hosts; list the hosts of all types except one, so that the type of each node is "
+                "known"
             )
         self._other = others[0] if others else None
 
@@ -236,9 +239,8 @@ class Planning:
         ]
         if missing := self.unknown(offers):
             raise ConfigError(
-                f"--machines {path}: {missing} {'are' if ',' in missing else 'is'}"
-                f" not in {self._where}: add to the hosts of a node type, or have one type without"
-                " hosts"
+                f"--machines {path}: {missing} {'are' if ',' in missing else 'is'} not in "
+                f"{self._where}; add to the hosts of a node type, or have one type without hosts"
             )
         return offers
 
@@ -328,7 +330,7 @@ class Planning:
                 names_by_kind.setdefault(kind, []).append(offer.name)
         if not names_by_kind:
             raise ConfigError(
-                f"{', '.join(offer.name for offer in offers)}: no such node is in {self._where}"
+                f"none of the nodes {', '.join(offer.name for offer in offers)} is in {self._where}"
             )
         order = {node.name: index for index, node in enumerate(self._cluster.types)}
         kinds = sorted(
@@ -377,8 +379,8 @@ class Planning:
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples: losses stay unchanged only with"
-                f" {allowed[0]}"
+                f"microbatches of {plan.micro_batch} samples would change the losses; losses stay "
+                f"unchanged only with {allowed[0]}"
             )
         document = plan_document(plan, inputs, row.prediction)
         excluded_keys = [
@@ -430,7 +432,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
     """
     module = MeasuredModule.read(path)
     if module is None:
-        raise ConfigError(f"{path}: the model was not measured yet")
+        raise ConfigError(f"{path}: the model has not been measured yet")
     first: ConfigError | None = None
     for count in range(sum(offer.slots for offer in offers), 0, -1):
         places = _places(offers, count)
@@ -621,7 +623,7 @@ class PlannerChooser(Chooser):
             unknown: str = self._ask(within_s, _answer, self._given, "unknown", offers)
         except ConfigError as error:
             return None, str(error)
-        return layout, unknown and f"{unknown}: not in the files of {PLAN_WITH}"
+        return layout, unknown and f"{unknown}: missing from the files of {PLAN_WITH}"
 
     def _ask(self, within_s: float, answer: Callable[..., Any], *arguments: Any) -> Any:
         pending = self._pool.apply_async(answer, arguments)
@@ -660,7 +662,7 @@ class PlannerChooser(Chooser):
                 if self._model is not None:
                     self.why = str(error)
                     return None
-                say(f"warning: no plan: {error}; the layout is chosen without it")
+                say(f"warning: found no plan ({error}); the layout is chosen without the planner")
                 self.why = ""
                 return await super().choose(arguments, offers)
             self._known[key] = answer

@@ -244,8 +244,8 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     flags = list(arguments)
     if _SIZES in flags_in(flags):
         raise ConfigError(
-            f"{_SIZES}: a job that changes layout chooses the ranks of its stages; leave it out, or"
-            " see --unequal"
+            f"{_SIZES} cannot be used in a job that changes its layout, because the job chooses "
+            "the ranks of its stages; remove it, or see --unequal"
         )
     first: ConfigError | None = None
     for replicas in (1, *range(2, 9)):

@@ -170,7 +170,7 @@ class Manager:
             status = await self._run()
             if self._is_deposed:
                 raise self._lease.taken()
-            self._status = "complete" if status == 0 else f"ended with status {status}"
+            self._status = "complete" if status == 0 else f"exited with status {status}"
             return EXIT_LEFT if self._stop is not None and self._own_machine is not None else status
         except (AdaptiveError, OSError) as error:
             self._status = f"ended: {error}"
@@ -189,8 +189,8 @@ class Manager:
 
     def _not_writable(self, error: OSError) -> SetupError:
         return SetupError(
-            f"cannot write {error.filename or self._folder}: {error.strerror}; free space there or"
-            " name another folder with --checkpoint"
+            f"cannot write {error.filename or self._folder}: {error.strerror}; free space there "
+            "or choose another folder with --checkpoint"
         )
 
     async def _run(self) -> int:
@@ -261,8 +261,9 @@ class Manager:
                 self._write_state()
             if self._clock.now_s() >= until_s:
                 raise SetupError(
-                    f"no layout of the model fits {slots} processes{why}, and no machine came"
-                    f" within {self._spec.wait_s:g} s: add machines and start again; {safe}"
+                    f"no layout of the model fits {slots} processes{why}, and no machine joined "
+                    f"within {self._spec.wait_s:g} s; add machines and start the job again; "
+                    f"{safe}"
                 )
             if self._members.start_lost_again():
                 # All restarted nodes import their modules at the same time, so wait for all of
@@ -411,13 +412,13 @@ class Manager:
             for name in {running.where[key] for key in running.alive}:
                 node = self._members.nodes[name]
                 node.status = "lost"
-                node.why = f"did not end its ranks within {_KILL_S:g} s"
+                node.why = f"did not stop its ranks within {_KILL_S:g} s"
                 say(f"warning: node {name} is lost: it {node.why}")
                 if node.link is not None:
                     node.link.send("leave")
             return
         running.fault = running.fault or (
-            f"the ranks did not end within {self._spec.stop_s:g} s of {running.stopping}"
+            f"the ranks did not exit within {self._spec.stop_s:g} s of {running.stopping}"
         )
         running.killed = True
         running.deadline_s = self._clock.now_s() + _KILL_S
@@ -440,7 +441,7 @@ class Manager:
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
         if self._is_deposed and not running.killed:  # Another manager has taken over.
-            running.fault = running.fault or "another manager has the job"
+            running.fault = running.fault or "another manager has taken over the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
             return
@@ -493,8 +494,8 @@ class Manager:
             return code, ""
         if self._failures > self._spec.max_restarts and not lost:
             say(
-                f"error: {self._failures} failures without a checkpoint between them: giving up;"
-                f" the last complete one is of iteration {self._latest()}"
+                f"error: giving up after {self._failures} failures without a checkpoint between "
+                f"them; the last complete checkpoint is of iteration {self._latest()}"
             )
             return code, ""
         return None, lost or running.fault
@@ -524,7 +525,7 @@ class Manager:
             self._probes.joined(node.name)
         elif event.kind == "passed":
             self._probes.passed(node.name)
-            say(f"node {node.name} passes its probe again")
+            say(f"node {node.name} passed its probe")
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
         elif event.kind == "ready":
@@ -538,7 +539,7 @@ class Manager:
             say(f"warning: node {node.name} is lost: {node.why}")
         elif event.kind in ("notice", "removed") and node.status == "present":
             node.status = "leaving"
-            node.why = f"{node.name} was taken from the machines file"
+            node.why = f"{node.name} was removed from the machines file"
             if event.kind == "notice":
                 node.why = f"notice {event.message['signal']} on {node.name}"
             self._notice_ns = self._notice_ns or time.time_ns()
@@ -709,7 +710,7 @@ class Participant:
         if agent.status is not None:
             say(f"node {self._name} leaves: {agent.why}")
             return agent.status
-        say("the manager of the job is lost: looking for another")
+        say("the manager of the job is lost; looking for another manager")
         self._until_s = time.monotonic() + self._spec.join_s
         return None
 

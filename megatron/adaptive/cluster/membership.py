@@ -78,7 +78,7 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(
-            f"--machines {path}: {reason}; name a file with a host per line"
+            f"--machines {path}: {reason}; give a file with one host per line"
         ) from None
     machines: dict[str, tuple[int, Machine]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -89,12 +89,12 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
         machine = _machine(fields, where)
         if machine.name in machines:
             raise ConfigError(
-                f"{where}: {machine.name} is in line {machines[machine.name][0]} already: remove"
-                " one, or give nodes on one host a name=NAME each"
+                f"{where}: {machine.name} is already in line {machines[machine.name][0]}; remove "
+                "one of the lines, or give nodes on the same host different names with name=NAME"
             )
         machines[machine.name] = number, machine
     if not machines:
-        raise ConfigError(f"--machines {path}: it names no machine; write a host per line")
+        raise ConfigError(f"--machines {path} lists no machine; write one host per line")
     return tuple(machine for _, machine in machines.values())
 
 
@@ -105,15 +105,16 @@ def _machine(fields: list[str], where: str) -> Machine:
         key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
             raise ConfigError(
-                f"{where}: {option!r}: after the host come slots=N and name=NAME only"
+                f"{where}: {option!r} is not allowed; only slots=N and name=NAME may follow the "
+                "host"
             )
         keys[key] = value
     for text in (host, keys.get("name", host)):
         if _NAME.fullmatch(text) is None:
-            raise ConfigError(f"{where}: {text!r} is not a name of a host or node")
+            raise ConfigError(f"{where}: {text!r} is not a valid name of a host or node")
     slots = keys.get("slots")
     if slots is not None and not 1 <= (natural(slots) or 0) <= _SLOTS_AT_MOST:
-        raise ConfigError(f"{where}: slots={slots}: write a whole number from 1 on")
+        raise ConfigError(f"{where}: slots must be a positive integer, got {slots}")
     return Machine(
         name=keys.get("name", host), host=host, slots=None if slots is None else int(slots)
     )
@@ -136,7 +137,7 @@ PURPOSE = "manager"
 PROTOCOL = 2
 """Version of the message format between agents and the manager. Increase it with each change that
 another version would misunderstand. Up to version 0.2 of this package, messages had no version."""
-OTHER_VERSION = "runs another version than this node: install the same version on all nodes"
+OTHER_VERSION = "runs another version than this node; install the same version on all nodes"
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 _SLOTS_AT_MOST = 4096
@@ -314,7 +315,7 @@ class Membership:
         """
         node = self.nodes[name]
         if node.link is None or node.status not in ("present", "leaving"):
-            raise ConnectionError(f"{name} was lost as well")
+            raise ConnectionError(f"{name} was also lost")
         self._asked += 1
         number = self._asked
         answer = node.asked[number] = asyncio.get_running_loop().create_future()
@@ -360,8 +361,8 @@ class Membership:
             and not all(machine.is_local for machine in machines)
         ):
             say(
-                "warning: other machines cannot reach a manager that began with localhost alone;"
-                " they are left out until the job is started again"
+                "warning: other machines cannot reach a manager that started with localhost "
+                "alone; they are left out until the job is restarted"
             )
             machines = tuple(machine for machine in machines if machine.is_local)
         names = {machine.name for machine in machines}
@@ -492,7 +493,7 @@ class Membership:
         status = await process.wait()
         is_own = machine is self._own_machine
         if node.status == "starting" and not (is_own and status < 0):
-            self._failed(node, last_line or f"its agent ended with status {status}")
+            self._failed(node, last_line or f"its agent exited with status {status}")
         elif is_own:
             # The manager's own node must not stay away, so restart its agent. Wait first, so that
             # the manager has handled the loss.
@@ -519,7 +520,7 @@ class Membership:
             return
         node = self.nodes.setdefault(hello["name"], Node(name=hello["name"]))
         if node.status in ("present", "leaving"):
-            link.send("refused", why=f"has a node {hello['name']} already: give it another --name")
+            link.send("refused", why=f"already has a node {hello['name']}; choose another --name")
             await link.close()
             return
         node.link = link
@@ -544,11 +545,11 @@ class Membership:
             self.events.put_nowait(Event(message["what"], node.name, message))
         for answer in node.asked.values():
             if node.link is link and not answer.done():
-                answer.set_exception(ConnectionError(f"{node.name} was lost as well"))
+                answer.set_exception(ConnectionError(f"{node.name} was also lost"))
         await link.close()
         if node.link is link and node.status in ("present", "leaving"):
             node.status = "lost"
-            node.why = "its connection ended without a notice"
+            node.why = "its connection was closed without a notice"
             self.events.put_nowait(Event("lost", node.name, {}))
 
 

@@ -123,8 +123,9 @@ def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
-            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']}: checkpoints there are on their"
-            " way to CHECKPOINT_DIR, which is not given: give it, on storage that all nodes share"
+            f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']} requires CHECKPOINT_DIR, to "
+            "which these checkpoints are copied; set CHECKPOINT_DIR to a folder on storage that "
+            "all nodes share"
         )
     try:
         parse(trainer_flags(conf, run_dir), world_size=world_size, last_wins=True)
@@ -394,7 +395,7 @@ def check_files(conf: LaunchConf) -> None:
             path = Path(f"{conf.path('DATA')}{ending}")
             if not path.is_file():
                 raise ConfigError(
-                    f"DATA={conf['DATA']}: there is no file {path}; make it with python -m "
+                    f"DATA={conf['DATA']}: there is no file {path}; create it with python -m "
                     "megatron.adaptive data preprocess, or set DATA=mock"
                 )
     image = conf["IMAGE"] or ""
@@ -403,8 +404,8 @@ def check_files(conf: LaunchConf) -> None:
     )
     if is_file and not conf.path("IMAGE").exists():
         raise ConfigError(
-            f"IMAGE={image}: there is no {conf.path('IMAGE')}; CONTAINER={conf['CONTAINER']} "
-            "needs it"
+            f"IMAGE={image}: {conf.path('IMAGE')} does not exist, but "
+            f"CONTAINER={conf['CONTAINER']} needs it"
         )
 
 
@@ -417,9 +418,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"LOG_DIR={folder}: {error.strerror}; choose another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"LOG_DIR={folder}: this user may not write there; name another folder")
+        raise ConfigError(f"LOG_DIR={folder}: this user cannot write to it; choose another folder")
 
 
 def check_port(port: int) -> None:
@@ -435,5 +436,5 @@ def check_port(port: int) -> None:
         except OSError as error:
             raise SetupError(
                 f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another program "
-                "listens there: set another MASTER_PORT"
+                "may listen there, so set another MASTER_PORT"
             ) from error

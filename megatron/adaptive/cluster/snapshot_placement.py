@@ -104,7 +104,7 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
             return SnapshotSource(step=step, seen=seen, parts=parts)
         if not why:
             ranks = ", ".join(map(str, sorted(missing)))
-            why = f"no copy is left of the state of rank {ranks}"
+            why = f"no copy of the state of rank {ranks} is left"
     return SnapshotSource(seen=seen, why=why or "no remaining node has copies")
 
 
@@ -302,5 +302,5 @@ class JobSnapshots:
         statuses = await asyncio.gather(*(run(*order) for order in orders.items()))
         for name, status in zip(orders, statuses, strict=True):
             if status:
-                return f"{name} ended with status {status}"
+                return f"{name} exited with status {status}"
         return ""

@@ -168,7 +168,7 @@ class Stragglers:
         layout = await self._choose(others) if others else None
         if layout is None or not self._is_faster(layout, others, running):
             other = "without it" if self._policy == "exclude" else "with fewer layers for it"
-            say(f"warning: {text}; it stays: no layout {other} is faster")
+            say(f"warning: {text}; the node stays, because no layout {other} is faster")
             return ""
         if self._policy == "exclude":
             self._aside[name] = _LEFT_OUT

@@ -65,8 +65,8 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
             if name in _SIZES and values.get(name, size) != size:
                 typed = _typed_flag(name, argv)
                 raise ConfigError(
-                    f"{typed} {values[name]} contradicts {LOAD_FLAG} {folder}, whose {CONFIG} says"
-                    f" {size}: leave it out"
+                    f"{typed} {values[name]} contradicts the value {size} in {CONFIG} of "
+                    f"{LOAD_FLAG} {folder}; remove {typed}"
                 )
     if (folder := values.get("load_lora")) is not None:
         implied |= adapter_settings(Path(folder), _base_of({**implied, **values}))
@@ -120,8 +120,8 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
             short = [name.rpartition(".")[2] for parts in names.values() for name in parts]
             (nearest,) = difflib.get_close_matches(target, short, n=1, cutoff=0.0)
             raise ConfigError(
-                f"--lora-targets {target}: layers of this architecture have no such linear layer;"
-                f" the nearest is {nearest}, and there are {', '.join(dict.fromkeys(short))}"
+                f"--lora-targets {target} is not a linear layer of this architecture; the nearest "
+                f"is {nearest}, and the available layers are {', '.join(dict.fromkeys(short))}"
             )
         for core, marks in matches.items():
             adapted[core] = tuple(map(max, adapted[core], marks))
@@ -184,14 +184,14 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
         ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
     """
     path = folder / ADAPTER_CONFIG
-    document = read_json(path, "name a folder that save_pretrained of PEFT wrote")
+    document = read_json(path, "give a folder that PEFT's save_pretrained wrote")
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
-        raise ConfigError(f"{path}: its peft_type is not LORA, the only supported type")
+        raise ConfigError(f"{path}: peft_type must be LORA, the only supported type")
     for key, value in document.items():
         plain = _PLAIN_STARTS if key == "init_lora_weights" else (None, False, "none", [], {})
         if key not in _IDLE and value not in plain:
             raise ConfigError(
-                f"{path}: {key} {value!r} is not supported here: train the adapters without it"
+                f"{path}: {key} {value!r} is not supported; train the adapters without it"
             )
     settings: Settings = {}
     # If a key is absent, PEFT uses these defaults.
@@ -199,8 +199,8 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
         value = document.get(key, default)
         is_whole = key != "r" or type(value) is int
         if not is_whole or isinstance(value, bool) or not isinstance(value, int | float):
-            kind = "whole number" if key == "r" else "number"
-            raise ConfigError(f"{path}: {key} is {value!r}: it must be a {kind}")
+            kind = "an integer" if key == "r" else "a number"
+            raise ConfigError(f"{path}: {key} must be {kind}, got {value!r}")
         settings["lora_rank" if key == "r" else key] = value
     targets = _targets(document.get("target_modules"), base, str(path))
     return {**settings, "lora_targets": ",".join(targets)}
@@ -225,8 +225,8 @@ def _targets(modules: Any, base: Base, where: str) -> list[str]:
     is_list = isinstance(modules, list) and all(isinstance(name, str) for name in modules)
     if not is_list or not modules or any("," in name or not name for name in modules):
         raise ConfigError(
-            f"{where}: target_modules {modules!r} is no list of names, no regular expression and"
-            " not all-linear: write one"
+            f"{where}: target_modules must be a list of names, a regular expression or "
+            f"all-linear, got {modules!r}"
         )
     return sorted(modules)
 
@@ -242,25 +242,28 @@ def _matching(pattern: str, base: Base, where: str) -> list[str]:
     }
     if len(pattern) > _LONGEST_PATTERN or _ENDLESS.search(pattern):
         raise ConfigError(
-            f"{where} {pattern[:60]!r} is too long, or has nested repetitions: write the names"
+            f"{where} {pattern[:60]!r} is too long or has nested repetitions; list the names of "
+            "the layers instead"
         )
     try:
         fits = re.compile(pattern).fullmatch
     except re.error as error:
-        raise ConfigError(f"{where} {pattern!r} is no regular expression ({error})") from None
+        raise ConfigError(
+            f"{where} {pattern!r} is not a valid regular expression ({error})"
+        ) from None
     by_layer = [
         frozenset(name for name in inside if fits(family.layer_prefix.format(number) + name))
         for number in range(base.layers)
     ]
     beyond = [name for name in family.outer_weights if fits(name)]
     if beyond:
-        raise ConfigError(f"{where} {pattern!r} fits {beyond[0]}, which has no adapters here")
+        raise ConfigError(f"{where} {pattern!r} matches {beyond[0]}, which cannot have adapters")
     if not any(by_layer):
-        raise ConfigError(f"{where} {pattern!r} fits no linear layer of {family.model_types[0]}")
+        raise ConfigError(f"{where} {pattern!r} matches no linear layer of {family.model_types[0]}")
     if len({*by_layer}) > 1:
         number = next(number for number, fitting in enumerate(by_layer) if fitting != by_layer[0])
         raise ConfigError(
-            f"{where} {pattern!r} fits other linear layers in layer {number} than in layer 0:"
-            " adapters here are the same in all layers"
+            f"{where} {pattern!r} matches different linear layers in layer {number} and in layer "
+            "0, but all layers must have the same adapters"
         )
     return sorted(by_layer[0])

@@ -170,7 +170,11 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or key in chosen:
-            rule = "is given twice; keep one" if equals else "is no setting: write key=value"
+            rule = (
+                "is given twice; remove one of them"
+                if equals
+                else "is not a setting; write key=value"
+            )
             raise ConfigError(f"{override}: {key} {rule}")
         chosen[key] = value
     base = dict(_mapping(content, where))
@@ -184,7 +188,9 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         }
         choice = chosen.pop(axis, next(iter(parts), ""))
         if choice not in parts:
-            raise ConfigError(f"{axis}={choice}: {where} has {', '.join(parts)}; choose of them")
+            raise ConfigError(
+                f"{axis}={choice} is not an option in {where}; choose one of {', '.join(parts)}"
+            )
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
@@ -197,7 +203,7 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
     for name in _PROCESSES:
         value = str(settings.pop(name, None) or 1)
         if not 1 <= (natural(value) or 0) <= _MOST_PROCESSES:
-            raise ConfigError(f"{where}: {name} is {value}: it must be a whole number from 1 on")
+            raise ConfigError(f"{where}: {name} must be a positive integer, got {value}")
         counts.append(int(value))
     specs = flag_specs()
     flags = [
@@ -215,7 +221,7 @@ _MOST_PROCESSES = 4096
 
 def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(content, dict):
-        raise ConfigError(f"{where} holds {content!r}: it must be keys with values")
+        raise ConfigError(f"{where} must contain keys with values, got {content!r}")
     return content
 
 
@@ -234,7 +240,7 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
             reason = reason_for(f"--{name.replace('_', '-')}")
             (nearest,) = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
             hint = f"this trainer refuses it: {reason}" if reason else f"the nearest is {nearest}"
-            raise ConfigError(f"{where}: {key} is not a setting: {hint}")
+            raise ConfigError(f"{where}: {key} is not a setting; {hint}")
         field, same = fields[name]
         opposite = {"true": "false", "false": "true"}.get(str(value).lower(), value)
         settings[field] = value if same else opposite
@@ -246,10 +252,13 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
     if spec.is_switch:
         text = str(value).lower()
         if text not in ("true", "false"):
-            raise ConfigError(f"{where}: {spec.dest} is {value!r}: it must be true or false")
+            raise ConfigError(f"{where}: {spec.dest} must be true or false, got {value!r}")
         return [] if (text == "true") == (spec.default is True) else [spec.name]
     if isinstance(value, dict):
-        raise ConfigError(f"{where}: {spec.dest} has keys below it: write settings at the top")
+        raise ConfigError(
+            f"{where}: {spec.dest} must be a single value, but has keys below it; write settings "
+            "at the top level"
+        )
     items = value if isinstance(value, list) else str(value).split()
     texts = [str(item) for item in items]
     if spec.many and not spec.reader:
@@ -339,7 +348,9 @@ def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -
         if dest in seen and not last_wins:
             first = seen[dest]
             text = f"{first} is given twice" if first == name else f"{first} and {name} are given"
-            raise ConfigError(f"{text}: each setting is given once; keep one of them")
+            raise ConfigError(
+                f"{text}, but each setting may be given only once; remove one of them"
+            )
         seen[dest] = name
 
 
@@ -349,20 +360,22 @@ def _why_not_taken(name: str, accepted: list[str]) -> str:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
     if name in NEWER:
         return (
-            f"{name} is a setting of a later megatron-core than the installed one: install a newer"
-            " release, or drop the flag"
+            f"{name} is a setting of a later megatron-core than the installed one; install a "
+            "newer release or remove the flag"
         )
     if (other := with_no(name)) in accepted and other != name:
         return f"{name} is Megatron-LM's other spelling of {other}: give {other}"
     (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
     note = "" if nearest in accepted else ", which is refused"
-    return f"{name} is not a flag of this trainer: the nearest is {nearest}{note}; see --help"
+    return f"{name} is not a flag of this trainer; the nearest is {nearest}{note} (see --help)"
 
 
 def _read_values(argv: Sequence[str]) -> dict[str, Any]:
     namespace, extra = make_parser().parse_known_args(list(argv))
     if extra:
-        raise ConfigError(f"{extra[0]!r} belongs to no flag: every value follows a flag")
+        raise ConfigError(
+            f"{extra[0]!r} does not belong to a flag; each value must follow its flag"
+        )
     return {
         dest: tuple(value) if isinstance(value, list) else value
         for dest, value in vars(namespace).items()
@@ -388,9 +401,9 @@ def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -
     missing = [s.name for s in specs.values() if s.is_required and s.dest not in values]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise ConfigError(f"{', '.join(missing)} {verb} missing: every run needs them, add them")
+        raise ConfigError(f"{', '.join(missing)} {verb} required but missing")
     if "train_iters" not in values and "train_samples" not in values:
-        raise ConfigError("the length of the run is missing: add --train-iters or --train-samples")
+        raise ConfigError("the length of the run is missing; add --train-iters or --train-samples")
 
 
 def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -> None:
@@ -417,6 +430,6 @@ def _read_data_args(path: str) -> tuple[str, ...]:
     items = tuple(read_text(Path(path), hint).split())
     if not items:
         raise ConfigError(
-            f"--data-args-path {path} is empty: write the value of --data-path into it"
+            f"--data-args-path {path} is empty; write the value of --data-path into it"
         )
     return items

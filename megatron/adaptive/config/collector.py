@@ -29,7 +29,9 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
     except ValueError:
         is_url = False
     if not is_url:
-        raise ConfigError(f"{flag} {shown_url(target)}: give {or_give}a URL such as http://127.0.0.1:4318")
+        raise ConfigError(
+            f"{flag} {shown_url(target)}: give {or_give}a URL such as http://127.0.0.1:4318"
+        )
     return target if parts.path.strip("/") else parts._replace(path=OTLP_PATH).geturl()
 
 

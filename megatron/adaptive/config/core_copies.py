@@ -64,6 +64,6 @@ def shadowed_copies() -> str | None:
         return None
     listed = ", ".join(f"{copy.version} in {copy.folder}" for copy in others)
     return (
-        f"several megatron-cores are on the path: {copies[0].version} in {copies[0].folder} is "
-        f"used, not {listed}"
+        f"several copies of megatron-core are on Python's path; {copies[0].version} in "
+        f"{copies[0].folder} is used, not {listed}"
     )

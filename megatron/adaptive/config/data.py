@@ -41,8 +41,8 @@ class TokenizerConfig:
             "BertWordPieceCase": _NOT_GPT,
             "MultimodalTokenizer": _NOT_GPT,
             "NullMultimodalTokenizer": _NOT_GPT,
-            "SFTTokenizer": "--sft takes any tokenizer, with the template of its folder; use "
-            "HuggingFaceTokenizer",
+            "SFTTokenizer": "--sft works with any tokenizer and uses the template in its folder; "
+            "use HuggingFaceTokenizer",
         },
         derived="GPT2BPETokenizer; NullTokenizer with --mock-data and --vocab-size alone",
     )
@@ -121,8 +121,8 @@ class DataConfig(TokenizerConfig):
         unit="TOKENS",
     )
     sft: bool = switch(
-        "With --variable-seq-lengths: data files are JSON lines of conversations; only the "
-        "assistant's words count in the loss."
+        "With --variable-seq-lengths: data files contain conversations as JSON lines; only the "
+        "assistant's replies count in the loss."
     )
     num_workers: Natural | None = flag(
         "Number of data loading processes of each rank that needs data; on a CPU they would take "
@@ -137,7 +137,7 @@ class DataConfig(TokenizerConfig):
         refused_choices={
             "cyclic": "samples are shuffled already and repeat after the last one, and a resumed "
             "run continues at the same sample only with single; use single",
-            "external": "this trainer accepts no data loader of the user; use single",
+            "external": "this trainer does not support a user's own data loader; use single",
         },
     )
     num_dataset_builder_threads: Count = flag(

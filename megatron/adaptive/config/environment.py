@@ -204,8 +204,8 @@ class Environment:
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if text(name) and not text(other):
                 raise ConfigError(
-                    f"environment variable {name} is set to {source[name]} but {other} is not: "
-                    f"both are needed; {_LAUNCHER}"
+                    f"environment variable {name} is set to {source[name]}, but {other} is not "
+                    f"set; {_LAUNCHER}"
                 )
         # Launchers other than torchrun may not set these variables. In that case, assume a single
         # node.
@@ -271,9 +271,9 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
         and minimum <= int(text) <= (int(text) if maximum is None else maximum)
     ):
         return int(text)
-    limit = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
+    limit = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
     raise ConfigError(
-        f"environment variable {name} is {text!r}: it must be a whole number {limit}; {_LAUNCHER}"
+        f"environment variable {name} must be an integer {limit}, got {text!r}; {_LAUNCHER}"
     )
 
 
@@ -281,8 +281,8 @@ def _require_below(name: str, rank: int, size: int) -> None:
     """Raises an error unless a rank is below the number of ranks."""
     if rank >= size:
         raise ConfigError(
-            f"environment variable {name} is {rank}: it must be below "
-            f"{name.replace('RANK', 'WORLD_SIZE')} = {size}; {_LAUNCHER}"
+            f"environment variable {name} must be below {name.replace('RANK', 'WORLD_SIZE')} = "
+            f"{size}, got {rank}; {_LAUNCHER}"
         )
 
 
@@ -315,9 +315,9 @@ def require_files(world_size: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise SetupError(
-            f"this process may open {hard} files and connections (ulimit -n), and a rank of a job"
-            f" of {world_size} has up to {needed}: raise the limit, as with ulimit -n"
-            f" {_FILES_AIMED_AT}"
+            f"a rank of a job of {world_size} may need up to {needed} open files and connections, "
+            f"but this process may open only {hard} (ulimit -n); raise the limit, for example "
+            f"with ulimit -n {_FILES_AIMED_AT}"
         )
     most = _FILES_AIMED_AT if hard == resource.RLIM_INFINITY else min(hard, _FILES_AIMED_AT)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -327,8 +327,8 @@ def too_many_files(reason: str) -> SetupError:
     """Returns the error to raise if this process has reached its limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
-        f"a file or connection cannot be opened ({reason}): this process may have {soft} (ulimit"
-        f" -n); raise the limit, as with ulimit -n {_FILES_AIMED_AT}"
+        f"cannot open a file or connection ({reason}), because this process may have only {soft} "
+        f"(ulimit -n); raise the limit, for example with ulimit -n {_FILES_AIMED_AT}"
     )
 
 
@@ -362,17 +362,21 @@ def job_secret() -> str | None:
         try:
             with open_file(path) as file:
                 if os.fstat(file.fileno()).st_mode & 0o007:
-                    raise ConfigError(f"{where}: every user can read it; chmod 600 it")
+                    raise ConfigError(
+                        f"{where}: every user can read the file; run chmod 600 {path}"
+                    )
                 secret = file.read(1 << 16).decode().strip()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise ConfigError(f"{where}: {reason}; name a file with the job's secret") from None
+            reason = getattr(error, "strerror", None) or "the file is not text"
+            raise ConfigError(
+                f"{where}: {reason}; give a file that contains the job's secret"
+            ) from None
     elif not secret:
         return None
     if len(secret) < _LEAST_SECRET:
         raise ConfigError(
-            f"{where}: the secret is too short; make one with openssl rand -hex 32 and use the"
-            " same one on all nodes"
+            f"{where}: the secret is too short; create one with openssl rand -hex 32 and use it "
+            "on all nodes"
         )
     return secret
 
@@ -431,6 +435,6 @@ class JobOrder:
             return cls(**{**values, "partition": tuple(values["partition"])})
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"environment variable {JOB_VARIABLE} is {text[:60]!r}: only python -m"
-                " megatron.adaptive train elastic sets it; unset it"
+                f"environment variable {JOB_VARIABLE} has an invalid value, {text[:60]!r}; unset "
+                "it, because only python -m megatron.adaptive train elastic may set it"
             ) from None

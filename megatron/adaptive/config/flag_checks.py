@@ -217,13 +217,13 @@ def check_config(config: TrainerConfig, installed: Installed, *, needs_data: boo
                 raise ConfigError(message)
     if config.schedule.chooses_tokens and len(config.tokens_to_choose) == 1:
         raise ConfigError(
-            f"--slice-tokens auto with --seq-length {config.model.seq_length}: such documents are "
-            "too short to be cut: give at least 32 tokens, or leave it out"
+            "--slice-tokens auto requires documents of at least 32 tokens, got --seq-length "
+            f"{config.model.seq_length}; increase --seq-length or remove --slice-tokens"
         )
     if config.schedule.chooses_slices and config.num_slices == 1:
         raise ConfigError(
-            f"--sequence-slices auto with --seq-length {config.model.seq_length}: such sequences "
-            "are too short to be cut: give at least 32 tokens, or leave it out"
+            "--sequence-slices auto requires sequences of at least 32 tokens, got --seq-length "
+            f"{config.model.seq_length}; increase --seq-length or remove --sequence-slices"
         )
     _ = config.slice_ends  # raises an error if sequences cannot be cut into slices
 
@@ -272,14 +272,14 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
     flag = f"--stage-data-parallel-sizes {format_partition(widths)}"
     if len(widths) != pipeline:
         raise ConfigError(
-            f"{flag} gives the ranks of {len(widths)} stages, --pipeline-model-parallel-size is "
-            f"{pipeline}: give one number for each stage"
+            f"{flag} has {len(widths)} entries, but --pipeline-model-parallel-size is {pipeline}; "
+            "give one number for each stage"
         )
     needed = sum(widths) * tensor * context
     if needed != world_size:
         raise ConfigError(
-            f"{flag} needs {needed} processes, this run has {world_size}: start as many or "
-            "change the sizes"
+            f"{flag} needs {needed} processes, but this run has {world_size}; start {needed} "
+            "processes or change the sizes"
         )
     return math.lcm(*widths)
 
@@ -290,8 +290,8 @@ def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> No
     if world_size < 1 or world_size % unit != 0:
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
-            f"world size {world_size} is not a multiple of {factors} = {unit}: start a multiple of "
-            f"{unit} processes or change {remedy}"
+            f"world size {world_size} is not a multiple of {factors} = {unit}; start a multiple "
+            f"of {unit} processes or change {remedy}"
         )
 
 
@@ -301,23 +301,23 @@ def _shape(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> Ru
     tensor = config.parallel.tensor_model_parallel_size
     yield (
         model.transformer_impl == "transformer_engine" and not installed.transformer_engine,
-        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed: "
-        "install it or give --transformer-impl local",
+        "--transformer-impl transformer_engine needs Transformer Engine, which is not installed; "
+        "install it or use --transformer-impl local",
     )
     yield (
         model.hidden_size % heads != 0 and model.kv_channels == model.hidden_size // heads,
-        f"{flags.hidden_size} is not a multiple of {flags.num_attention_heads}: change one of "
-        "them, or give --kv-channels",
+        f"{flags.hidden_size} is not a multiple of {flags.num_attention_heads}; change one of "
+        "them or add --kv-channels",
     )
     yield (
         model.ffn_hidden_size < 1,
-        f"--swiglu with {flags.hidden_size} makes a feed-forward block of width 0, rounded down "
-        "to a multiple of 64: give --ffn-hidden-size",
+        f"--swiglu with {flags.hidden_size} makes a feed-forward block of width 0, because the "
+        "width is rounded down to a multiple of 64; add --ffn-hidden-size",
     )
     yield (
         model.query_groups % tensor != 0 and tensor % model.query_groups != 0,
         f"--num-query-groups {model.query_groups} is neither a multiple nor a divisor of "
-        f"{flags.tensor_model_parallel_size}: change one of them",
+        f"{flags.tensor_model_parallel_size}; change one of them",
     )
 
 
@@ -330,30 +330,33 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
     best = config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
-        f"{flags.moe_router_group_best} needs groups of at least as many experts "
-        "(--moe-router-num-groups) and no --moe-router-fusion: change one of them",
+        f"{flags.moe_router_group_best} needs groups with at least that number of experts "
+        "(--moe-router-num-groups) and no --moe-router-fusion; change one of them",
     )
     pattern = parse_pattern(core.moe_layer_freq)
     layers = config.model.num_layers
     if isinstance(pattern, list):
         yield (
             len(pattern) != layers or not {*pattern} <= {0, 1},
-            f"{flags.moe_layer_freq} has {len(pattern)} entries with {flags.num_layers}: give one "
-            "0 or 1 for each layer",
+            f"{flags.moe_layer_freq} has {len(pattern)} entries, which does not match "
+            f"{flags.num_layers}; give one 0 or 1 for each layer",
         )
     else:
-        yield pattern < 1, f"{flags.moe_layer_freq}: give at least 1, or a list of 0 and 1"
+        yield (
+            pattern < 1,
+            f"{flags.moe_layer_freq} is invalid; give a number of at least 1 or a list of 0 and 1",
+        )
     kinds = core.moe_router_load_balancing_type
     weights = core.moe_aux_loss_coeff
     yield (
         len(kinds) != len(weights),
-        f"{flags.moe_router_load_balancing_type} with {flags.moe_aux_loss_coeff}: give as many "
-        "coefficients as types",
+        f"{flags.moe_router_load_balancing_type} and {flags.moe_aux_loss_coeff} must have the "
+        "same number of entries; give one coefficient for each type",
     )
     yield (
         core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
-        f"{flags.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs: "
-        "install it, or use alltoall",
+        f"{flags.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs; "
+        "install it or use alltoall",
     )
 
 
@@ -370,9 +373,10 @@ def _expert_ranks(config: TrainerConfig, flags: GivenFlags) -> Rules:
     _require_whole(config.world_size, sizes, "--expert-model-parallel-size")
     yield (
         spread == 1 and tensor != parallel.tensor_model_parallel_size,
-        f"{flags.expert_tensor_parallel_size} with {flags.tensor_model_parallel_size} and "
-        f"{flags.expert_model_parallel_size}: megatron-core adds up experts' gradients over the "
-        "wrong ranks; make the first two equal, or raise --expert-model-parallel-size",
+        f"{flags.expert_tensor_parallel_size} cannot be combined with "
+        f"{flags.tensor_model_parallel_size} and {flags.expert_model_parallel_size}, because "
+        "megatron-core would add up the experts' gradients over the wrong ranks; make the first "
+        "two equal or raise --expert-model-parallel-size",
     )
 
 
@@ -383,7 +387,7 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
     multiple = f"{flags.micro_batch_size} x data parallel size {replicas} = {unit}"
     yield (
         batch.global_batch_size % unit != 0,
-        f"{flags.global_batch_size} is not a multiple of {multiple}: change one of them",
+        f"{flags.global_batch_size} is not a multiple of {multiple}; change one of them",
     )
     if batch.rampup_batch_size is None:
         return
@@ -391,18 +395,18 @@ def _batch(config: TrainerConfig, flags: GivenFlags) -> Rules:
     distance = batch.global_batch_size - start
     yield (
         distance <= 0,
-        f"{flags.rampup_batch_size} starts at {start}, not below {flags.global_batch_size}: start "
-        "lower or drop the flag",
+        f"{flags.rampup_batch_size} starts at {start}, which is not below "
+        f"{flags.global_batch_size}; start lower or remove the flag",
     )
     yield (
         distance % increment != 0,
-        f"{flags.rampup_batch_size} never reaches {flags.global_batch_size}: the increment "
+        f"{flags.rampup_batch_size} never reaches {flags.global_batch_size}; the increment "
         f"{increment} must divide the distance {distance}",
     )
     yield (
         start % unit != 0 or increment % unit != 0,
-        f"{flags.rampup_batch_size} passes through batches that are not a multiple of {multiple}: "
-        "make start and increment multiples of it",
+        f"{flags.rampup_batch_size} has batch sizes that are not a multiple of {multiple}; make "
+        "start and increment multiples of it",
     )
 
 
@@ -415,9 +419,9 @@ def _lengths(config: TrainerConfig, flags: GivenFlags) -> Rules:
     unit = parallel.data_parallel_size * config.microbatch_group
     yield (
         any(size % unit for size in config.batch.batch_sizes()),
-        f"{flags.global_batch_size} with {packing} and {flags.pipeline_schedule}: it must be "
-        f"a multiple of {unit}, so that the microbatches of each replica fill groups of "
-        f"{config.microbatch_group}; change it or the schedule",
+        f"{flags.global_batch_size} with {packing} and {flags.pipeline_schedule} must be a "
+        f"multiple of {unit}, so that the microbatches of each replica fill groups of "
+        f"{config.microbatch_group}; change the batch size or the schedule",
     )
 
 
@@ -432,17 +436,18 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
     group = parallel.microbatch_group_size_per_vp_stage or pipeline
     yield (
         group < pipeline,
-        f"{flags.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}: give "
-        f"at least {pipeline} or drop the flag",
+        f"{flags.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}; give "
+        f"at least {pipeline} or remove the flag",
     )
     per_step = config.batch.micro_batch_size * parallel.data_parallel_size
     for size in config.batch.batch_sizes():
         count = size // per_step
         yield (
             count < group or 0 < count % group < pipeline,
-            f"{flags.pipeline_schedule} with {count} microbatches (global batch {size}): they "
-            f"must fill groups of {group}, the last with at least {pipeline}; choose a global "
-            f"batch that is a multiple of {group * per_step}, or adaptive",
+            f"{flags.pipeline_schedule} cannot run {count} microbatches (global batch {size}), "
+            f"because microbatches must fill groups of {group}, and the last group must have at "
+            f"least {pipeline}; choose a global batch size that is a multiple of "
+            f"{group * per_step}, or the schedule adaptive",
         )
 
 
@@ -461,12 +466,12 @@ def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
         last_part = optimizer.lr_wsd_decay_samples
     yield (
         warmup >= length,
-        f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} does: "
+        f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} ends; "
         f"lower it or raise --lr-decay-{unit}",
     )
     yield (
         optimizer.lr_decay_style == "WSD" and (last_part or 0) > length,
-        f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}: lower it",
+        f"--lr-wsd-decay-{unit} {last_part} is longer than the decay of {length} {unit}; lower it",
     )
 
 
@@ -480,8 +485,8 @@ def _adapters(config: TrainerConfig, flags: GivenFlags) -> Rules:
     )
     yield (
         "mlp" in " ".join(adapted_parts(config)) and config.core.num_moe_experts is not None,
-        f"{flags.lora_targets} with {flags.num_moe_experts}: experts have no adapters here; name "
-        f"linear layers of attention: {short}",
+        f"{flags.lora_targets} cannot be used with {flags.num_moe_experts}, because experts "
+        f"cannot have adapters; choose linear layers of attention ({short})",
     )
 
 
@@ -489,18 +494,18 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
     data = config.data
     yield (
         needs_data and not (data.data_path or data.mock_data or data.has_path_per_split),
-        "no data is given: add --data-path with a prefix of .bin and .idx files, or --mock-data",
+        "no data is given; add --data-path with a prefix of .bin and .idx files, or --mock-data",
     )
     yield (
         data.split is not None and not _is_split(data.split),
-        f"--split {data.split!r} is not a list of one to three shares of at least 0 and a sum "
-        "above 0: write training, validation and test as in 949,50,1",
+        "--split must be one to three non-negative shares with a sum above 0, got "
+        f"{data.split!r}; write training, validation and test as in 949,50,1",
     )
     hint = "" if data.missing == ["--vocab-size"] else ", or use NullTokenizer with --vocab-size"
     needed = " and ".join(data.missing)
     yield (
         needs_data and data.missing,
-        f"{flags.tokenizer_type} needs {needed}, which is not given: add {needed}{hint}",
+        f"{flags.tokenizer_type} needs {needed}, which is not given; add {needed}{hint}",
     )
 
 
@@ -550,5 +555,6 @@ def _require_writable(flag: str, folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else str(error)) or str(error)
         raise ConfigError(
-            f"{flag} {folder} cannot be written ({reason}): name a folder that this user may write"
+            f"cannot write to {flag} {folder} ({reason}); choose a folder that this user can "
+            "write to"
         ) from None

@@ -31,6 +31,9 @@ from megatron.adaptive.errors import ConfigError
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 
+_OF_TRACES = "trace_otlp needs trace_dir\n"
+
+
 @functools.cache
 def order_rules(schedule: str) -> str:
     """Returns the table of rules about schedules.
@@ -46,7 +49,7 @@ def order_rules(schedule: str) -> str:
         return ",".join(sorted(selectable_names(matches, also=[schedule])))
 
     splits = names(lambda spec: spec.splits_backward != "never")
-    return f"""\
+    return f"""{_OF_TRACES}\
 stage_data_parallel_sizes needs pipeline_schedule={names(lambda spec: spec.allows_unequal_stages)}
     | the others need stages of equal sizes
 {_CHUNKS}>1 needs pipeline_model_parallel_size>1
@@ -69,7 +72,6 @@ split_backward=False excludes pipeline_schedule={
     | its order computes weight gradients separately
 split_backward=True needs pipeline_schedule={splits}
     | the others do not split the backward
-trace_otlp needs trace_dir
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto
@@ -102,8 +104,8 @@ overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
 
 
 _REMEDIES = {
-    "needs": "give that, or change or drop the first",
-    "excludes": "change or drop one of them",
+    "needs": "set the second flag, or change or remove the first",
+    "excludes": "change or remove one of them",
     "within": "change one of them",
     "divides": "change one of them",
 }
@@ -136,7 +138,7 @@ class GivenFlags:
         """
         for rule in _rules_of(table):
             if violation := self._violation(rule):
-                reason = rule.reason and f": {rule.reason}"
+                reason = rule.reason and f" ({rule.reason})"
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
@@ -234,5 +236,5 @@ def _rules_of(table: str) -> list[_Rule]:
 def _parts(term: str) -> tuple[str, str, str]:
     """Splits a term into the name of the setting, ``=`` or ``>``, and the values after it."""
     match = _TERM.fullmatch(term)
-    assert match is not None, f"{term} is no term of a rule"
+    assert match is not None, f"{term} is not a term of a rule"
     return match[1], match[2] or "", match[3] or ""

@@ -32,10 +32,10 @@ _TRUTH_VALUES = {
     "off": False,
 }
 _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
-    ("minimum", operator.lt, "small, give at least"),
-    ("above", operator.le, "small, give more than"),
-    ("below", operator.ge, "large, give less than"),
-    ("maximum", operator.gt, "large, give at most"),
+    ("minimum", operator.lt, "small; give at least"),
+    ("above", operator.le, "small; give more than"),
+    ("below", operator.ge, "large; give less than"),
+    ("maximum", operator.gt, "large; give at most"),
 )
 
 
@@ -464,8 +464,8 @@ def _convert_base(base: type, text: str) -> Any:
     try:
         number = base(text)
     except ValueError:
-        kind = "whole number" if base is int else "number"
-        raise ValueError(f"{_shown(text)} is not a {kind}") from None
+        kind = "an integer" if base is int else "a number"
+        raise ValueError(f"{_shown(text)} is not {kind}") from None
     if base is int:
         _check_size(number, text)
     return number
@@ -473,7 +473,7 @@ def _convert_base(base: type, text: str) -> Any:
 
 def _check_text(text: str) -> None:
     if not text.strip():
-        raise ValueError("the value is empty; give one or leave the flag out")
+        raise ValueError("the value is empty; give a value or remove the flag")
 
 
 def _check_size(number: int, text: str) -> None:

@@ -92,18 +92,18 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
             the nearest value that is supported.
     """
     path = folder / CONFIG
-    document = read_json(path, "name the folder of a Hugging Face model")
+    document = read_json(path, "give the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
-        raise ConfigError(f"{path} has no model_type: it does not describe a Hugging Face model")
+        raise ConfigError(f"{path} has no model_type, so it does not describe a Hugging Face model")
     _refuse_other_input(document, str(path), hf_family)
     family = family_of(document, str(path), hf_family)
     settings, text_family = read_settings(document, str(path), hf_family=hf_family)
     with _expected_kinds(str(path)):
         if feature := text_family.missing_feature:
             raise ConfigError(
-                f"{path}: model_type {document['model_type']} asks for {feature},"
-                " which megatron-core's layers lack; the nearest supported family is"
-                f" {family.nearest}"
+                f"{path}: model_type {document['model_type']} requests {feature}, which "
+                "megatron-core's layers do not support; the nearest supported family is "
+                f"{family.nearest}"
             )
         family.check(document, settings, str(path))
         # A folder that transformers saved has no layers for multi-token prediction.
@@ -134,17 +134,17 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
     part = str(kind if text is None else text.get("model_type"))
     family = find_family(part, hf_family)
     if text is None:
-        rule = "its file does not separate the keys of its text part"
+        rule = "the file does not separate the keys of its text part"
     elif family is not None and not family.missing_feature:
         key = next(key for key in _TEXT_PARTS if document.get(key) is text)
         rule = (
-            f"its text part, {part}, can be read: save only that, with {key} as its {CONFIG} and"
-            f" the names of {part} for its weights"
+            f"this trainer can load its text part, {part}; save only that part, with {key} as its "
+            f"{CONFIG} and the names of {part} for its weights"
         )
     else:
         families = ", ".join(supported_types())
-        rule = f"its text part, {part}, is of no supported family: {families}"
-    raise ConfigError(f"{where}: model_type {kind!r} takes more than text; {rule}")
+        rule = f"its text part, {part}, does not belong to a supported family ({families})"
+    raise ConfigError(f"{where}: model_type {kind!r} takes other inputs than text; {rule}")
 
 
 @contextlib.contextmanager
@@ -154,7 +154,8 @@ def _expected_kinds(where: str) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: a value has another type than transformers writes ({error}): restore it"
+            f"{where}: a value has another type than transformers writes ({error}); restore the "
+            "file"
         ) from None
 
 
@@ -165,7 +166,7 @@ def _has_weights(folder: Path, prefix: str) -> bool:
     """
     names: Iterable[str] = ()
     if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX, "copy it again", DamagedCheckpointError)
+        index = read_json(folder / INDEX, "copy the file again", DamagedCheckpointError)
         table = index.get("weight_map") if isinstance(index, dict) else None
         names = table if isinstance(table, dict) else ()
     elif (folder / SINGLE).is_file():

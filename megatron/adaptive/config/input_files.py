@@ -66,7 +66,7 @@ def require_file(path: str | Path) -> int:
     try:
         status = os.stat(path)
     except ValueError:  # for instance, the name contains a NUL character
-        raise OSError(errno.EINVAL, "this is no name of a file", str(path)) from None
+        raise OSError(errno.EINVAL, "this is not the name of a file", str(path)) from None
     return _require_regular(status, path)
 
 
@@ -139,7 +139,7 @@ def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool
     try:
         text = data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is no valid UTF-8") from None
+        raise ValueError(f"byte {error.start} is not valid UTF-8") from None
     text = text.removeprefix(BYTE_ORDER_MARK)
     options: dict[str, Any] = {"object_pairs_hook": _once} if once else {}
     if strict:
@@ -216,7 +216,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
     try:
         return read_bytes(path, hint, error).decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as caught:
-        raise error(f"{path}: byte {caught.start} is no valid UTF-8; {hint}") from None
+        raise error(f"{path}: byte {caught.start} is not valid UTF-8; {hint}") from None
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
@@ -242,7 +242,7 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
     try:
         return parse_json(text, once=True)
     except ValueError as caught:
-        raise error(f"{path}: no JSON ({caught}); {hint}") from None
+        raise error(f"{path} is not valid JSON ({caught}); {hint}") from None
 
 
 def natural(text: str) -> int | None:

@@ -60,8 +60,8 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
         if len(stages) % pipeline or chunks not in (None, len(stages) // pipeline):
             shape = f"pipeline {pipeline} x chunks" + f" {chunks}" * (chunks is not None)
             raise ConfigError(
-                f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, which do not "
-                f"make up {shape}: give as many, joined by '|'"
+                f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, which does "
+                f"not match {shape}; change the number of stages, which are joined by '|'"
             )
         values["num_virtual_stages_per_pipeline_rank"] = len(stages) // pipeline
         values["partition"] = tuple(stage.count("t") for stage in stages)
@@ -75,8 +75,8 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     flags = " and ".join(uneven_flags)
     if placement == "v" and not any("account" in text for text in uneven_flags):
         raise ConfigError(
-            f"{flags} with the stages in a V, whose first rank also has the last stage: give "
-            "--partition, or --pipeline-placement loop"
+            f"{flags} cannot be used with stages in a V, whose first rank also has the last "
+            "stage; give --partition or --pipeline-placement loop"
         )
     try:
         values["partition"] = uneven_split(
@@ -84,8 +84,8 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
         )
     except ValueError as error:
         raise ConfigError(
-            f"{flags} with --num-layers {values['num_layers']} on {pipeline} pipeline ranks "
-            f"({error}): change one of them or give --partition"
+            f"{flags} cannot be used with --num-layers {values['num_layers']} on {pipeline} "
+            f"pipeline ranks ({error}); change one of them or give --partition"
         ) from None
 
 
@@ -99,7 +99,7 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
     if num_layers % unit != 0:
         raise ConfigError(
             f"--num-layers {num_layers} is not a multiple of pipeline {pipeline} x "
-            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}: change one of "
+            f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}; change one of "
             "them, or give --model-chunks and --partition"
         )
     return num_layers // unit
@@ -153,8 +153,8 @@ def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
             layers.append(UnlikeLayer(sizes[0], sizes[1], linear))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--heterogeneous-layers-config-path: layer {len(layers) + 1} does not have the format "
-            f"of megatron-core ({type(error).__name__}: {error}): see its "
+            f"--heterogeneous-layers-config-path: layer {len(layers) + 1} does not have the "
+            f"format of megatron-core ({type(error).__name__}: {error}); see its "
             "HeterogeneousTransformerConfig"
         ) from None
     return layers if text else None
@@ -169,16 +169,17 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
     flag = "--heterogeneous-layers-config-path"
     yield (
         len(layers) != model.num_layers,
-        f"{flag} describes {len(layers)} layers, but {flags.num_layers}: make them equal",
+        f"{flag} describes {len(layers)} layers, which does not match {flags.num_layers}; make "
+        "them equal",
     )
     tensor = config.parallel.tensor_model_parallel_size
     heads = model.num_attention_heads
     for number, (groups, width, _) in enumerate(layers, 1):
         yield (
             groups % tensor != 0 or width % tensor != 0 or heads % (groups or heads) != 0,
-            f"{flag}: layer {number} has {groups} key and value heads and width {width} with "
-            f"{flags.num_attention_heads} on {flags.tensor_model_parallel_size}: every rank takes "
-            "an equal share; change one of them",
+            f"{flag}: layer {number} has {groups} key and value heads and width {width}, which "
+            f"cannot be divided equally with {flags.num_attention_heads} and "
+            f"{flags.tensor_model_parallel_size}; change one of them",
         )
 
 
@@ -199,7 +200,7 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
     partition = config.schedule.partition
     yield (
         partition is None and layers % stages != 0,
-        f"{flags.num_layers} does not divide evenly into {stages} stages ({shape}): choose a "
+        f"{flags.num_layers} does not divide evenly into {stages} stages ({shape}); choose a "
         f"multiple of {stages} or give --partition"
         + f", for example {format_partition(nearly_even_split(layers, stages))}"
         * (stages <= _MAX_EXAMPLE),
@@ -208,17 +209,17 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
     yield (
         layout is not None and sum(partition or ()) != layers,
         f"{flags.pipeline_model_parallel_layout} has {sum(partition or ())} transformer layers "
-        f"(t), but {flags.num_layers}: make them equal",
+        f"(t), which does not match {flags.num_layers}; make them equal",
     )
     yield (
         partition is not None and len(partition) != stages,
-        f"{flags.partition} has {len(partition or ())} stages but {shape} make {stages}: give one "
-        "number for each stage",
+        f"{flags.partition} has {len(partition or ())} stages, but {shape} make {stages}; give "
+        "one number for each stage",
     )
     yield (
         partition is not None and sum(partition) != layers,
-        f"{flags.partition} holds {sum(partition or ())} layers but --num-layers is {layers}: "
-        "make them equal",
+        f"{flags.partition} has {sum(partition or ())} layers, but --num-layers is {layers}; make "
+        "them equal",
     )
     yield from _unlike(config, flags)
     if model.mtp_num_layers is not None or layout is not None:
@@ -233,7 +234,7 @@ def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, st
     yield (
         layout is not None and letters.count("m") != (layers or 0),
         f"{flags.pipeline_model_parallel_layout} has {letters.count('m')} layers of multi-token "
-        f"prediction (m), but {flags.mtp_num_layers}: make them equal",
+        f"prediction (m), which does not match {flags.mtp_num_layers}; make them equal",
     )
     if layers is None:
         return
@@ -243,9 +244,9 @@ def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, st
     yield (
         config.mtp_stage != stages - 1
         and (kind == "v" or config.mtp_stage not in range(stages - pipeline + 1, stages)),
-        f"{flags.pipeline_model_parallel_layout} in a {kind} with {flags.mtp_num_layers}: stage "
-        f"{config.mtp_stage} has the layers of multi-token prediction (m), and they can be on the "
-        "last stage"
+        f"{flags.pipeline_model_parallel_layout} in a {kind} with {flags.mtp_num_layers} has the "
+        f"layers of multi-token prediction (m) on stage {config.mtp_stage}, but they must be on "
+        "the last stage"
         + " of all" * (kind == "v")
-        + ", or in a loop on the last stage of any rank except the first: move m",
+        + ", or in a loop on the last stage of any rank except the first; move m",
     )

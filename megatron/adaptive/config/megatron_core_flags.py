@@ -144,12 +144,12 @@ def _window(text: str) -> tuple[int, ...]:
     if left < 0:
         raise ValueError(
             f"{text!r} begins with {left}, but the number of earlier tokens that a token attends "
-            "to is at least 0; leave the flag out for all of them"
+            "to must not be negative; remove the flag to attend to all of them"
         )
     if right != 0:
         raise ValueError(
-            f"{text!r} ends with {right}, but tokens of a causal model attend to no later ones; "
-            f"give {left},0"
+            f"{text!r} ends with {right}, but tokens of a causal model cannot attend to later "
+            f"tokens; give {left},0"
         )
     return left, right
 

@@ -383,9 +383,13 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(read_text(path, "name a file of flags"), comments=True)
+            return shlex.split(read_text(path, "give a file of flags"), comments=True)
         except ValueError as error:
             raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)
-    hint = f"the nearest name is {nearest[0]}" if nearest else f"names are {', '.join(MODELS)}"
-    raise ConfigError(f"MODEL={model}: neither a model's name nor a file of flags; {hint}")
+    hint = (
+        f"the nearest name is {nearest[0]}" if nearest else f"known names are {', '.join(MODELS)}"
+    )
+    raise ConfigError(
+        f"MODEL={model} is neither the name of a known model nor a file of flags; {hint}"
+    )

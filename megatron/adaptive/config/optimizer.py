@@ -101,7 +101,8 @@ class OptimizerConfig:
         "Use Nesterov momentum in muon.", names=("--muon-nesterov", "--muon-use-nesterov")
     )
     muon_split_qkv: bool = switch(
-        "Orthogonalize the weights of queries, keys and values together in muon, not each alone.",
+        "In muon, orthogonalize the weights of queries, keys and values together instead of "
+        "separately.",
         off=("--no-muon-split-qkv", "--muon-no-split-qkv"),
     )
     muon_scale_mode: str = flag(
@@ -110,7 +111,7 @@ class OptimizerConfig:
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_fp32_matmul_prec: str = flag(
-        "Precision of muon's matrix products.", "medium", choices=("low", "medium", "high")
+        "Precision of muon's matrix multiplications.", "medium", choices=("low", "medium", "high")
     )
     muon_coefficient_type: str = flag(
         "Coefficients of the Newton-Schulz iteration in muon.",

@@ -25,8 +25,8 @@ class ParallelConfig:
     tensor_model_parallel_size: Ranks = flag("Number of ranks that share each layer's matrices.", 1)
     pipeline_model_parallel_size: Ranks = flag("Number of ranks that share the layers.", 1)
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
-        "Number of ranks of each pipeline stage if they differ, joined by '-'; a stage's ranks "
-        "take its microbatches in turn.",
+        "Number of ranks of each pipeline stage if they differ, joined by '-'; the ranks of a "
+        "stage process its microbatches in turn.",
         reader=parse_widths,
         unit="2-1",
         derived="the same number for each stage",
@@ -86,14 +86,14 @@ class ParallelConfig:
         "layers always gather them.",
         "p2p",
         choices=("p2p", "a2a", "allgather"),
-        refused_choices={"a2a+p2p": "hierarchical context parallelism is not built; use p2p"},
+        refused_choices={"a2a+p2p": "hierarchical context parallelism is not supported; use p2p"},
     )
     distributed_backend: str | None = flag(
         "Library for collectives.",
         choices=("nccl", "gloo"),
         derived="nccl if each rank has its own GPU, otherwise gloo",
     )
-    distributed_timeout_minutes: Count = flag("Time limit of a collective.", 10, unit="MINUTES")
+    distributed_timeout_minutes: Count = flag("Timeout of a collective.", 10, unit="MINUTES")
 
     @property
     def unequal_sizes(self) -> tuple[int, ...] | None:
@@ -190,8 +190,8 @@ class TransportConfig:
         "Check a checksum of every message of shm, rdma and tcp; costs time."
     )
     transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
-        "Time without any message, heartbeats included, after which a rank counts as lost; a rank "
-        "that was stopped for less continues.",
+        "Time without any message or heartbeat after which a rank is considered lost; a rank "
+        "that is suspended for less time continues.",
         60.0,
         unit="SECONDS",
     )
@@ -215,13 +215,13 @@ class TransportConfig:
     rdma_gid_index: Natural | None = flag(
         "Index of the GID that rdma uses.",
         unit="INDEX",
-        derived="that of the port's IPv4 address over RoCE v2, if there is one",
+        derived="the GID of the port's IPv4 address over RoCE v2, if there is one",
     )
     rdma_mtu_bytes: int | None = flag(
         "Largest packet of rdma.",
         choices=(256, 512, 1024, 2048, 4096),
         unit="BYTES",
-        derived="the largest that both ports allow",
+        derived="the largest size that both ports allow",
     )
     rdma_queue_pairs: Annotated[int, Limits(minimum=1, maximum=16)] = flag(
         "Number of queue pairs over which a large message is split.", 1

@@ -69,7 +69,7 @@ _SWITCH_FLAGS = {
 
 def load_plan(path: Path) -> Any:
     """Reads a plan file as JSON, without checking it against the schema."""
-    return read_json(path, "name a plan file, see docs/plan.md")
+    return read_json(path, "give a plan file (see docs/plan.md)")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
@@ -148,15 +148,15 @@ def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
-                f"{where}: stages[{index}].tensor is {stage['tensor']}: the trainer runs unequal"
-                " stages only without tensor parallelism; plan again with --tp 1, or without"
-                " --unequal"
+                f"{where}: stages[{index}].tensor is {stage['tensor']}, but the trainer supports "
+                "unequal stages only without tensor parallelism; plan again with --tp 1 or "
+                "without --unequal"
             )
     samples = {stage["micro_batch_size"] for stage in stages if "micro_batch_size" in stage}
     if len(samples) > 1:
         raise ConfigError(
-            f"{where}: its stages have microbatches of {', '.join(map(str, sorted(samples)))}"
-            " samples: the trainer needs microbatches of one size; plan again"
+            f"{where}: stages have microbatches of {', '.join(map(str, sorted(samples)))} "
+            "samples, but the trainer needs microbatches of one size; plan again"
         )
     return {"STAGE_DP_SIZES": "-".join(str(len(stage["tensor"])) for stage in stages)}
 
@@ -168,7 +168,7 @@ def _placement(groups: Sequence[Mapping[str, Any]], where: str) -> dict[str, str
         return {"NNODES": str(nodes), "NPROC_PER_NODE": str(processes)}
     for index, group in enumerate(groups):
         if not group.get("type"):
-            raise ConfigError(f"{where}: placement[{index}].type is missing: name its node type")
+            raise ConfigError(f"{where}: placement[{index}].type is missing; add the node type")
     kinds = [f"{group['type']}:{group['nodes']}x{group['processes_per_node']}" for group in groups]
     return {"HOMOGENEOUS_CLUSTER": "false", "NODES": " ".join(kinds)}
 
@@ -207,13 +207,14 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
     needed = world_size_of(content)
     if needed is not None and needed != world_size:
         raise ConfigError(
-            f"{PLAN_FLAG} {path} is for {needed} processes, this run has {world_size}: start as"
-            " many, or plan for these nodes"
+            f"{PLAN_FLAG} {path} needs {needed} processes, but this run has {world_size}; start "
+            f"{needed} processes or plan for these nodes"
         )
     for half in ("fp16", "bf16"):
         if f"--{half}" in typed and content.get("precision", half) != half:
             raise ConfigError(
-                f"--{half}: {PLAN_FLAG} {path} says {content['precision']}; leave one of them out"
+                f"--{half} contradicts {PLAN_FLAG} {path}, whose precision is "
+                f"{content['precision']}; remove one of them"
             )
     dest_of = {name: spec.dest for spec in specs.values() for name in spec.names}
     by_dest = {dest_of.get(name, ""): values for name, values in typed.items()}
@@ -224,7 +225,7 @@ def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size:
             rest += [name, *planned]
         elif values != planned:
             raise ConfigError(
-                f"{name} {' '.join(values)}: {PLAN_FLAG} {path} says {' '.join(planned) or 'so'};"
-                " leave one of them out"
+                f"{name} {' '.join(values)} contradicts {PLAN_FLAG} {path}, which sets "
+                f"{' '.join(planned) or 'it without a value'}; remove one of them"
             )
     return rest

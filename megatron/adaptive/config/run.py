@@ -27,9 +27,11 @@ class RunConfig:
     )
     sample_tokens: Count = flag("Number of tokens of that continuation.", 32)
     exit_interval: Iterations | None = flag(
-        "Save and end at the next iteration that is a multiple of this number."
+        "Save a checkpoint and stop at the next iteration that is a multiple of this number."
     )
-    exit_duration_in_mins: Count | None = flag("Save and end after this time.", unit="MINUTES")
+    exit_duration_in_mins: Count | None = flag(
+        "Save a checkpoint and stop after this time.", unit="MINUTES"
+    )
     seed: Count = flag("Seed of all random numbers.", 1234)
     manual_gc: bool = switch(
         "Run Python's garbage collector only at the interval of --manual-gc-interval."
@@ -39,7 +41,7 @@ class RunConfig:
     )
     probe_interval: Natural = flag(
         "Iterations between two probes of ranks, links and groups, as by doctor --probe; a probe "
-        "that would take more than 1% of the time since the last one is left out; 0 for none.",
+        "is skipped if it would take more than 1% of the time since the last probe; 0 for none.",
         0,
         unit="ITERATIONS",
     )
@@ -106,7 +108,8 @@ class CheckpointConfig:
     no_load_rng: bool = switch("Do not load random number states.")
     finetune: bool = switch("Load only weights, and start at iteration 0 and the first sample.")
     exit_on_missing_checkpoint: bool = switch(
-        "End the run if the folder of --load has no checkpoint, instead of training from scratch."
+        "Stop with an error if the folder of --load has no checkpoint, instead of training from "
+        "scratch."
     )
     ckpt_format: str = flag(
         "Format of checkpoints.",
@@ -186,7 +189,9 @@ class LoggingConfig:
     )
     mlflow_run_name: str | None = flag("Name of the run in MLflow.", unit="NAME")
     mlflow_tracking_uri: str | None = flag(
-        "Address of MLflow, a server or a file.", derived="that of MLFLOW_TRACKING_URI", unit="URI"
+        "Address of MLflow, a server or a file.",
+        derived="the value of MLFLOW_TRACKING_URI",
+        unit="URI",
     )
     prometheus_address: str | None = flag(
         "Address at which a Prometheus server reads the last values; needs the package "

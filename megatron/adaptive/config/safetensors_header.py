@@ -52,7 +52,7 @@ BITS: Mapping[str, int] = {
 """Number of bits per element of a tensor, by the code of its data type."""
 
 _LONGEST = 100_000_000  # maximum size of a header in bytes, set by the format
-_RESTORE = "copy it again"
+_RESTORE = "copy the file again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
 _MOST_DIGITS = 300  # a number with this number of digits still fits a double
@@ -99,32 +99,36 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} cannot be read: it is no regular file")
+                raise CheckpointError(f"cannot read {path}: it is not a regular file")
             return _entries(file, status.st_size)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except RecursionError:
-        reason = "its header is nested too deeply"
-        raise DamagedCheckpointError(f"{path} is cut or damaged ({reason}): {_RESTORE}") from None
+        reason = "the header is nested too deeply"
+        raise DamagedCheckpointError(
+            f"{path} is truncated or damaged ({reason}); {_RESTORE}"
+        ) from None
     except ValueError as error:
-        raise DamagedCheckpointError(f"{path} is cut or damaged ({error}): {_RESTORE}") from None
+        raise DamagedCheckpointError(
+            f"{path} is truncated or damaged ({error}); {_RESTORE}"
+        ) from None
 
 
 def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     head = file.read(8)
     if len(head) < 8:
-        raise ValueError(f"it has {len(head)} bytes, but a header needs at least 8")
+        raise ValueError(f"the file has {len(head)} bytes, but a header needs at least 8")
     (length,) = struct.unpack("<Q", head)
     if length > min(size - 8, _LONGEST):
-        raise ValueError(f"its header claims {length} bytes, but the file has {size}")
+        raise ValueError(f"the header claims {length} bytes, but the file has {size}")
     raw = file.read(length)
     if len(raw) < length:
-        raise ValueError(f"it ends after {8 + len(raw)} bytes")
+        raise ValueError(f"the file ends after {8 + len(raw)} bytes")
     document = _parse(raw)
     metadata = document.pop(_METADATA, None)
     if _METADATA in document.repeated or not _is_metadata(metadata):
         raise ValueError(
-            f"{_METADATA} is {_short(metadata)}, which must be texts by name and occur once"
+            f"{_METADATA} must map names to texts and occur once, got {_short(metadata)}"
         )
     first = 8 + length
     entries = {name: _entry(name, value, first) for name, value in document.items()}
@@ -142,11 +146,11 @@ def _parse(raw: bytes) -> _Once:
             parse_constant=_refuse,
         )
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {8 + error.start} is no valid UTF-8") from None
+        raise ValueError(f"byte {8 + error.start} is not valid UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"its header is no JSON: {error}") from None
+        raise ValueError(f"the header is not valid JSON: {error}") from None
     if not isinstance(document, _Once):
-        raise ValueError(f"its header is {_short(document)}, which must be an object")
+        raise ValueError(f"the header must be an object, got {_short(document)}")
     return document
 
 
@@ -195,13 +199,15 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
             does not match type and shape.
     """
     if not _is_text(name) or not isinstance(value, _Once):
-        raise ValueError(f"{_short(name)} is {_short(value)}, which must be an object")
+        raise ValueError(f"{_short(name)} must be an object, got {_short(value)}")
     fields = ("dtype", "shape", "data_offsets")
     if lacking := [key for key in fields if key not in value or key in value.repeated]:
-        raise ValueError(f"{_short(name)} has {lacking[0]} twice or not at all")
+        raise ValueError(f"{_short(name)} must have {lacking[0]} exactly once")
     dtype, shape, offsets = (value[key] for key in fields)
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"{_short(name)} is of type {_short(dtype)}, which the format lacks")
+        raise ValueError(
+            f"{_short(name)} has the type {_short(dtype)}, which the format does not have"
+        )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(
             f"{_short(name)} has an invalid shape {_short(shape)} or offsets {_short(offsets)}"
@@ -211,7 +217,7 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
     for extent in (*shape, bits):
         count *= extent
         if count >= _SIZE_LIMIT:
-            raise ValueError(f"{_short(name)} has the shape {_short(shape)}, beyond 64 bits")
+            raise ValueError(f"{_short(name)} has the shape {_short(shape)}, which exceeds 64 bits")
     begin, end = offsets
     if 8 * (end - begin) != count:
         raise ValueError(
@@ -244,5 +250,5 @@ def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> N
         end = entry.end
         before = _short(name)
     if end != size:
-        fault = "nothing may follow them" if end < size else "it is cut"
-        raise ValueError(f"it has {size} bytes, and its tensors end at {end}: {fault}")
+        fault = "no bytes may follow the tensors" if end < size else "the file is truncated"
+        raise ValueError(f"the file has {size} bytes, but its tensors end at {end}: {fault}")

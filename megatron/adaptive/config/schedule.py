@@ -56,7 +56,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
-            f"{text!r} is not a partition, write the layers of each stage as in 0-11-8-8"
+            f"{text!r} is not a partition; write the number of layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
 
@@ -87,14 +87,14 @@ def parse_layout(text: str) -> tuple[str, ...]:
     order = letters.replace("|", "")
     if _LAYOUT.fullmatch(order) is None or order[:1] != "E" or order[-1:] != "L":
         raise ValueError(
-            f"{text!r} is not a layout: stages are joined by '|', E (embedding) comes first, then "
+            f"{text!r} is not a layout; stages are joined by '|', E (embedding) comes first, then "
             "t (transformer layers), m (multi-token prediction), L (loss), as in Et|(tt|)*2mL"
         )
     stages = tuple(letters.split("|"))
     if stages[0][:1] != "E" or stages[-1][-1:] != "L":
         raise ValueError(f"{text!r} must have E on the first stage and L on the last")
     if sum("m" in stage for stage in stages) > 1:
-        raise ValueError(f"{text!r} has m on several stages; put all of them on one")
+        raise ValueError(f"{text!r} has m on several stages; put all m on one stage")
     return stages
 
 
@@ -154,7 +154,9 @@ def parse_widths(text: str) -> tuple[int, ...]:
     """
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
-        raise ValueError(f"{text!r} does not give the ranks of each stage, write it as in 2-1-1")
+        raise ValueError(
+            f"{text!r} does not give the number of ranks of each stage; write it as in 2-1-1"
+        )
     return widths
 
 
@@ -199,7 +201,7 @@ def _read_candidates(text: str) -> tuple[str, ...]:
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if spec.kind not in ("fixed", "rule"):
-            raise ValueError(f"auto cannot try {name}: name a fixed order or a run-time rule")
+            raise ValueError(f"auto cannot try {name}; name a fixed order or a run-time rule")
     return names
 
 
@@ -224,7 +226,7 @@ class ScheduleConfig:
         also_takes=_is_own_schedule,
     )
     auto_candidates: tuple[str, ...] | None = flag(
-        "Your own schedules that auto tries as well, each as package.module:name.",
+        "Your own schedules that auto also tries, each as package.module:name.",
         reader=_read_candidates,
         unit="NAME,NAME",
     )
@@ -337,7 +339,7 @@ class ScheduleConfig:
         choices=SLICE_CUTS,
     )
     pipeline_timeout_s: Positive = flag(
-        "Time limit of each wait for a message of the pipeline.",
+        "Timeout of each wait for a message of the pipeline.",
         600.0,
         unit="SECONDS",
         derived="--distributed-timeout-minutes",
@@ -425,6 +427,6 @@ def check_no_kernels(trace_detail: str) -> None:
     """
     if trace_detail == "kernels":
         raise ConfigError(
-            "trace_detail='kernels' was given, and a Pipeline records no kernels: give "
+            "trace_detail must not be 'kernels', because a Pipeline records no kernels; use "
             "'collectives', or record the loop with record_trace(folder, model)"
         )

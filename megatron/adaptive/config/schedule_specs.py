@@ -341,12 +341,12 @@ def _own_spec(name: str) -> ScheduleSpec:
     loaded = find_object(name, group=ENTRY_POINTS, subject="schedule")
     if loaded is None:
         raise ConfigError(
-            f"{name!r} is not one of {', '.join(sorted(selectable_names()))}, and not "
-            "package.module:name of a schedule of yours"
+            f"{name!r} is neither one of {', '.join(sorted(selectable_names()))} nor "
+            "package.module:name of your own schedule"
         )
     if not isinstance(loaded, ScheduleSpec):
         raise ConfigError(
-            f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
+            f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}; decorate a function with "
             "fixed_order or run_time_rule of megatron.adaptive.schedule"
         )
     return replace(loaded, name=name)

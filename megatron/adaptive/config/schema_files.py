@@ -74,16 +74,16 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
         ConfigError: The text is not a number with a suitable unit, or the number is too small.
     """
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    rule = f"write a number with its unit, such as {_EXAMPLES[unit]}"
+    rule = f"a number with a unit, such as {_EXAMPLES[unit]}"
     if match is None or match[2] not in _UNITS[unit]:
-        raise ConfigError(f"{name} is {text!r}: {rule}")
+        raise ConfigError(f"{name} must be {rule}, got {text!r}")
     try:
         value = float(match[1]) * _UNITS[unit][match[2]]
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}: {rule}") from None
+        raise ConfigError(f"{name} must be {rule}, got {text!r}") from None
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         least = "at least 0" if zero else "above 0"
-        raise ConfigError(f"{name} is {text!r}: it must be {least}")
+        raise ConfigError(f"{name} must be {least}, got {text!r}")
     return value
 
 
@@ -98,7 +98,7 @@ def read_file(path: Path, form: str) -> Any:
     Raises:
         ConfigError: The file cannot be read or does not follow its format.
     """
-    hint = f"name a {form} file"
+    hint = f"give a {form} file"
     if path.suffix.lower() == ".json":
         return read_json(path, hint)
     text = read_text(path, hint)
@@ -110,12 +110,14 @@ def read_file(path: Path, form: str) -> Any:
         raise ConfigError(f"{path}: {error}") from error
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{path}: {line}no YAML: {error.problem}") from error
+        raise ConfigError(f"{path}: {line}not valid YAML: {error.problem}") from error
     except RecursionError:
-        raise ConfigError(f"{path}: it is nested too deeply; {hint}") from None
+        raise ConfigError(f"{path} is nested too deeply; {hint}") from None
     except (ValueError, yaml.YAMLError) as error:
         file_format = "TOML" if path.suffix.lower() == ".toml" else "YAML"
-        raise ConfigError(f"{path}: no {file_format}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{path} is not valid {file_format}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -142,7 +144,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "array": ((list,), "a list"),
     "string": ((str,), "text"),
     "boolean": ((bool,), "true or false"),
-    "integer": ((int,), "a whole number"),
+    "integer": ((int,), "an integer"),
     "number": ((int, float), "a number"),
 }
 
@@ -182,7 +184,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
         about = f" ({schema['description']})" if "description" in schema else ""
         # Shorten the value, because aliases let a small YAML file contain a list a million times.
         shown = reprlib.repr(value)
-        raise ConfigError(f"{where}: {path or 'the file'} is {shown}: it must be {rule}{about}")
+        raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")
     if isinstance(value, list):
         return _check_list(value, schema, where, path)
     if isinstance(value, dict):
@@ -221,7 +223,7 @@ def _check_list(value: list[Any], schema: Mapping[str, Any], where: str, path: s
     most = schema.get("maxItems", math.inf)
     if not least <= len(value) <= most:
         count = "at least one entry" if most > least else f"{least} entries"
-        raise ConfigError(f"{where}: {path} has {len(value)} entries: give {count}")
+        raise ConfigError(f"{where}: {path} must have {count}, got {len(value)}")
     schemas = schema.get("prefixItems") or [schema.get("items", {})] * len(value)
     return [
         _check(entry, schemas[index], where, f"{path}[{index}]")
@@ -242,21 +244,19 @@ def _check_object(
             nearest = difflib.get_close_matches(str(key), properties, n=1)
             keys = f"keys of {path or 'the file'} are {', '.join(properties)}"
             hint = f"the nearest is {nearest[0]}" if nearest else keys
-            raise ConfigError(f"{where}: {prefix}{key} is not a key: {hint}")
+            raise ConfigError(f"{where}: {prefix}{key} is not a key; {hint}")
         checked[key] = _check(entry, of_key, where, f"{prefix}{key}")
     for key in schema.get("required", ()):
         if key not in value:
             description = properties[key]["description"]
-            raise ConfigError(f"{where}: {prefix}{key} is missing: {description}")
+            raise ConfigError(f"{where}: {prefix}{key} is missing ({description})")
     choice = [option["required"][0] for option in schema.get("oneOf", ())]
     present = [key for key in choice if key in value]
     if choice and not present:
-        raise ConfigError(
-            f"{where}: {path or 'the file'} has none of {', '.join(choice)}: give one of them"
-        )
+        raise ConfigError(f"{where}: {path or 'the file'} must have one of {', '.join(choice)}")
     if len(present) > 1:
         raise ConfigError(
-            f"{where}: {path or 'the file'} has {' and '.join(present)}, which exclude each other:"
-            " keep one"
+            f"{where}: {path or 'the file'} has {' and '.join(present)}, which exclude each "
+            "other; remove one of them"
         )
     return checked

@@ -324,8 +324,8 @@ def slice_ends(
     blocks, rest = divmod(length, multiple)
     if rest and slices > 1:
         raise ConfigError(
-            f"--sequence-slices {slices} cuts sequences of {length} tokens at multiples of "
-            f"{multiple} (tensor parallel ranks), which do not divide it: change --seq-length"
+            f"--sequence-slices {slices} needs a sequence length that is a multiple of {multiple} "
+            f"(tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
     least = -(-LEAST_TOKENS // multiple)  # number of blocks
@@ -333,7 +333,7 @@ def slice_ends(
         most = max(1, blocks // least)
         raise ConfigError(
             f"--sequence-slices {slices} cuts sequences of {length} tokens into slices of "
-            f"{shortest}, and a slice has at least {LEAST_TOKENS}: give {most} or fewer"
+            f"{shortest}, but a slice needs at least {LEAST_TOKENS}; give {most} or fewer"
         )
     points = cut_points(slices, attention_share)[1:-1]
     return _rounded([point * blocks * multiple for point in points], length, multiple)

@@ -366,8 +366,8 @@ class TrainerConfig:
                     unknown = [f"group of settings {group!r}"]
                 if unknown:
                     raise ConfigError(
-                        f"saved settings contain the unknown {unknown[0]}: they were written by "
-                        "another version; use the version that wrote them"
+                        f"saved settings contain the unknown {unknown[0]}, because another "
+                        "version wrote them; use that version"
                     )
             return cls(
                 **{
@@ -377,7 +377,7 @@ class TrainerConfig:
             )
         except (AttributeError, TypeError) as error:
             raise ConfigError(
-                f"saved settings are incomplete ({error}): use the version that wrote them"
+                f"saved settings are incomplete ({error}); use the version that wrote them"
             ) from None
 
 

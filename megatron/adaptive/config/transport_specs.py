@@ -68,7 +68,7 @@ def load_transport(name: str) -> Any:
     loaded = find_object(name, group=ENTRY_POINTS, subject="transport")
     if loaded is None:
         raise ConfigError(
-            f"{name!r} is not one of auto, {', '.join(BUILT_IN)}, and not package.module:Class of "
-            "a transport of yours"
+            f"{name!r} is neither one of auto, {', '.join(BUILT_IN)} nor package.module:Class of "
+            "your own transport"
         )
     return loaded

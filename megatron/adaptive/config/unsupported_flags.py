@@ -33,7 +33,7 @@ it needs a hook after the optimizer's step and kernels that report scores; use -
 state space and hybrid models are not supported; drop the flag
     hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern hybrid-layer-pattern
     is-hybrid-model
-torch computes the matrix products of muon; drop the flag
+torch computes the matrix multiplications of muon; drop the flag
     muon-use-syrk
 a first stage without layers has only the embedding; use --partition 0-...
     standalone-embedding-stage

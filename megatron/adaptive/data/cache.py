@@ -79,8 +79,8 @@ def cached_arrays(
     except (OSError, _DamageError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{folder}: shuffling indices cannot be kept there ({reason}); "
-            "give a writable folder with --data-cache-path"
+            f"{folder}: cannot store shuffling indices ({reason}); give a writable folder with "
+            "--data-cache-path"
         ) from None
     return arrays
 
@@ -123,11 +123,11 @@ def _map(path: Path) -> npt.NDArray[Any]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
+        raise _DamageError(f"cannot read {path} ({error.strerror})") from None
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
         if not S_ISREG(status.st_mode):
-            raise _DamageError(f"{path} is no regular file")
+            raise _DamageError(f"{path} is not a regular file")
         try:
             _check_sum(stream, path.name, status.st_size)
             stream.seek(0)
@@ -138,7 +138,7 @@ def _map(path: Path) -> npt.NDArray[Any]:
             offset = stream.seek(0, os.SEEK_CUR)
             return np.memmap(stream, dtype, "r", offset=offset, shape=shape, order=order)
         except OSError as error:
-            raise _DamageError(f"{path} cannot be read ({error.strerror})") from None
+            raise _DamageError(f"cannot read {path} ({error.strerror})") from None
         except ValueError as error:
             raise _DamageError(f"{path} is damaged ({error})") from None
 
@@ -156,7 +156,7 @@ def _check_sum(stream: Any, name: str, size: int) -> None:
         checksum.update(piece[:count])
         left -= count
     if stream.read() != _MARK + checksum.digest():
-        raise ValueError("its bytes do not have the checksum that they were written with")
+        raise ValueError("its bytes do not match their checksum")
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:

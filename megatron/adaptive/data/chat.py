@@ -128,9 +128,9 @@ class ChatTemplate:
         says = renderer.messages[number].get("content")
         if span is None or (span[0] == span[1] and isinstance(says, str) and says.strip()):
             raise DataError(
-                f"the chat template of {self._folder} leaves out the assistant's text of "
-                f"message {number + 1}; give another template, or mark the answer in it with "
-                "{% generation %}"
+                f"the chat template of {self._folder} omits the assistant's text of message "
+                f"{number + 1}; give another template, or mark the answer in it with "
+                f"{{% generation %}}"
             )
         return span
 

@@ -109,12 +109,12 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"--vocab-size is {spec.vocab_size}, but {_SMALLEST_VOCABULARY} is the least: "
-            f"256 bytes and {END_OF_DOCUMENT}"
+            f"--vocab-size must be at least {_SMALLEST_VOCABULARY} (256 bytes and "
+            f"{END_OF_DOCUMENT}), got {spec.vocab_size}"
         )
     for flag, value in (("--max-bytes", spec.max_bytes), ("--workers", spec.workers)):
         if value < 1:
-            raise ConfigError(f"{flag} is {value}, but must be at least 1")
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
     folder = spec.output_dir.absolute()
     reused = _is_whole(folder, spec)
     if not reused:
@@ -128,7 +128,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
                     _fill(folder, documents, spec, progress)
         except OSError as error:
             raise DataError(
-                f"{folder}: cannot be written ({error.strerror}); free space or choose another "
+                f"cannot write to {folder} ({error.strerror}); free space or choose another "
                 "--output-dir"
             ) from None
     return Corpus(
@@ -175,7 +175,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
             documents.append((path.relative_to(source_dir).as_posix(), text))
     if not documents:
         raise DataError(
-            f"{source_dir}: holds no Python source file within {spec.max_bytes} bytes; raise "
+            f"{source_dir} contains no Python source file within {spec.max_bytes} bytes; raise "
             "--max-bytes, install Python with its sources, or give your own text to "
             "tools/preprocess_data.py"
         )
@@ -249,12 +249,12 @@ def _refuse_foreign(folder: Path) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise DataError(f"{folder}: is not a folder; choose another --output-dir")
+        raise DataError(f"{folder} is not a folder; choose another --output-dir")
     expected = {*_FILES, _MANIFEST, _LOCK, INDEX_CACHE}
     expected |= {entry.name for entry in folder.glob(_LEFT_BEHIND)}
     foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)
     if foreign:
         raise DataError(
-            f"{folder}: holds other files (such as {foreign[0]!r}) and no corpus of these "
+            f"{folder} contains other files (such as {foreign[0]!r}) and no corpus of these "
             "settings; choose another --output-dir or empty it"
         )

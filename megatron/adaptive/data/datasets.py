@@ -137,8 +137,8 @@ def build_datasets(
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
-                f"the {name} data holds {len(dataset)} samples, but {count} are needed; give "
-                "weights (0.5 a 0.5 b), which let data repeat, or ask for fewer iterations"
+                f"the {name} data has {len(dataset)} samples, but {count} are needed; give "
+                "weights (0.5 a 0.5 b), which let data repeat, or request fewer iterations"
             )
     return train, valid, test
 
@@ -232,7 +232,7 @@ def _check(
     if not blends:
         return
     if counts[0] and edges is not None and edges[0] is None:
-        raise ConfigError(f"--split {data.split}: leaves no data for training; give it a share")
+        raise ConfigError(f"--split {data.split} leaves no data for training; give it a share")
     if data.sft:
         return  # files of conversations are checked later, when they are read
     infos = {}
@@ -267,15 +267,15 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
         ConfigError: Weights and prefixes do not alternate, or a weight is not positive.
     """
     if not values:
-        raise ConfigError(f"{flag} is empty; name at least one prefix")
+        raise ConfigError(f"{flag} is empty; give at least one prefix")
     weights = [_weight(value) for value in values[::2]]
     if len(values) % 2 or all(weight is None for weight in weights):
         return list(values), None
     valid = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
     if len(valid) < len(weights):
         raise ConfigError(
-            f"{flag} {' '.join(values)}: not every prefix has a weight above 0 before it; write "
-            "weights and prefixes in turn (0.3 a 0.7 b) or prefixes only"
+            f"{flag} {' '.join(values)}: not every prefix has a weight above 0 before it; "
+            "alternate weights and prefixes (0.3 a 0.7 b), or give only prefixes"
         )
     return list(values[1::2]), valid if len(valid) > 1 else None
 
@@ -311,11 +311,9 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror}); check --data-path"
-            ) from None
+            raise DataError(f"cannot read {path} ({error.strerror}); check --data-path") from None
         if not S_ISREG(status.st_mode):
-            raise DataError(f"{path}: is no regular file; name one of JSON lines")
+            raise DataError(f"{path} is not a regular file; give a file of JSON lines")
         identity = f"{path}{status.st_size}{status.st_mtime_ns}{self.tokenizer.unique_identifiers}"
         key = hashlib.sha256(identity.encode()).hexdigest()[:24]
         names = [f"{key}-{part}" for part in ("tokens", "taught", "ends")]
@@ -351,7 +349,7 @@ class CachedGPTDataset(GPTDataset):
         """
         arrays = (documents, samples, shuffle)
         if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
-            return "they are not whole numbers"
+            return "they are not integers"
         if documents.ndim != 1 or samples.shape != (shuffle.size + 1, 2) or shuffle.ndim != 1:
             return "their shapes do not belong together"
         edges = int(self.indices.min()), int(self.indices.max())

@@ -57,7 +57,8 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
         if waited_s >= wait_s:
             raise DataError(
                 f"{path}: another process has locked this file for more than {wait_s:g} s while "
-                "it builds the files beside it; look whether that process still works, or end it"
+                "it builds the files next to it; check whether that process still works, or stop "
+                "it"
             )
         if waited_s >= _FIRST_LINE_S and not is_told:
             is_told = True

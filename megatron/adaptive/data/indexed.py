@@ -39,7 +39,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_AGAIN = "make it again with tools/preprocess_data.py"
+_AGAIN = "create it again with tools/preprocess_data.py"
 
 _SCAN_WHOLE_BYTES = 256 << 20
 _PIECE_BYTES = 4 << 20
@@ -85,7 +85,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         return _checked(str(prefix), idx_path, bin_path)
     except OSError as error:
         raise DataError(
-            f"{idx_path}: cannot be read ({error.strerror}); make it readable for this user"
+            f"cannot read {idx_path} ({error.strerror}); make it readable for this user"
         ) from None
 
 
@@ -96,8 +96,8 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         _refuse(
             idx_path,
-            f"is no token index (starts with {header[:9]!r} instead of {_MAGIC!r}, or ends within "
-            "the header)",
+            f"is not a token index (starts with {header[:9]!r} instead of {_MAGIC!r}, or is "
+            "truncated within the header)",
         )
     _, version, code, sequences, marks = _HEADER.unpack(header)
     if version != _VERSION:
@@ -117,7 +117,7 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
             f"{expected})",
         )
     if not sequences or marks < 2:
-        _refuse(idx_path, "holds no document")
+        _refuse(idx_path, "contains no document")
     index: npt.NDArray[np.uint8] = np.memmap(idx_path, dtype=np.uint8, mode="r")
     lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + 4 * sequences)
@@ -136,7 +136,7 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if not np.array_equal(pointers, starts * dtype.itemsize):
         _refuse(idx_path, "offsets do not follow from the lengths")
     if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
-        _refuse(idx_path, f"document marks do not rise from 0 to {sequences}")
+        _refuse(idx_path, f"document marks do not increase from 0 to {sequences}")
     if sequences == marks - 1 and bool(np.any(np.diff(ends) != 1)):
         number = int(np.argmax(np.diff(ends) != 1))
         _refuse(
@@ -171,7 +171,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         tokens: npt.NDArray[Any] = np.memmap(path, dtype=info.dtype, mode="r")
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({error.strerror}); make it readable for this user"
+            f"cannot read {path} ({error.strerror}); make it readable for this user"
         ) from None
     lowest = highest = 0
     for start, stop in pieces(tokens.size, info.dtype.itemsize):
@@ -179,11 +179,11 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         lowest = min(lowest, int(piece.min()))
         highest = max(highest, int(piece.max()))
     if lowest < 0:
-        raise DataError(f"{path}: holds the negative id {lowest}; {_AGAIN}")
+        raise DataError(f"{path} contains the negative id {lowest}; {_AGAIN}")
     if highest >= vocab_size:
         raise DataError(
-            f"{path}: holds id {highest}, but the vocabulary has only {vocab_size} ids; give the "
-            f"--vocab-file and --merge-file it was tokenized with ({highest + 1} ids or more)"
+            f"{path} contains id {highest}, but the vocabulary has only {vocab_size} ids; give "
+            f"the --vocab-file and --merge-file it was tokenized with ({highest + 1} ids or more)"
         )
 
 

@@ -165,9 +165,9 @@ class Conversations:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             return "a token is outside the vocabulary"
         if ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
-            return "the ends of conversations are no whole numbers"
+            return "the ends of conversations are not integers"
         if int(ends[0]) or int(ends[-1]) != ids.size or bool(np.any(np.diff(ends) < 0)):
-            return "the ends of conversations do not rise to the number of tokens"
+            return "the ends of conversations do not increase to the number of tokens"
         return ""
 
     @staticmethod
@@ -203,7 +203,7 @@ class Conversations:
                     ends.append(len(ids))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"{path}: cannot be read ({error}); --sft takes JSON lines of conversations"
+                f"cannot read {path} ({error}); --sft takes JSON lines of conversations"
             ) from None
         return np.array(ids, np.int32), np.array(taught, np.bool_), np.array(ends, np.int64)
 
@@ -225,13 +225,15 @@ def _conversation(line: str, where: str) -> Conversation:
     has_messages = isinstance(messages, list) and messages
     if not has_messages or not all(isinstance(m, dict) and _is_message(m) for m in messages):
         raise DataError(
-            f'{where}: is no conversation; write {{"messages": [{{"role": "user", "content": '
-            f'"..."}}, ...]}}'
+            f"{where} is not a conversation; write "
+            f'{{"messages": [{{"role": "user", "content": "..."}}, ...]}}'
         )
     for name, value in zip(("tools", "documents"), extras, strict=True):
         is_list = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         if value is not None and not is_list:
-            raise DataError(f"{where}: {name} is no list of objects; write one, or leave it out")
+            raise DataError(
+                f"{where}: {name} must be a list of objects; write a list, or remove the key"
+            )
     tools, documents = extras
     return Conversation(messages=messages, tools=tools, documents=documents)
 

@@ -404,7 +404,7 @@ class MicrobatchLoader:
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
-                "a data worker ended unexpectedly (killed, or out of memory); lower --num-workers"
+                "a data worker exited unexpectedly (killed, or out of memory); lower --num-workers"
             ) from error
         self._read_block += 1
         return arrays

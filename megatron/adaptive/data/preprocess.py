@@ -133,7 +133,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
             raise DataError(f"{pattern}: {reason}; --input takes JSON lines files or a pattern")
         for path in paths:
             if not os.access(path, os.R_OK):
-                raise DataError(f"{path}: cannot be read; check its permissions")
+                raise DataError(f"cannot read {path}; check its permissions")
             files[path] = None
     return tuple(files)
 
@@ -162,7 +162,7 @@ def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> Pre
         return _write(spec, progress)
     except OSError as error:
         raise DataError(
-            f"{spec.output_prefix}: cannot be written ({error.strerror}); free space or choose "
+            f"cannot write to {spec.output_prefix} ({error.strerror}); free space or choose "
             "another --output-prefix"
         ) from None
 
@@ -187,8 +187,8 @@ def _write(spec: PreprocessSpec, progress: Progress | None) -> PreprocessSummary
         for key, output in zip(spec.json_keys, outputs, strict=True):
             if not output.num_documents:
                 raise DataError(
-                    f"{_names(spec.inputs)}: holds no text under {key!r}; "
-                    "give a file with at least one filled JSON line"
+                    f"{_names(spec.inputs)}: there is no text under {key!r}; give a file with at "
+                    "least one filled JSON line"
                 )
         for output in outputs:
             output.finish()
@@ -206,9 +206,11 @@ def _write(spec: PreprocessSpec, progress: Progress | None) -> PreprocessSummary
 
 def _check(spec: PreprocessSpec) -> None:
     if spec.workers < 1:
-        raise ConfigError(f"--workers is {spec.workers}, but must be at least 1")
+        raise ConfigError(f"--workers must be at least 1, got {spec.workers}")
     if not spec.json_keys or len(set(spec.json_keys)) != len(spec.json_keys):
-        raise ConfigError(f"--json-keys is {' '.join(spec.json_keys)!r}; give each key once")
+        raise ConfigError(
+            f"--json-keys must contain each key once, got {' '.join(spec.json_keys)!r}"
+        )
     if not spec.inputs:
         raise ConfigError("no input; give at least one file with --input")
 
@@ -226,7 +228,7 @@ def _batches(inputs: Iterable[Path]) -> Iterator[_Batch]:
                     yield path, first_line, lines
                     first_line += len(lines)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+            raise DataError(f"cannot read {path} ({error.strerror})") from None
 
 
 class _Encoder:
@@ -328,8 +330,8 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            "a worker process ended unexpectedly (killed, or out of memory); "
-            "start again with fewer --workers"
+            "a worker process exited unexpectedly (killed, or out of memory); start again with "
+            "fewer --workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

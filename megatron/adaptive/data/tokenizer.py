@@ -181,9 +181,9 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         needed = {END_OF_DOCUMENT, *pre_tokenizers.ByteLevel.alphabet()}
         if missing := needed - vocab.keys():
             raise DataError(
-                f"{vocab_file}: lacks {max(missing, key=len)!r} ({len(missing)} of the 256 byte "
+                f"{vocab_file} lacks {max(missing, key=len)!r} ({len(missing)} of the 256 byte "
                 f"symbols and {END_OF_DOCUMENT}, which ends documents), so text would be lost; "
-                "use a GPT-2 vocabulary that holds all of them"
+                "use a GPT-2 vocabulary that contains all of them"
             )
         _check_merges(vocab, merges, Path(vocab_file), Path(merge_file))
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
@@ -211,10 +211,10 @@ def _check_merges(
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
-        raise DataError(f"{vocab_file}: two tokens share an id; every id may occur once")
+        raise DataError(f"{vocab_file}: two tokens have the same id; ids must be unique")
     if ids[0] != 0 or ids[-1] != len(ids) - 1:
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
-        raise DataError(f"{vocab_file}: no token has the id {lacking}, and others have larger ones")
+        raise DataError(f"{vocab_file}: no token has the id {lacking}, but others have larger ids")
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
     if len(set(merges)) != len(merges):  # compares rules, because two rules may give the same token
         raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
@@ -226,8 +226,8 @@ def _check_merges(
     ]
     if alone:
         raise DataError(
-            f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file}"
-            " makes: they are damaged, or do not belong together"
+            f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file} "
+            "makes; the files are damaged, or do not belong together"
         )
     rising = sum(after > before for before, after in itertools.pairwise(merged_ids))
     if _MOSTLY * (len(merged_ids) - 1) <= rising < len(merged_ids) - 1:
@@ -258,7 +258,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             encoder = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise DataError(
-                f"{folder}/tokenizer.json: is no tokenizer of the tokenizers library ({error})"
+                f"{folder}/tokenizer.json is not a tokenizer of the tokenizers library ({error})"
             ) from None
         encoder.no_padding()
         encoder.no_truncation()
@@ -312,9 +312,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             token_id = self._json("config.json").get("eos_token_id")
             token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
         if type(token_id) is not int:
-            fault = "no file names the eos_token" if token is None else f"{token!r} is no token"
+            fault = "no file sets the eos_token" if token is None else f"{token!r} is not a token"
             raise DataError(
-                f"{self._folder}: {fault}, with which documents end; write eos_token into "
+                f"{self._folder}: {fault}, which ends documents; set eos_token in "
                 "tokenizer_config.json"
             )
         return token_id
@@ -327,7 +327,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             # Parse leniently: transformers writes the integer 10^30 for an unlimited length.
             content = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
-            raise DataError(f"{path}: is not JSON ({error})") from None
+            raise DataError(f"{path} is not JSON ({error})") from None
         return content if isinstance(content, dict) else {}
 
 
@@ -351,10 +351,10 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = package.SentencePieceProcessor(model_proto=content, add_bos=begins)
         except RuntimeError:
             raise DataError(
-                f"{file}: is no model of SentencePiece; check --tokenizer-model"
+                f"{file} is not a model of SentencePiece; check --tokenizer-model"
             ) from None
         if self._model.eos_id() < 0:
-            raise DataError(f"{file}: has no token for the end; train it with an eos_id")
+            raise DataError(f"{file} has no token for the end; train it with an eos_id")
         digest = hashlib.sha256(content + bytes([begins])).hexdigest()[:16]
         super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 
@@ -395,9 +395,9 @@ class TikTokenizer(Tokenizer):
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             raise DataError(
-                f"{file}: is no .json list of objects with rank, token_bytes and token_str whose "
-                f"first --vocab-size {vocab_size} less --tiktoken-num-special-tokens {num_special} "
-                "have ranks from 0 on; check --tokenizer-model and both numbers"
+                f"{file} must be a .json list of objects with rank, token_bytes and token_str "
+                f"whose first --vocab-size {vocab_size} less --tiktoken-num-special-tokens "
+                f"{num_special} have ranks from 0 on; check --tokenizer-model and both numbers"
             ) from None
         self._model = built.tokenizer
         digest = hashlib.sha256(f"{num_special} {pattern} ".encode() + content).hexdigest()[:16]
@@ -425,7 +425,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 1:
-            raise ConfigError(f"--vocab-size is {vocab_size}, but must be at least 1")
+            raise ConfigError(f"--vocab-size must be at least 1, got {vocab_size}")
         super().__init__(vocab_size + 1, eod=vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
@@ -464,7 +464,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     size = config.vocab_size
     model = config.tokenizer_model or ""
     if config.missing:
-        raise ConfigError(f"{kind} needs {' and '.join(config.missing)}: add it")
+        raise ConfigError(f"{kind} needs {' and '.join(config.missing)}; add it")
     built: Tokenizer
     if kind == "NullTokenizer":
         return NullTokenizer(size or 0)
@@ -481,8 +481,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if size is not None and built.vocab_size > size:
         raise ConfigError(
             f"--vocab-size {size} is less than the {built.vocab_size} ids of the tokenizer "
-            f"({kind}): the model has no row for the last ones; give the tokenizer of the model, "
-            "or leave --vocab-size out"
+            f"({kind}), so the model would have no row for the last ones; give the tokenizer of "
+            "the model, or remove --vocab-size"
         )
     return built
 
@@ -510,8 +510,8 @@ def need_package(name: str, flag: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
-            f"{flag} needs the package {name}, which is not installed: install "
-            f"megatron-adaptive[{extra}], or leave it out"
+            f"{flag} needs the package {name}, which is not installed; install "
+            f"megatron-adaptive[{extra}], or remove it"
         ) from None
 
 

@@ -216,8 +216,8 @@ class Leader(Agreement):
             if thread.is_alive():
                 self._reports[rank].give_up()
                 raise DeadlineError(
-                    f"{self._describe(rank)}, of the same decision group, did not close "
-                    f"within {_CLOSE_S:g} s; did it stop elsewhere?"
+                    f"{self._describe(rank)}, of the same decision group, did not close within "
+                    f"{_CLOSE_S:g} s; it may have stopped elsewhere"
                 )
 
     def _collect(self, rank: int) -> None:
@@ -293,8 +293,8 @@ class Follower(Agreement):
         message = self._decisions.next(timeout_s)
         if message is None:
             raise PeerLostError(
-                "the first rank of the decision group has ended, while this one waits for "
-                "its next decision; the ranks ran different numbers of steps"
+                "the first rank of the decision group has exited while this rank waits for its "
+                "next decision; the ranks ran different numbers of steps"
             )
         return None if message == _NOTHING else Action(*decode(message))
 

@@ -100,7 +100,7 @@ def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: b
     for name, (positional, keywords) in _CALLS.items():
         function = functions[name]
         if function is None:
-            return f"it has no {name} among its schedules"
+            return f"it has no schedule {name}"
         if not _takes(function, positional, keywords):
             taken = ", ".join(inspect.signature(function).parameters)
             passed = ", ".join((*positional, *keywords))

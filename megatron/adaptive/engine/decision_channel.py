@@ -76,7 +76,7 @@ class Writer:
         """
         message = torch.tensor([value], dtype=torch.int64)
         for name, index in self._readers:
-            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
+            with _lost(f"{name}, of the same decision group, did not receive a message", timeout_s):
                 self._sent.append((name, self._group.send([message], index, 0), message))
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
@@ -94,7 +94,7 @@ class Writer:
         """Waits until at most ``most`` messages have been sent but not received."""
         while len(self._sent) > most:
             name, work, _ = self._sent.popleft()
-            with _lost(f"{name}, of the same decision group, took no word", timeout_s):
+            with _lost(f"{name}, of the same decision group, did not receive a message", timeout_s):
                 work.wait(_limit(timeout_s))
 
 
@@ -125,7 +125,7 @@ class Reader:
         """
         if not self._is_open:
             return None
-        with _lost(f"no word of {self._name}, of the same decision group,", timeout_s):
+        with _lost(f"no message from {self._name}, of the same decision group,", timeout_s):
             self._work.wait(_limit(timeout_s))
         value = int(self._message)
         self._is_open = value != _CLOSED
@@ -174,7 +174,8 @@ class _MemoryEnd:
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
             raise PeerLostError(
-                f"{self._describe(rank)} ended the step of its decision group: it lost another rank"
+                f"{self._describe(rank)} stopped the step of its decision group, because it lost "
+                "another rank"
             ) from error
         raise error
 
@@ -184,7 +185,7 @@ class _MemoryWriter(_MemoryEnd, Writer):
         try:
             self._log.publish(value, timeout_s)
         except TransportError as error:
-            self._raise("no room for a word to", error)
+            self._raise("no room for a message to", error)
 
     def close(self) -> None:
         self.publish(_CLOSED, _CLOSE_S)
@@ -196,7 +197,7 @@ class _MemoryReader(_MemoryEnd, Reader):
         try:
             value = int(self._log.next(timeout_s))
         except TransportError as error:
-            self._raise("no word of", error)
+            self._raise("no message from", error)
         return None if value == _CLOSED else value
 
     def give_up(self) -> None:
@@ -250,8 +251,8 @@ def make_channels(
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(
-                f"the decisions of {describe(peer)} cannot be read ({error}): let ranks of one"
-                " machine run as the same user and see each other in /proc"
+                f"cannot read the decisions of {describe(peer)} ({error}); run all ranks of a "
+                "machine as the same user, and let them see each other in /proc"
             ) from error
         try:
             end = module.DecisionLog.attach(fd, 0 if rank == first else rest.index(rank), local)

@@ -508,7 +508,7 @@ def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore
     if reason is not None:
         raise ConfigError(
             f"backwards cannot be split: {reason}; choose a schedule with whole backwards, or "
-            "leave split_backward (--split-backward) out"
+            "remove split_backward (--split-backward)"
         )
     stores = [WeightGradientStore() for _ in chunks]
     for chunk, store in zip(chunks, stores, strict=True):

@@ -204,6 +204,14 @@ def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any
     return gather(here((model_groups or ModelGroups()).pp_rank))
 
 
+def _set_aside_earlier_run(folder: str, job: Job) -> None:
+    """Moves trace files of an earlier run out of the folder, once per machine. Collective."""
+    machines = [entry["machine"] for entry in job.places]
+    if machines.index(machines[job.rank]) == job.rank:
+        set_aside(folder)
+    dist.barrier(group=job.control_group)
+
+
 def open_trace(
     folder: str | None,
     job: Job,
@@ -256,10 +264,7 @@ def open_trace(
     if folder is None:
         return Tracing()
     groups = model_groups or ModelGroups()
-    machines = [entry["machine"] for entry in job.places]
-    if machines.index(machines[job.rank]) == job.rank:
-        set_aside(folder)
-    dist.barrier(group=job.control_group)
+    _set_aside_earlier_run(folder, job)
     accelerator = job.accelerator
     interface = interface_towards(job.environment.socket_interface, job.environment.master_addr)
     counters = MachineCounters(accelerator.gpu_uuid, accelerator.shares, interface)
@@ -321,8 +326,8 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
         if pair is not None:
             here_text, first_text = (text or "nothing in its place" for text in pair)
             raise ConfigError(
-                f"{here_text} on rank {rank}, but {first_text} on rank 0: ranks of a job share "
-                "their settings; start all of them with the same ones"
+                f"{here_text} on rank {rank}, but {first_text} on rank 0; start all ranks of a "
+                "job with the same settings"
             )
 
 

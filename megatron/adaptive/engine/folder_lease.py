@@ -253,7 +253,10 @@ class Lease:
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
         holder = _text(owner)
-        text = f"is {'managed' if is_managed else 'written'} by {holder}: two jobs would spoil each"
+        text = (
+            f"is {'managed' if is_managed else 'written'} by {holder}, and two jobs would damage "
+            "each"
+        )
         text += " other's checkpoints"
         if over:
             text = (
@@ -266,7 +269,7 @@ class Lease:
             else ""
         )
         return LeaseTakenError(
-            f"{self._folder} {text}; {see}end that job, or name another folder", owner
+            f"{self._folder} {text}; {see}stop that job, or choose another folder", owner
         )
 
     def _make_folder(self) -> None:

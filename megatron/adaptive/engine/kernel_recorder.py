@@ -56,8 +56,9 @@ class KernelRecorder:
             return
         if torch.autograd._profiler_enabled():
             self._say(
-                f"kernels of iteration {iteration} are not recorded: another torch.profiler of "
-                "this process runs; end it, or leave out --trace-detail kernels"
+                f"kernels of iteration {iteration} are not recorded, because another "
+                "torch.profiler of this process is running; stop it, or remove --trace-detail "
+                "kernels"
             )
             return
         activities = [profiler.ProfilerActivity.CPU]

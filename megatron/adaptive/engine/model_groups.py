@@ -47,9 +47,9 @@ class ModelGroups:
         lacking = [name for name in _NEEDED if getattr(collection, name, None) is None]
         if lacking:
             raise ConfigError(
-                f"pg_collection was given without {', '.join(lacking)}: the engine connects the "
-                f"ranks of {', '.join(_NEEDED)}; set these groups, or leave pg_collection out for "
-                "those of parallel_state"
+                f"pg_collection has no {', '.join(lacking)}, but the engine connects the ranks of "
+                f"{', '.join(_NEEDED)}; set these groups, or remove pg_collection to use the "
+                "groups of parallel_state"
             )
 
     @property

@@ -280,8 +280,8 @@ class Orders:
             schedule = self._from_file
             if schedule.num_microbatches != num_microbatches:
                 raise ConfigError(
-                    f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches and "
-                    f"this step has {num_microbatches}; set --global-batch-size to match it"
+                    f"schedule {schedule.name} is for {schedule.num_microbatches} microbatches, "
+                    f"but this step has {num_microbatches}; set --global-batch-size to match it"
                 )
             order = schedule.orders[self.pp_rank]
             return Follow(order, schedule.name, num_slices=schedule.num_slices)
@@ -306,19 +306,19 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if its != placement:
         raise ConfigError(
             f"--schedule-file {path} is for {its.num_ranks} pipeline ranks with {its.num_chunks} "
-            f"chunks in a {its.kind}, this run has {placement.num_ranks} with "
-            f"{placement.num_chunks} in a {placement.kind}: set --pipeline-model-parallel-size, "
+            f"chunks in a {its.kind}, but this run has {placement.num_ranks} with "
+            f"{placement.num_chunks} in a {placement.kind}; set --pipeline-model-parallel-size, "
             "--num-virtual-stages-per-pipeline-rank and --pipeline-placement to match"
         )
     if schedule.num_slices != num_slices:
         raise ConfigError(
-            f"--schedule-file {path} has {_slices(schedule.num_slices)}, and this run has "
-            f"{_slices(num_slices)}: set --sequence-slices {schedule.num_slices} to match"
+            f"--schedule-file {path} has {_slices(schedule.num_slices)}, but this run has "
+            f"{_slices(num_slices)}; set --sequence-slices {schedule.num_slices} to match"
         )
     if schedule.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as separate actions, but this run "
-            "computes them within the backward: give --split-backward True"
+            "computes them within the backward; give --split-backward True"
         )
     return schedule
 

@@ -76,8 +76,8 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
     while cause is not None:
         if (reason := _broken_connection(cause)) is not None:
             return PeerLostError(
-                f"rank {rank} lost its connection with another rank ({reason}), which ended, hangs "
-                "or cannot be reached; the job cannot continue without it, start again from "
+                f"rank {rank} lost its connection with another rank ({reason}), which exited, "
+                "hangs or cannot be reached; the job cannot continue without it; restart it from "
                 "the last checkpoint"
             )
         cause = cause.__cause__
@@ -199,8 +199,8 @@ class Job:
         """
         if self.launcher not in (None, os.getppid()):
             raise PeerLostError(
-                f"rank {self.rank}: its launcher (pid {self.launcher}) has ended without ending its"
-                " ranks, so this process ends: start the job again"
+                f"rank {self.rank}: its launcher (pid {self.launcher}) has exited without "
+                "stopping its ranks, so this process exits; restart the job"
             )
 
     def end_leases(self) -> None:

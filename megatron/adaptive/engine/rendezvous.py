@@ -86,9 +86,9 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     if isinstance(error, ValueError) and "rendezvous" not in reason:
         return error
     return TransportError(
-        f"rank {environment.rank} cannot meet the other ranks at {environment.master_addr}:"
-        f"{environment.master_port} ({reason}): start the program with torchrun, with --standalone "
-        "on one machine, or give another port"
+        f"rank {environment.rank} cannot meet the other ranks at "
+        f"{environment.master_addr}:{environment.master_port} ({reason}); start the program with "
+        "torchrun, with --standalone on one machine, or give another port"
     )
 
 
@@ -156,7 +156,7 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
         except socket.gaierror as error:
             reason = f"the name does not resolve: {error.strerror}"
         except OSError as error:
-            reason = f"nobody listens there: {error.strerror or error}"
+            reason = f"nothing listens there: {error.strerror or error}"
         time.sleep(min(_AGAIN_S, max(0.0, left_s)))
 
 
@@ -176,8 +176,8 @@ def connect(host: str, port: int, end_s: float) -> Any:
             timeout=datetime.timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
         ),
-        f"the program that listens there gave no answer within {_ANSWER_S:.0f} s: it is not a torch"
-        " store",
+        f"the program that listens there did not answer within {_ANSWER_S:.0f} s, so it is not a "
+        "torch store",
     )
 
 
@@ -201,7 +201,9 @@ def _serve(environment: Environment, end_s: float) -> Any:
             )
     wait = datetime.timedelta(seconds=left_s)
     return within(
-        left_s, lambda: next(dist.rendezvous("env://", timeout=wait))[0], "the ranks did not come"
+        left_s,
+        lambda: next(dist.rendezvous("env://", timeout=wait))[0],
+        "the ranks did not connect",
     )
 
 
@@ -237,7 +239,8 @@ def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
     if missing:
         names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
         raise MeetingError(
-            f"{size - len(missing)} of {size} ranks came within {time.monotonic() - begin_s:.0f} s,"
-            f" not rank {names}: the others may have another MASTER_ADDR or MASTER_PORT, or come"
-            " later than MEGATRON_ADAPTIVE_MEETING_S allows"
+            f"{size - len(missing)} of {size} ranks connected within "
+            f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; the others may have "
+            "another MASTER_ADDR or MASTER_PORT, or connect later than "
+            "MEGATRON_ADAPTIVE_MEETING_S allows"
         )

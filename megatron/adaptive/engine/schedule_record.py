@@ -47,7 +47,7 @@ from megatron.adaptive.trace.read import describe_numbers
 
 _FORMAT = "megatron-adaptive schedule"
 _VERSION = 1
-_HINT = "name a file that --record-schedule wrote"
+_HINT = "give a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
 """Codes of one rank's actions in a step, in the order they ran."""
@@ -185,8 +185,8 @@ class ScheduleRecord:
             raise _damaged(path, f'its "format" is not "{_FORMAT}"')
         if content.get("version") != _VERSION:
             raise ConfigError(
-                f"{path} has version {content.get('version')!r} of the format, this program reads "
-                f"{_VERSION}; record the schedule again"
+                f"{path} has version {content.get('version')!r} of the format, but this program "
+                f"reads {_VERSION}; record the schedule again"
             )
         try:
             return _parse(content, str(path))
@@ -205,12 +205,13 @@ class ScheduleRecord:
         differing = [name for name in _REMEDIES if present[name] != recorded[name]]
         if differing:
             pairs = ", ".join(
-                f"{name} {recorded[name]} there, {present[name]} here" for name in differing
+                f"{name} {recorded[name]} in the recording, {present[name]} here"
+                for name in differing
             )
             flags = ", ".join(_REMEDIES[name] for name in differing)
             raise ConfigError(
-                f"{self._source} is of a pipeline of another shape: {pairs}; give {flags} of the "
-                "recorded run"
+                f"{self._source} was recorded with a different pipeline shape ({pairs}); use the "
+                f"same {flags} as the recorded run"
             )
 
     def require_steps(self, first: int, last: int) -> None:
@@ -274,8 +275,8 @@ class ScheduleRecord:
     def _require_count(self, step: int, recorded: int, present: int) -> None:
         if recorded != present:
             raise ConfigError(
-                f"step {step} of {self._source} has {recorded} microbatches, this run's has "
-                f"{present}; give the batch sizes and the data-parallel size of the recorded run"
+                f"step {step} of {self._source} has {recorded} microbatches, but this run's has "
+                f"{present}; use the batch sizes and the data-parallel size of the recorded run"
             )
 
 
@@ -428,7 +429,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
             dealt = tuple(tuple(microbatches) for microbatches in content["dealt"][step])
             every = sorted(number for microbatches in dealt for number in microbatches)
             if every != list(range(len(every))):
-                raise ValueError(f"step {step} does not deal each microbatch once")
+                raise ValueError(f"step {step} does not assign each microbatch once")
         record.add(int(step), [orders[number] for number in numbers], dealt)
     return record
 
@@ -476,4 +477,4 @@ def _is_count(value: object) -> bool:
 
 
 def _damaged(path: str | Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is no record of a schedule or is damaged: {reason}; {_HINT}")
+    return ConfigError(f"{path} is damaged or is not the record of a schedule: {reason}; {_HINT}")

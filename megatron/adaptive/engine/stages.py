@@ -473,8 +473,8 @@ class ForwardBackward:
         """
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
-                "adjust_tensor_shapes_fn was given, but channels here carry each tensor's own "
-                "shape; leave it out"
+                "adjust_tensor_shapes_fn was given, but channels carry each tensor's own shape; "
+                "remove it"
             )
         orders = self.orders
         widths = orders.widths

@@ -149,6 +149,6 @@ class StopRequest:
 def _lost(error: RuntimeError) -> PeerLostError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return PeerLostError(
-        f"a rank went away while all agreed whether to stop: {reason}; start again from the last "
-        "checkpoint"
+        f"a rank was lost while the ranks agreed whether to stop: {reason}; restart the job from "
+        "the last checkpoint"
     )

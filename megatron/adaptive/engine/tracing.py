@@ -428,11 +428,13 @@ def record_trace(
         TraceError: The folder cannot be made.
     """
     if skip < 1 or steps < 1:
-        raise ConfigError(f"record_trace with skip={skip}, steps={steps}: give 1 or more each")
+        raise ConfigError(
+            f"skip and steps of record_trace must be at least 1, got skip={skip}, steps={steps}"
+        )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"cannot make {folder} for traces: {error.strerror}") from None
+        raise TraceError(f"cannot create the trace folder {folder}: {error.strerror}") from None
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     path = str(Path(folder, f"rank{rank}.json.gz"))
     recording = profiler.profile(

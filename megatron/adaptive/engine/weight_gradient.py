@@ -440,7 +440,7 @@ class WeightGradientStore:
                 return
         raise ScheduleError(
             f"weight gradients of microbatch {self._label(microbatch)}, piece {piece} of {pieces} "
-            f"were asked for where {due} is due: ask for each once, after its backward, "
+            f"were requested where {due} is due; request each once, after its backward, "
             "microbatches and pieces in ascending order"
         )
 
@@ -496,8 +496,8 @@ class SplitStages:
         if self._stores is None:
             raise ScheduleError(
                 f"weight gradients of chunk {chunk}, microbatch "
-                f"{item_label(microbatch, self._num_slices)} were asked for in a step whose "
-                "backwards are whole; split them"
+                f"{item_label(microbatch, self._num_slices)} were requested in a step whose "
+                "backwards are whole; split the backwards"
             )
         self._stores[chunk].run(microbatch, piece, pieces)
 

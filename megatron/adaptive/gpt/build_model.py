@@ -312,8 +312,8 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
     except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split()) or "a rule without a text"
         raise ConfigError(
-            f"megatron-core's {kind.__name__} refuses the settings ({reason}): change or drop the "
-            "flags that it names"
+            f"megatron-core's {kind.__name__} refuses the settings ({reason}); change or remove "
+            "the flags that it names"
         ) from error
 
 
@@ -723,8 +723,8 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
     if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} ids, and the model of --load-hf {rows} (--vocab-size): use"
-            " the tokenizer of that model"
+            f"the tokenizer has {size} ids, but the model of --load-hf has {rows} (--vocab-size); "
+            "use the tokenizer of that model"
         )
     multiple = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size

@@ -28,16 +28,16 @@ def check() -> None:
     """
     if _GroupedMLP is None:
         raise ConfigError(
-            "--moe-grouped-gemm with --transformer-impl local: megatron-core"
-            f" {megatron.core.__version__} does not have it, 0.16 has; drop the flag, or use"
-            " --transformer-impl transformer_engine"
+            "--moe-grouped-gemm with --transformer-impl local needs megatron-core 0.16 or newer, "
+            f"but {megatron.core.__version__} is installed; remove the flag, or use "
+            "--transformer-impl transformer_engine"
         )
     from megatron.core.transformer.moe import grouped_gemm_util
 
     if not grouped_gemm_util.grouped_gemm_is_available():
         raise ConfigError(
-            "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm,"
-            " which is not installed: install it, or drop the flag"
+            "--moe-grouped-gemm with --transformer-impl local needs the package grouped_gemm, "
+            "which is not installed; install it or remove the flag"
         )
 
 

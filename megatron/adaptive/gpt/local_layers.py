@@ -184,7 +184,8 @@ class GroupRouter(TopKRouter):
         super().__init__(config, *args, **kwargs)
         if not hasattr(self, "router_replay"):
             raise ConfigError(
-                "--moe-router-group-best needs megatron-core 0.16 or newer: drop it, or install one"
+                "--moe-router-group-best needs megatron-core 0.16 or newer; install it or remove "
+                "the flag"
             )
         self.router_replay = _GroupChoice(config.moe_router_group_best)
 

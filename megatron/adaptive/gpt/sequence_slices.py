@@ -342,9 +342,10 @@ class SequenceSlices:
             return
         if not hasattr(attention, "slices"):
             raise ConfigError(
-                f"--sequence-slices {self._most} is given, and layer {layer.layer_number} computes "
-                f"attention by {type(attention).__name__}, which does not attend to earlier "
-                "slices: drop it, or choose a model with plain attention"
+                f"--sequence-slices {self._most} cannot be used, because layer "
+                f"{layer.layer_number} computes attention by {type(attention).__name__}, which "
+                "does not attend to earlier slices; remove the flag, or choose a model with "
+                "plain attention"
             )
         attention.slices = self
 

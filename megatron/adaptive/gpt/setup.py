@@ -546,9 +546,9 @@ def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
     if rank_bytes > whole_bytes:
         model = config.model
         raise ConfigError(
-            f"a model of {count:.3g} parameters (--num-layers {model.num_layers}"
-            f" --hidden-size {model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}) has"
-            f" {rank_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, and"
-            f" {accelerator.name} has {whole_bytes / _GIB:,.0f} GiB: make it smaller, or divide it"
-            " among more ranks"
+            f"a model of {count:.3g} parameters (--num-layers {model.num_layers} --hidden-size "
+            f"{model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}) has "
+            f"{rank_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, but "
+            f"{accelerator.name} has {whole_bytes / _GIB:,.0f} GiB; make it smaller, or divide it "
+            "among more ranks"
         )

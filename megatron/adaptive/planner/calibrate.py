@@ -129,10 +129,10 @@ def calibrate(
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     for run in runs:
-        if run.trace.num_slices > 1:
+        if run.trace.is_sliced:
             raise ConfigError(
-                f"{run.trace.origin} has times of {run.trace.num_slices} slices per sequence, and a"
-                " profile has times of whole sequences: trace a run with --sequence-slices 1"
+                f"{run.trace.origin} has times of slices of sequences, but a profile needs times of"
+                " whole sequences: trace a run without --sequence-slices and --slice-tokens"
             )
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()

@@ -144,7 +144,8 @@ class Settings:
         for name in ("schedule_file", "trace_dir"):
             if (path := getattr(self, name)) is not None:
                 assign(self, name, os.fspath(path))
-        check_values(vars(self), _flags())
+        flags = _flags()
+        check_values({name: getattr(self, name) for name in flags}, flags)
         self._check_profiled()
         if self.trace_otlp is not None:
             collector_url("--trace-otlp", self.trace_otlp)
@@ -197,20 +198,20 @@ class Settings:
         """
 
         def chosen(name: str, default: Any) -> Any:
-            own = getattr(self, name)
-            return getattr(arguments, name, default) if own is None else own
+            value = getattr(self, name)
+            return getattr(arguments, name, default) if value is None else value
 
         if "kernels" not in trace_details(self.trace_detail):
             return range(0)
         first = chosen("profile_step_start", RunConfig.profile_step_start)
         end = chosen("profile_step_end", RunConfig.profile_step_end)
-        _require_iterations(first, end)
         uses_torch = getattr(arguments, "use_pytorch_profiler", False)
         if getattr(arguments, "profile", False) and uses_torch:
             raise ConfigError(
                 "trace_detail='kernels' and --profile --use-pytorch-profiler use the same profiler:"
                 " leave one of them out"
             )
+        _require_iterations(first, end)
         is_chosen = rank in chosen("profile_ranks", RunConfig.profile_ranks)
         return range(first, end) if is_chosen else range(0)
 

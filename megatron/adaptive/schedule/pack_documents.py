@@ -45,7 +45,7 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     if num_rows > len(lengths):
         raise ConfigError(
             f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
-            f"{num_rows} here; use a --global-batch-size of at least {num_rows}, a multiple of "
+            f"but only {num_rows}; use a --global-batch-size of at least {num_rows}, a multiple of "
             f"{unit}"
         )
     while len(rows) < num_rows:

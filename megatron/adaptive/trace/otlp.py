@@ -29,7 +29,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.adaptive import __version__
 from megatron.adaptive.config.collector import collector_url, shown_url, without_login
 from megatron.adaptive.config.input_files import say
 from megatron.adaptive.schedule.action import SliceCounts
@@ -99,7 +98,7 @@ def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str,
 
 def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a request with some spans of a resource."""
-    scope = {"name": "megatron.adaptive", "version": __version__}
+    scope = {"name": "megatron.adaptive"}
     return {
         "resourceSpans": [
             {"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}
@@ -311,7 +310,7 @@ class SpanSender:
         self._limit_s = limit_s
         self._resource = resource_of(header, replicas=0, tensor=0)
         self._unix_ns = header.unix_ns - header.monotonic_ns
-        self._sent_of: dict[int, _SentBefore] = {}  # of the latest iterations
+        self._sent_of: dict[int, _SentBefore] = {}
         self._pause_s = FIRST_PAUSE_S
         self._next_s = -1.0
         self._is_down = False
@@ -398,8 +397,8 @@ class SpanSender:
         if self._is_down:
             self._is_down = False
             say(
-                f"note: rank {self._header.rank}: {self._shown} answers again; spans dropped so far:"
-                f" {self.dropped:,}"
+                f"note: rank {self._header.rank}: {self._shown} answers again; spans dropped so"
+                f" far: {self.dropped:,}"
             )
 
     def _count(self, *, sent: int = 0, dropped: int = 0) -> None:

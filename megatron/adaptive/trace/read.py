@@ -305,6 +305,15 @@ class RunTrace:
                 f"{describe_numbers(self.iterations)}"
             )
 
+    @cached_property
+    def is_sliced(self) -> bool:
+        """Whether a recorded microbatch is cut into slices along its sequence."""
+        return any(
+            trace.header.num_slices > 1
+            or any(max(block.marker.slices, default=1) > 1 for block in trace.index.blocks)
+            for trace in self.ranks.values()
+        )
+
     @property
     def gpu_ranks(self) -> int:
         """Maximum number of ranks that share a GPU; 1 if no GPU is shared."""

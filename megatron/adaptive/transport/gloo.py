@@ -178,8 +178,8 @@ class GlooTransport:
                 if time.monotonic() < end - _TICK_S:
                     raise
             raise DeadlineError(
-                f"{count} messages were not taken within {timeout_s:g} s, the oldest by "
-                f"{self._describe(peer)}; is it alive and on the network?"
+                f"{count} messages were not received within {timeout_s:g} s, the oldest by "
+                f"{self._describe(peer)}; check that it is alive and on the network"
             )
 
     def close(self) -> None:
@@ -194,8 +194,8 @@ class GlooTransport:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 raise DeadlineError(
-                    f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; "
-                    "did it stop elsewhere?"
+                    f"{self._describe(peer)} did not close its channel within {CLOSE_S:g} s; it "
+                    "may have stopped elsewhere"
                 )
 
     def _say_end(self, peer: int) -> None:
@@ -291,14 +291,14 @@ class GlooTransport:
         header = posted.packet.header(peer=peer)
         if header.sequence != sequence:
             raise TransportError(
-                f"message {header.sequence} from {self._describe(peer)} came where {sequence} was "
-                "due; a message was lost or doubled"
+                f"message {header.sequence} from {self._describe(peer)} arrived instead of "
+                f"message {sequence}; a message was lost or duplicated"
             )
         if not self._fits(header.shape, header.dtype):
             raise TransportError(
                 f"{self._describe(peer)} sent shape {header.shape} of {header.dtype} on a channel "
-                f"opened here for {self._shape} of {self._dtype}; do both ranks run with the same "
-                "options?"
+                f"opened here for {self._shape} of {self._dtype}; run both ranks with the same "
+                "options"
             )
         payload = posted.payload
         if payload is None:
@@ -322,7 +322,7 @@ class GlooTransport:
 
     def _lost(self, peer: int, error: Exception) -> PeerLostError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerLostError(f"the connection to {self._describe(peer)} broke: {reason}")
+        return PeerLostError(f"the connection to {self._describe(peer)} was lost: {reason}")
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:

@@ -319,9 +319,10 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
         raise TransportError(
-            f"a payload of {dimensions} dimensions and {dtype} cannot be sent: at most "
-            f"{MAX_DIMENSIONS} dimensions of {', '.join(map(str, CODE_OF))} can; reshape it, or "
-            "view it as another type of the same size"
+            f"a payload of {dimensions} dimensions and {dtype} cannot be sent; it must have at "
+            f"most {MAX_DIMENSIONS} dimensions and one of the types "
+            f"{', '.join(map(str, CODE_OF))}; reshape it, or view it as another type of the same "
+            "size"
         )
     return code
 
@@ -405,8 +406,8 @@ class Header:
         )
         if not is_valid or dtype is None:
             raise TransportError(
-                f"header {list(numbers)} from rank {peer} is not one of this format; "
-                "do both ranks run the same version?"
+                f"header {list(numbers)} from rank {peer} does not have this format; run the same "
+                "version on both ranks"
             )
         label = None if kind == _END else Label(step, Action(KINDS[kind], chunk, microbatch))
         return Header(label, tuple(numbers[8 : 8 + dimensions]), dtype, sequence)

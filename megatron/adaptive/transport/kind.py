@@ -162,8 +162,8 @@ def transport_kind(name: str) -> TransportKind:
     loaded = load_transport(name)
     if not (isinstance(loaded, type) and issubclass(loaded, TransportKind)):
         raise ConfigError(
-            f"transport {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of "
-            "TransportKind of megatron.adaptive.transport.kind"
+            f"transport {name} must be a subclass of TransportKind of "
+            f"megatron.adaptive.transport.kind, got {type(loaded).__name__} {loaded!r:.60}"
         )
     kind: TransportKind = loaded()
     kind.name = name
@@ -222,6 +222,6 @@ def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
     if not missing:
         return None
     return (
-        f"open returned {type(transport).__name__} without {', '.join(missing)}: define all "
+        f"open returned {type(transport).__name__} without {', '.join(missing)}; define all "
         "members of Transport in megatron.adaptive.transport.interface"
     )

@@ -222,7 +222,7 @@ class Watcher:
                     )
                     self._lose(self._fact(stopped, event), publish=True)
                 if self._board is not None and self._board.busy_for_s() > self._silent_s:
-                    self._hear(_STORE, f"the job's store gave no answer for {self._silent_s:g} s")
+                    self._hear(_STORE, f"the job's store did not answer for {self._silent_s:g} s")
         finally:
             local.close()
 
@@ -263,10 +263,10 @@ class Watcher:
             if self._quiet or self._lost is not None:
                 return
             self._lost = PeerLostError(
-                f"{fact}; this is rank {self._rank}"
-                f" (stage {self._places[self._rank]['pp_rank']})"
-                f"{f' in {self.position}' if self.position else ''}; the job cannot go on without "
-                "it, start again from the last checkpoint"
+                f"{fact}; this is rank {self._rank} (stage "
+                f"{self._places[self._rank]['pp_rank']})"
+                f"{f' in {self.position}' if self.position else ''}; "
+                "the job cannot continue without it; restart it from the last checkpoint"
             )
         # This thread may never run again, if another thread holds the GIL or the interpreter hangs
         # at exit. Then the C thread of faulthandler ends the process.

@@ -135,7 +135,7 @@ class NativeTransport:
         if not tensor.is_cpu:
             raise TransportError(
                 f"{label.name} for {self._describe(peer)} is on {tensor.device}, but this "
-                "transport was made for tensors of the CPU; make it with that device"
+                "transport was created for CPU tensors; create it for that device"
             )
         code, variant = code_of(tensor.dtype, tensor.dim())
         tag = label.step, KIND_CODE[action.kind], action.chunk, action.microbatch, code, variant
@@ -180,8 +180,8 @@ class NativeTransport:
         waiting = {peer: self._node.pending(peer) for peer in self._kinds}
         slow = ", ".join(self._describe(peer) for peer, count in waiting.items() if count)
         raise DeadlineError(
-            f"{sum(waiting.values())} messages were not taken within {timeout_s:g} s by "
-            f"{slow or 'the device'}; is it alive and on the network?"
+            f"{sum(waiting.values())} messages were not received within {timeout_s:g} s by "
+            f"{slow or 'the device'}; check that it is alive and on the network"
         )
 
     def close(self) -> None:
@@ -314,8 +314,8 @@ def _action(kind: int, chunk: int, microbatch: int) -> Action:
     """Returns an action from a cache, because making an action takes as long as a small send."""
     if kind >= len(KINDS):
         raise TransportError(
-            f"a message of kind {kind} arrived, which is no input of an action; do all ranks run "
-            "the same version?"
+            f"a message of kind {kind} arrived, which is not an input of an action; run the same "
+            "version on all ranks"
         )
     return Action(KINDS[kind], chunk, microbatch)
 

@@ -148,8 +148,8 @@ class TcpKind(NativeKind):
         for end in (first, second):
             if is_loopback(end.addresses.get("tcp", "")):
                 return (
-                    f"rank {end.rank} on {end.host} has only the address "
-                    f"{end.addresses['tcp']}, which others cannot reach; name its network with "
+                    f"rank {end.rank} on {end.host} has only the address {end.addresses['tcp']}, "
+                    "which other machines cannot reach; set its network with "
                     "--transport-interface"
                 )
         return None

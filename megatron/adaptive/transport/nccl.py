@@ -141,8 +141,9 @@ class NcclTransport(GlooTransport):
         if slow:
             count = sum(self._senders[peer].pending for peer in slow)
             raise DeadlineError(
-                f"{count} messages were not taken within {timeout_s:g} s by "
-                f"{', '.join(map(self._describe, slow))}; is it alive and on the network?"
+                f"{count} messages were not received within {timeout_s:g} s by "
+                f"{', '.join(map(self._describe, slow))}; check that it is alive and on the "
+                "network"
             )
 
     def close(self) -> None:
@@ -391,7 +392,7 @@ class NcclKind(TransportKind):
         if failures:
             for group in groups.values():
                 free(group, is_idle=False)
-            raise TransportError(f"{failures[0]}; --transport names another")
+            raise TransportError(f"{failures[0]}; choose another transport with --transport")
         return (
             {receiver: group for (sender, receiver), group in groups.items() if sender == me},
             {sender: group for (sender, receiver), group in groups.items() if receiver == me},

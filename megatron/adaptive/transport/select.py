@@ -84,7 +84,7 @@ def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choi
         if reason is not None:
             raise SetupError(
                 f"--transport {forced} cannot connect ranks {first.rank} and {second.rank}: "
-                f"{reason}; use --transport auto, or fix that"
+                f"{reason}; use --transport auto, or remove this cause"
             )
         return Choice(forced, "asked for")
     missed: list[str] = []

@@ -1,4 +1,4 @@
-"""Small Linux machines inside this one, connected by software RDMA, each of which runs a command.
+"""Runs a command on small Linux machines inside this machine, connected by software RDMA.
 
     python -m tests.labs.rdma_lab [--nodes N] [--memory MIB] [--timeout S] [--machine uml|qemu]
                                   -- COMMAND [ARGUMENT ...]
@@ -19,7 +19,7 @@ The command starts in the caller's directory as root, with the caller's variable
 ``LAB_SHARE``                  directory that this machine and every node can write
 =============================  ===================================================================
 
-The exit status is that of the first node whose command fails, 124 if the time is over, 125 if a
+The exit status is the status of the first node whose command fails, 124 after a timeout, 125 if a
 node dies, otherwise 0. The kernel is compiled on first use, which takes minutes, and kept in
 ``$XDG_CACHE_HOME/megatron-adaptive/rdma-lab`` (``~/.cache`` without that variable).
 

@@ -1,4 +1,4 @@
-"""The lab as a command."""
+"""Runs the lab from the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="only make what nodes boot from")
     parser.add_argument("command", nargs="*", help="program and arguments, after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the nodes on its way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminates the nodes on exit
     try:
         if options.prepare:
             print(prepare() if options.machine == "uml" else qemu.prepare())

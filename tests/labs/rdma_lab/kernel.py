@@ -1,4 +1,4 @@
-"""Compiles the kernel of the nodes, once for each set of choices made here."""
+"""Compiles the nodes' kernel, once for each set of choices in this module."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .packages import LabError
 __all__ = ["prepare", "why_not"]
 
 SOURCE = "linux-source-6.12"
-"""Debian package with the source; whichever update of it Debian has when the kernel is built."""
+"""Debian package with the source, in the version that Debian has when the kernel is built."""
 CONFIG = Path(__file__).with_name("kernel.config")
 
-# A packet wakes the node's processor but does not take it from a program that polls memory, which
-# would see the packet's data at the next tick only: take it, as a tick does. And tick more often.
+# A packet wakes the node's processor but does not preempt a program that polls memory, which would
+# see the data only at the next tick. Therefore reschedule as a tick does, and tick more often.
 _HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
 _TAKE = """\
 	if (need_resched() && current->mm)
 		os_alarm_process(current->mm->context.id.pid);
 """
-# Room for the registers of any processor: with AMX tiles the host takes all 11,008 bytes of them
-# back or none. They lie on the kernel's stacks, which kernel.config makes larger for it.
+# Make room for the registers of any processor: with AMX tiles the host restores all 11,008 bytes of
+# registers or none. They are on the kernel's stacks, which kernel.config enlarges.
 _REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
     ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
-"""File, a text that it has once, and what that becomes."""
+"""File, a text that occurs in it once, and the replacement."""
 
 
 def prepare() -> Path:
@@ -69,12 +69,12 @@ def _lacking(kernel: Path) -> list[str]:
 
 
 def _kernel() -> Path:
-    """Returns the path of the kernel with these choices, whether it exists or not."""
+    """Returns the path of the kernel for these choices, which may not exist yet."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
 def _build(folder: Path) -> None:
-    """Compiles in a temporary folder, which is then renamed to that of the kernel."""
+    """Compiles in a temporary folder, which is then renamed to the kernel's folder."""
     print(f"rdma-lab: compiling {folder}, which takes some minutes", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)
@@ -95,7 +95,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the archive of the source: that of the installed package, or a downloaded one."""
+    """Returns the source archive of the installed package, or downloads it."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

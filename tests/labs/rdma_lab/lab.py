@@ -26,12 +26,12 @@ MACHINES = ("uml", "qemu")
 """Kinds of nodes: User-mode Linux, or a machine that QEMU emulates."""
 
 TIMED_OUT = 124
-"""Status if the time was over before all nodes had finished."""
+"""Status if a timeout occurred before all nodes had finished."""
 DIED = 125
-"""Status of a node whose kernel ended."""
+"""Status of a node whose kernel exited."""
 
 _SCRIPTS = Path(__file__).parent
-_GRACE_S = 10.0  # seconds in which the others may finish after a node has failed
+_GRACE_S = 10.0  # seconds for the other nodes to finish after a node has failed
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -57,7 +57,7 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Status and output of all nodes, as text for people."""
+        """Status and output of all nodes as readable text."""
         said = [
             f"[{rank}] {line}"
             for rank, part in enumerate(self.output)
@@ -68,12 +68,12 @@ class Result:
 
 @dataclass(frozen=True)
 class _Boot:
-    """Settings with which the nodes of a run boot.
+    """Holds the settings with which the nodes of a run boot.
 
     Attributes:
         machine: Kind of the nodes, one of :data:`MACHINES`.
-        kernel: Path of the program that is a node; for QEMU the folder of kernel and first file
-            system.
+        kernel: Path of the program that runs a node; for QEMU, the folder of the kernel and the
+            initial file system.
         folder: Folder for files from and to the nodes, deleted at the end.
         share: Folder that is ``LAB_SHARE``.
         memory_mib: Memory of a node.
@@ -88,7 +88,7 @@ class _Boot:
 
 @dataclass
 class _Node:
-    """A running node."""
+    """Tracks a running node."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -125,8 +125,8 @@ class _Node:
             self.on_line(self.rank, line)
 
     def end(self) -> None:
-        """Ends the node with all its programs."""
-        with contextlib.suppress(ProcessLookupError):  # the node has ended by itself
+        """Kills the node with all its programs."""
+        with contextlib.suppress(ProcessLookupError):  # the node's process has exited on its own
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -198,7 +198,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Watches the nodes until all have finished or time is over; returns the first failure."""
+    """Watches the nodes until all have finished or timed out; returns the first failure."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -212,7 +212,7 @@ def _watch(nodes: list[_Node], deadline_s: float) -> int:
 
 
 def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Writes the files that the nodes read when they boot, and creates those that they write."""
+    """Writes the files that the nodes read at boot, and creates the files that they write."""
     addresses = [f"10.77.0.{rank + 1}" for rank in range(nodes)]
     variables = {
         **os.environ,
@@ -244,12 +244,13 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Makes links from node 0 to all others; returns the ends of the links by node."""
+    """Makes links from node 0 to all others; returns the endpoints of the links by node."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Links stay open to the end, so that for its peers a dead node is a silent one.
+        # Links stay open until the run ends, so that a dead node looks like a silent one to its
+        # peers.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -258,11 +259,11 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns the processors of this machine that each node runs on, in turn.
+    """Returns the processors of this machine on which each node runs, in rotation.
 
     User-mode Linux has one processor and is two processes here, its kernel and its programs, of
-    which one runs at a time. On different processors they would make every system call two to three
-    times as slow, for seconds, and nodes would differ.
+    which only one runs at a time. On different processors every system call would take two to three
+    times as long for seconds, and nodes would differ.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if machine != "uml":
@@ -292,7 +293,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder, and it must be executable.
+    # The memory of a node is a file in this folder, which must allow execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

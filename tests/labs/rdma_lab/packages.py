@@ -1,4 +1,4 @@
-"""Programs that the lab needs, and the Debian packages that have them."""
+"""Lists and installs the programs that the lab needs, with their Debian packages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SYSTEM = "/usr/sbin:/sbin"
 
 
 class LabError(Exception):
-    """The lab cannot run here; the text says in one line why and what to do."""
+    """The lab cannot run here; the message says in one line why and what to do."""
 
 
 def why_not_here() -> str | None:
@@ -62,14 +62,14 @@ def why_not_here() -> str | None:
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Returns the path at which the result for these choices is cached, present or not."""
+    """Returns the path at which the result for these choices is cached; it may not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Calls ``make(folder)`` unless the folder exists; of two callers only one makes it."""
+    """Calls ``make(folder)`` unless the folder exists; of several callers only one makes it."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -96,7 +96,7 @@ def can_install() -> bool:
 
 
 def install(packages: list[str]) -> None:
-    """Installs Debian packages (see :func:`can_install`); waits for other installations to end.
+    """Installs Debian packages (see :func:`can_install`); waits for other installations to finish.
 
     Raises:
         LabError: The installation failed.
@@ -107,7 +107,7 @@ def install(packages: list[str]) -> None:
 
 
 def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None) -> bytes:
-    """Runs a program to its end; returns its standard output.
+    """Runs a program and returns its standard output.
 
     Args:
         command: Program and its arguments.
@@ -115,7 +115,7 @@ def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None
         stdin: Text for its standard input.
 
     Raises:
-        LabError: The program failed; the text has the last line of its stderr.
+        LabError: The program failed; the message contains the last line of its stderr.
     """
     done = subprocess.run(
         command,

@@ -2,8 +2,8 @@
 
     python -m tests.labs.rdma_lab -- /usr/bin/python3 -m tests.labs.rdma_lab.perftest
 
-prints a table. Node 0 is the server. Needs nothing but the standard library: in a node, Debian's
-Python starts faster than an environment with torch.
+prints a table. Node 0 is the server. Needs only the standard library, because Debian's Python
+starts faster in a node than an environment with torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MIB = 1 << 20
 
 
 class PerftestError(Exception):
-    """perftest measured nothing; the text is its output."""
+    """perftest measured nothing; the message is its output."""
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
-    """Returns the bandwidth of many RDMA writes at a time from node 1 to node 0, in bytes/s.
+    """Returns the bandwidth of many concurrent RDMA writes from node 1 to node 0, in bytes/s.
 
     Args:
         size_bytes: Size of a write.
@@ -43,7 +43,7 @@ def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float
         The average of ``ib_write_bw``, the same on both nodes.
 
     Raises:
-        PerftestError: perftest failed, or the time was over.
+        PerftestError: perftest failed or timed out.
     """
     count = max(5, total_bytes // size_bytes)
     _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
@@ -73,13 +73,13 @@ def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> 
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Returns the columns of the client's table behind size and number of writes."""
+    """Returns the columns of the client's table after size and number of writes."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
         raise PerftestError(f"{tool} runs between nodes 0 and 1, this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # If other programs use the processors, perftest may fail to measure their frequency, and then
-    # prints no numbers.
+    # If other programs use the processors, perftest may fail to measure the processor frequency and
+    # then prints no numbers.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:

@@ -1,7 +1,7 @@
-"""Nodes as whole machines under QEMU: slow, but with the address space that sanitizers need.
+"""Runs nodes as whole machines under QEMU: slow, but with the address space for sanitizers.
 
 They boot Debian's own kernel with the few modules that a node needs. QEMU emulates the processor,
-so that neither privileges nor virtualisation are needed.
+so neither privileges nor virtualisation are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs and their packages; the lab itself installs none of them."""
+"""Programs and their packages; the lab itself does not install them."""
 
 KERNEL = "linux-image-6.12-amd64"
-"""Depends on the newest kernel; those made for clouds have neither soft-RoCE nor 9p."""
+"""Package that depends on the newest kernel; cloud kernels have neither soft-RoCE nor 9p."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE loads the module of this checksum by its name.
+    # Soft-RoCE loads this checksum's module by its name.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -93,7 +93,7 @@ def _make(kernel: Path) -> None:
 
 
 def _fetch(work: Path, tree: Path) -> None:
-    """Unpacks the package that :data:`KERNEL` depends on."""
+    """Downloads and unpacks the package that :data:`KERNEL` depends on."""
     try:
         listed = packages.call("apt-cache", "depends", "--important", KERNEL).decode().split()
         package = next(word for word in listed if word.startswith("linux-image-6.12."))
@@ -104,7 +104,7 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies the modules and their dependencies; their names sort in the order of loading."""
+    """Copies the modules and their dependencies; file names sort in loading order."""
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(
@@ -134,7 +134,7 @@ def arguments(
     Args:
         kernel: Folder that :func:`prepare` returned.
         rank: Number of the node.
-        links: Its ends of the links to other nodes; several are joined by a hub.
+        links: The node's endpoints of the links to other nodes; several are joined by a hub.
         memory_mib: Memory of the node.
         folders: Folders that it mounts for writing, by tag.
         variables: Variables of its first process, as ``NAME=VALUE``.

@@ -1,14 +1,14 @@
-"""A Slurm cluster of several nodes on this machine, for tests; needs root and Debian's packages.
+"""Runs a Slurm cluster of several nodes on this machine; needs root and Debian's packages.
 
     with Lab(folder, [Kind("a10", nodes=1, gpus=2), Kind("v100", nodes=2, gpus=1)]) as lab:
         lab.run(["sbatch", "job.sh"])
         lab.crash("n2")
 
-The login host ``ctl`` and every node ``n1``, ``n2``, ... are namespaces of their own for network,
-processes, mounts and host name, joined by a bridge; the file system is shared. slurmctld, slurmd
-and munged are the real ones, with slurmdbd and MariaDB for ``sacct`` where accounting is asked for.
-GPUs are names only. Each kind of node is a partition of that name; ``all`` has all. Nothing of this
-machine is changed, and everything ends with the lab.
+The login host ``ctl`` and every node ``n1``, ``n2``, ... run in separate network, PID, mount and
+UTS namespaces, connected by a bridge; they share the file system. slurmctld, slurmd and munged are
+the real programs, with slurmdbd and MariaDB for ``sacct`` if accounting is enabled. GPUs are only
+names. Each kind of node is a partition of that name, and the partition ``all`` contains every node.
+The lab does not change this machine, and closing it stops all processes.
 """
 
 from __future__ import annotations

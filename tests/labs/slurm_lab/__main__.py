@@ -1,4 +1,4 @@
-"""The lab as a command."""
+"""Runs the Slurm lab from the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIND = re.compile(r"(\w+):([1-9]\d*)x(\d+)")
 
 
 def main() -> int:
-    """Starts a lab, runs a command on its login host, and then ends the lab."""
+    """Starts a lab, runs a command on its login host, and shuts the lab down."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.labs.slurm_lab",
         description=__doc__,
@@ -40,7 +40,7 @@ def main() -> int:
         if match is None:
             parser.error(f"--kind {text}: write NAME:NODESxGPUS, as in a10:2x2")
         kinds.append(Kind(match[1], int(match[2]), int(match[3])))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the nodes on its way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the nodes on exit
     try:
         with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
             os.chmod(folder, 0o755)

@@ -1,4 +1,4 @@
-"""Starts and ends the lab, and causes events on its nodes."""
+"""Starts and stops the lab, and causes events on its nodes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal nodes, one after the other; their name is also that of a partition."""
+    """Describes a number of equal nodes; the name is also the name of their partition."""
 
     name: str
     nodes: int
@@ -98,7 +98,7 @@ def why_not(*, accounting: bool = False) -> str | None:
 
 
 class Lab:
-    """A running cluster.
+    """Runs a cluster.
 
     Args:
         folder: Folder for all files, which must not exist.
@@ -171,12 +171,12 @@ class Lab:
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Ends all processes of a node at the same time, which closes their connections."""
+        """Kills all processes of a node at the same time, which closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Disconnects a node and ends all its processes, so that others receive no notice."""
+        """Disconnects a node and kills all its processes, so that other nodes are not notified."""
         self.unplug(name)
         self.crash(name)
 
@@ -199,17 +199,17 @@ class Lab:
         command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
         self._start(name, command)
         init = str(self._init(name))
-        # The kernel needs a moment to remove the old end with the namespace of its node.
+        # The kernel needs a moment to remove the old endpoint with its node's namespace.
         with contextlib.suppress(subprocess.CalledProcessError):
             self._in_ctl("ip", "link", "delete", name)
         self._in_ctl(*f"ip link add {name} type veth peer name eth0 netns {init}".split())
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:
-        """Boots a node that lost its processes; Slurm gives it jobs after noticing that.
+        """Boots a node that lost its processes, and makes Slurm use it after noticing the restart.
 
-        An administrator does the same. Before that, Slurm may give the node a job, and end the job
-        when the node reports that it has restarted without it.
+        An administrator does the same. Otherwise Slurm could give the node a job and cancel the job
+        when the node reports that it restarted without it.
         """
 
         def is_registered() -> bool:
@@ -226,14 +226,14 @@ class Lab:
         self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
-        """Returns the start of a command that runs the rest on a host, in a folder."""
+        """Returns the prefix of a command that runs on a host, in a folder."""
         return [
             *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
             *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of a node, without its first one and those of Slurm."""
+        """Returns the processes of a node, except its first process and those of Slurm."""
         init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -245,7 +245,7 @@ class Lab:
         return processes
 
     def close(self) -> None:
-        """Ends everything. Idempotent."""
+        """Shuts down the cluster. Safe to call more than once."""
         hosts, self._hosts = self._hosts, {}
         for host in reversed(hosts.values()):
             with contextlib.suppress(psutil.Error):

@@ -1,1 +1,1 @@
-"""Parts of ``tests.soak.diagnosis``."""
+"""Implements the parts of ``tests.soak.diagnosis``."""

@@ -1,4 +1,4 @@
-"""Synthetic runs for the diagnosis, as noisy as real ones, each with one fault or none."""
+"""Makes synthetic runs for the diagnosis, as noisy as real runs, each with one fault or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS: tuple[tuple[str, int], ...] = (
     ("spikes", 25),
     ("slow data", 25),
 )
-"""Number of runs with each fault, of 200."""
+"""Number of runs with each fault, out of 200."""
 
 WEAK = "rank x1.1"
 CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow data"}
@@ -37,7 +37,7 @@ class Outcome:
 
     Attributes:
         group: Name of the fault, ``quiet`` for none.
-        truth: Cause and ranks, empty for none.
+        truth: Cause and ranks; empty if there is no fault.
         said: Headlines of the diagnosis.
         right: Whether the most expensive finding has the right cause and ranks; for a quiet run,
             whether there is no finding.
@@ -86,7 +86,7 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """Returns a fault of a group, in all iterations of the run or from some iteration on."""
+    """Returns a fault of a group, active in all iterations or from some iteration."""
     replicas = run.replicas
     rank = rng.randrange(run.world_size)
     first = 1
@@ -115,9 +115,9 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 
 
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
-    """Compares a diagnosis with the truth.
+    """Compares a diagnosis with the ground truth.
 
-    A last stage with a head is really uneven: that finding counts neither as right nor as wrong.
+    A last stage with a head really is uneven, so this finding counts neither as right nor as wrong.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0
@@ -136,8 +136,8 @@ def outcomes(runs: int, seed: int, groups: Iterable[str] | None = None) -> Itera
     """Diagnoses synthetic runs.
 
     Args:
-        runs: Number of runs with a fault; there are as many quiet ones.
-        seed: Seed of all draws; seeds below 1000 were used for choosing the limits.
+        runs: Number of runs with a fault, and of runs without a fault.
+        seed: Seed of all draws; seeds below 1000 were used to choose the limits.
         groups: Names of the faults, ``None`` for all.
 
     Yields:

@@ -1,7 +1,8 @@
-"""Measures the error between aligned clocks; as a program this is one process.
+"""Measures the error of clock alignment; run as a script, it is one of the measured processes.
 
-Every process changes its clock by an offset and a drift, and samples that of the first over a real
-connection while it computes. The truth is known, because the machine has one clock.
+Every process shifts its clock by an offset and a drift and, while it computes, samples the clock of
+the first process over a real connection. The true offset is known, because all processes share the
+machine's clock.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def sample(
 
 
 def wrong(true: Any, start_ns: int, offset_s: float, drift_ppm: float) -> Any:
-    """Returns the time of a wrong clock, which differs by the offset alone at ``start_ns``."""
+    """Returns the time of a wrong clock, which differs only by the offset at ``start_ns``."""
     return true + round(offset_s * 1e9) + ((true - start_ns) * drift_ppm * 1e-6).astype(np.int64)
 
 
@@ -86,7 +87,7 @@ def main() -> int:
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        sum(range(2000))  # threads of a rank hold the interpreter's lock too
+        sum(range(2000))  # other threads of a rank hold the interpreter lock too
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
     print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))

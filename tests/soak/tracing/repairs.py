@@ -1,9 +1,9 @@
-"""Repairs that the what-if names, made in real processes: predicted beside measured steps.
+"""Makes repairs that the what-if suggests in real processes, and compares the predicted steps.
 
 Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if reads their
-traces, and they run again with each repair. A predicted step is the recorded one minus the gain.
-The transport delays messages; orders and dealing are those of the engine. A repair with two chunks
-per rank draws other lengths of microbatches, which adds to its error.
+traces, and they run again with each repair. A predicted step is the recorded step minus the gain.
+The transport delays messages; orders and microbatch distribution are those of the engine. A repair
+with two chunks per rank draws other microbatch lengths, which adds to its error.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _BOTH, _LINK, _STAGES = "both: ", "links without jitter", "stages of equal work"
 
 @dataclass(frozen=True)
 class Done:
-    """One repair.
+    """Describes one repair.
 
     Attributes:
         job: Name of the fault.
         repair: Name of the repair in the what-if.
         before_s: Seconds of a step before the repair.
-        predicted_s: Seconds of a step as the what-if predicts it.
+        predicted_s: Seconds of a step, predicted by the what-if.
         real_s: Seconds of a step after the repair.
     """
 
@@ -90,7 +90,7 @@ _MENDS: dict[str, Mend] = {
 
 
 def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
-    """Returns jobs with a fault, and the repairs to try on each, twelve in all."""
+    """Returns jobs with a fault, and the repairs to try on each job, twelve in total."""
 
     def make(**options: Any) -> SyntheticRun:
         return real_run(HALF_S, iterations=ITERATIONS, **options)
@@ -123,10 +123,10 @@ def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
 
 
 def measure() -> Iterator[Done]:
-    """Makes all repairs, one after the other.
+    """Makes all repairs one after the other.
 
     Raises:
-        RuntimeError: A rank failed, the time limit passed, or the what-if lacks a repair.
+        RuntimeError: A rank failed, the timeout passed, or the what-if lacks a repair.
     """
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
@@ -139,7 +139,7 @@ def measure() -> Iterator[Done]:
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
-    """Returns the mean step of a run, and its answers; the first step is left out."""
+    """Returns the mean step of a run without its first step, and the what-if's answers."""
     with tempfile.TemporaryDirectory() as folder:
         execute(Path(folder), run, LIMIT_S)
         trace = read_run(folder)
@@ -148,7 +148,7 @@ def _run(run: SyntheticRun) -> tuple[float, Any]:
 
 
 def ordered_right(done: list[Done]) -> tuple[int, int]:
-    """Returns pairs of a job's repairs whose predicted order is the real one, and all pairs."""
+    """Returns how many pairs of a job's repairs are predicted in the right order, and all pairs."""
     pairs = [
         (first, other) for first, other in itertools.combinations(done, 2) if first.job == other.job
     ]

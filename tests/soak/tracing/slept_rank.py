@@ -1,7 +1,7 @@
-"""Real runs with a fault: processes that exchange real messages, trace themselves, and sleep.
+"""Runs processes with a fault that exchange real messages, trace themselves, and sleep.
 
-The durations are those that ``synthetic_trace.draw_step`` draws for synthetic runs. Faults change
-these sleeps, the reading of data, or the arrival of messages.
+The durations are drawn by ``synthetic_trace.draw_step``, as for synthetic runs. Faults change the
+sleeps, the reading of data, or the arrival of messages.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ LAYERS = 4
 
 
 class Stages(EmulatedStages):
-    """Chunks that sleep; the first stage reads its data within its forward.
+    """Simulates chunks by sleeping; the first stage reads its data within its forward.
 
     Args:
         work: Work of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         sleeper: Sleeper of this rank.
-        split: Whether backwards by weights are actions of their own.
+        split: Whether backwards by weights are separate actions.
         read_s: Seconds of a read, by microbatch.
         recorder: Recorder of the reads.
 
     Attributes:
-        worked_s: Begin and end of each forward and backward, in seconds.
+        worked_s: Start and end of each forward and backward, in seconds.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Stages(EmulatedStages):
 
 
 class Rank:
-    """One rank of a run.
+    """Runs one rank.
 
     Args:
         rank: Global rank; the replicas of a pipeline position are next to each other.
@@ -135,7 +135,7 @@ class Rank:
         self._sleeper = Sleeper()
 
     def close(self) -> None:
-        """Closes all that this object has opened; collective."""
+        """Closes everything that this object has opened; collective."""
         self._recorder.close()
         self._channels.close()
         dist.barrier(group=self._world)
@@ -188,7 +188,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws a replica's step; microbatches may be dealt over replicas, as the trainer does."""
+    """Draws a replica's step; microbatches may be distributed over replicas, as in the trainer."""
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]

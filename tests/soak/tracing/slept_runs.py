@@ -1,4 +1,4 @@
-"""Diagnosis and figures of runs of real processes that sleep instead of computing."""
+"""Diagnoses and measures runs of real processes that sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of the runs in turn; one in seven runs has none."""
+"""Faults of the runs, in rotation; one in seven runs has none."""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
 """Seconds of F, of B and of W of half a rank, for comparing bubbles."""
 
 
 def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
-    """Runs and diagnoses.
+    """Runs jobs and diagnoses them.
 
     Args:
         runs: Number of runs, half with one replica, half with two.
         seed: Seed of all draws.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Timeout in seconds, after which everything is killed.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     outcomes = []
     for number in range(runs):
@@ -48,7 +48,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
 
 
 def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
-    """Measures runs without a fault.
+    """Measures bubble errors in runs without a fault.
 
     Args:
         runs: Number of runs.
@@ -56,8 +56,8 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
         half_s: Seconds of F, of B and of W of half a rank.
 
     Returns:
-        For each run the mean over its ranks of the trace's bubble minus the true one, in percentage
-        points.
+        Mean over ranks of the trace's bubble minus the true bubble, in percentage points, for each
+        run.
 
     Raises:
         RuntimeError: A rank failed.
@@ -78,20 +78,20 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
     Args:
         folder: Folder for its traces.
         run: Description of the run.
-        limit_s: Seconds after which everything is killed.
+        limit_s: Timeout in seconds, after which everything is killed.
 
     Returns:
-        Begin and end in seconds of all actions, by rank and iteration.
+        Start and end in seconds of all actions, by rank and iteration.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the timeout passed.
     """
     plan = {"folder": str(folder), "run": asdict(run)}
     return list(fork_ranks("tests.soak.tracing.slept_rank", run.world_size, limit_s, plan))
 
 
 def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
-    """Returns the bubble of the trace minus the true one, the median of iterations, in points."""
+    """Returns the trace's bubble minus the true bubble, the median of iterations, in points."""
     figures = run_figures(read_run(folder))
     errors = []
     for number, iteration in enumerate(figures.iterations.tolist()):

@@ -9,7 +9,7 @@ from megatron.adaptive.trace.diagnose.covariance import Covariance, Shared
 
 
 def dense(covariance: Covariance) -> np.ndarray:
-    matrix = np.diag(covariance.own)
+    matrix = np.diag(covariance.variances)
     for kind in covariance.shared:
         is_same = kind.group[:, None] == kind.group
         matrix += is_same * np.outer(kind.size, kind.size)

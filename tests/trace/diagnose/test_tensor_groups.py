@@ -111,5 +111,5 @@ def test_ranks_of_replicas_are_still_named_each(tmp_path: Path) -> None:
     write_synthetic(
         tmp_path, SyntheticRun(faults=faults, replicas=3, **{**NOISE, "iterations": 16})
     )
-    found = slow_ranks(measure(read_run(tmp_path)))
-    assert {finding.ranks for finding in found} == {(3,), (4,)}
+    findings = slow_ranks(measure(read_run(tmp_path)))
+    assert {finding.ranks for finding in findings} == {(3,), (4,)}

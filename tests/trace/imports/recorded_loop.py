@@ -1,4 +1,4 @@
-"""Runs a plain data-parallel loop over gloo, recorded as in docs/traces.md. Usage: ``DIR``."""
+"""Runs a plain data-parallel loop over gloo; its traces go to the folder in the argument."""
 
 from __future__ import annotations
 

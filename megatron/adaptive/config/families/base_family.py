@@ -264,11 +264,13 @@ class Family:
         for key, value in document.items():
             verdict = self.refuse[key](value, config, settings) if key in self.refuse else None
             if key not in accepted:
-                verdict = Verdict(not value, "something unknown", "null, if it changes nothing")
+                verdict = Verdict(
+                    not value, "something unknown", "null, if that does not change the model"
+                )
             if verdict is not None and not verdict.is_supported:
                 raise ConfigError(
-                    f"{where}: {key} {value!r} asks for {verdict.feature}, which this trainer's"
-                    f" layers lack; the nearest is {verdict.nearest}"
+                    f"{where}: {key} {value!r} requests {verdict.feature}, which this trainer's "
+                    f"layers do not support; the nearest supported value is {verdict.nearest}"
                 )
 
 

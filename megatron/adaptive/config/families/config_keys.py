@@ -176,15 +176,15 @@ def read_key(
 
 def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
     if not is_number(value):
-        kind = "number" if _types()[setting] is float else "whole number"
-        raise ConfigError(f"{where}: {key} is {value!r}: it must be a {kind}")
+        kind = "a number" if _types()[setting] is float else "an integer"
+        raise ConfigError(f"{where}: {key} must be {kind}, got {value!r}")
     number: int | float = value
     if setting in _BASES:
         if number != int(number):
-            raise ConfigError(f"{where}: {key} is {value!r}: it must be a whole number")
+            raise ConfigError(f"{where}: {key} must be an integer, got {value!r}")
         return int(number)
     if setting in _ABOVE_0 and number <= 0:
-        raise ConfigError(f"{where}: {key} is {value!r}: it must be above 0")
+        raise ConfigError(f"{where}: {key} must be above 0, got {value!r}")
     return number
 
 
@@ -196,7 +196,7 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
     """
     number = next((config[key] for key in keys if key in config), None)
     if type(number) is not int or not 0 < number <= 10_000:
-        raise ConfigError(f"{where}: {keys[0]} is {number!r}: it must be a whole number from 1 on")
+        raise ConfigError(f"{where}: {keys[0]} must be an integer from 1 to 10,000, got {number!r}")
     return number
 
 
@@ -220,14 +220,14 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
-            raise ConfigError(f"{where}: {key} is {config[key]!r}: it must be a whole number")
+            raise ConfigError(f"{where}: {key} must be an integer, got {config[key]!r}")
     scaling = scaling_of(config)
     for key in _OF_ROTATION:
         value = scaling.get(key)
         is_whole = key != "original_max_position_embeddings" or type(value) is int
         if value is not None and not (is_number(value) and is_whole):
-            kind = "number" if is_whole else "whole number"
-            raise ConfigError(f"{where}: {key} of the rotation is {value!r}: it must be a {kind}")
+            kind = "a number" if is_whole else "an integer"
+            raise ConfigError(f"{where}: {key} of the rotation must be {kind}, got {value!r}")
     if kind_of_rotation(config) != "default" and "factor" not in scaling:
         raise ConfigError(f"{where}: factor of the rotation is missing, but every model needs it")
 

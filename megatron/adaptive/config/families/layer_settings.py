@@ -41,8 +41,9 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
             settings["moe_shared_expert_intermediate_size"] = width
     except (TypeError, KeyError, ZeroDivisionError):
         raise ConfigError(
-            f"{where}: the layers with experts cannot be determined: first_k_dense_replace,"
-            " moe_layer_freq, decoder_sparse_step and n_shared_experts must be whole numbers"
+            f"{where}: the layers with experts cannot be determined, because "
+            "first_k_dense_replace, moe_layer_freq, decoder_sparse_step and n_shared_experts "
+            "must be integers"
         ) from None
     if config.get("norm_topk_prob") is False and config.get("scoring_func") != "sigmoid":
         settings["moe_router_pre_softmax"] = True
@@ -75,8 +76,9 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ConfigError(
-                    f"{where}: layer_types has {kind!r}, which the planner does not know: give the"
-                    " sizes of these layers as `layers` of a model file, see plan --schema model"
+                    f"{where}: layer_types has {kind!r}, which the planner does not know; give "
+                    "the sizes of these layers as `layers` of a model file (see plan --schema "
+                    "model)"
                 )
         have_window = [kind == "sliding_attention" for kind in kinds]
     else:
@@ -88,7 +90,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
     if not window or not any(have_window) or config.get("use_sliding_window") is False:
         return {}
     if window < 0:
-        raise ConfigError(f"{where}: sliding_window is {window}: it must be a whole number from 0")
+        raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
     # Subtract 1, because megatron-core's window does not include the token itself.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):

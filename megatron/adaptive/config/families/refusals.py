@@ -61,7 +61,7 @@ def never(feature: str) -> Check:
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-        return Verdict(not value, feature, "null, if it changes nothing")
+        return Verdict(not value, feature, "null, if that does not change the model")
 
     return check
 
@@ -113,7 +113,7 @@ def _embedding_dropout(value: Any, config: Mapping[str, Any], settings: Settings
 
 
 def _quantization(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    nearest = "fp8 in blocks of 128 x 128, or none: dequantize the model and save it in 16 bits"
+    nearest = "fp8 in blocks of 128 x 128, or none (dequantize the model and save it in 16 bits)"
     is_supported = not value or (
         value.get("quant_method") == "fp8"
         and value.get("weight_block_size") == [128, 128]

@@ -118,8 +118,8 @@ def own_family(name: str) -> Family:
     kind = find_object(name, group=ENTRY_POINTS, subject="family")
     if kind is None:
         raise ConfigError(
-            f"family {name!r} is not package.module:Class, and no installed package has an entry"
-            f" point of this name in the group {ENTRY_POINTS}"
+            f"family {name!r} is neither package.module:Class nor an entry point of an installed "
+            f"package in the group {ENTRY_POINTS}"
         )
     return _instance(kind, name)
 
@@ -141,21 +141,24 @@ def _instance(kind: Any, name: str) -> Family:
     """
     if not inspect.isclass(kind) or not issubclass(kind, Family):
         raise ConfigError(
-            f"family {name} is {kind!r:.60}: name a subclass of megatron.adaptive.config.families"
-            ".Family"
+            f"family {name} must be a subclass of megatron.adaptive.config.families.Family, got "
+            f"{kind!r:.60}"
         )
     where = f"family {name} ({source_of(kind)})"
     types = vars(kind).get("model_types")
     if not isinstance(types, tuple) or not types:
-        raise ConfigError(f'{where}: model_types is {types!r}: give a tuple such as ("name",)')
+        raise ConfigError(f'{where}: model_types must be a tuple such as ("name",), got {types!r}')
     specs = flag_specs()
     for setting in (*kind.settings, *kind.needed, *kind.keys, *kind.attention_keys):
         if setting not in specs:
             (nearest,) = difflib.get_close_matches(setting, specs, n=1, cutoff=0.0)
-            raise ConfigError(f"{where}: {setting!r} is not a setting: the nearest is {nearest}")
+            raise ConfigError(f"{where}: {setting!r} is not a setting; the nearest is {nearest}")
     for module in OUTER.values():
         if module not in kind.outer_weights.values():
-            raise ConfigError(f"{where}: outer_weights lacks {module}: add its name in your files")
+            raise ConfigError(
+                f"{where}: outer_weights does not contain {module}; add the module's name in your "
+                "files"
+            )
     family: Family = kind()
     return family
 
@@ -175,17 +178,18 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     name = config["model_type"]
     if hf_family is not None and name not in (types := own_family(hf_family).model_types):
         raise ConfigError(
-            f"{where}: model_type {name!r} is not of family {hf_family}, whose model_types are"
-            f" {', '.join(types)}: leave --hf-family out, or add the type to the class"
+            f"{where}: model_type {name!r} does not belong to family {hf_family}, whose "
+            f"model_types are {', '.join(types)}; remove --hf-family or add the type to the class"
         )
     family = find_family(name, hf_family)
     if family is not None:
         return family
     nearest = (difflib.get_close_matches(str(name), built_in_families(), n=1) or ["llama"])[0]
     raise ConfigError(
-        f"{where}: model_type {name!r} is not known; the nearest is {nearest}, which"
-        f" {_lacks(config, name, nearest)}; {', '.join(supported_types())} are read; to plan"
-        " another one give its sizes as `layers` of a model file, see plan --schema model"
+        f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
+        f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
+        "plan another model, give its sizes as `layers` of a model file (see plan --schema "
+        "model)"
     )
 
 
@@ -199,5 +203,5 @@ def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     if parts:
         return f"lacks {'; '.join(parts)}"
     return (
-        f"has all its keys: write {nearest} if its layers and the names of its weights are the same"
+        f"has all its keys; write {nearest} if its layers and the names of its weights are the same"
     )

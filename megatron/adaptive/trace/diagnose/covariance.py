@@ -42,21 +42,21 @@ class Covariance:
     """Describes the covariance of the deviations of ranks.
 
     Attributes:
-        own: ``[ranks]``, variance of each rank's own deviation, above 0.
+        variances: ``[ranks]``, variance of each rank's own deviation, above 0.
         shared: Deviations that groups of ranks share, one entry per kind of group.
     """
 
-    own: Floats
+    variances: Floats
     shared: tuple[Shared, ...] = ()
 
     def plus(self, other: Covariance, factor: float = 1.0) -> Covariance:
         """Returns the sum of this covariance and ``factor`` times another one."""
         scaled = [replace(each, size=each.size * factor**0.5) for each in other.shared]
-        return Covariance(self.own + factor * other.own, (*self.shared, *scaled))
+        return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
         """Returns a covariance with larger variances of the ranks' own deviations."""
-        return replace(self, own=self.own + added)
+        return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
         """Computes the inverse of the covariance."""
@@ -74,14 +74,14 @@ class InverseCovariance:
     """
 
     def __init__(self, covariance: Covariance) -> None:
-        self._own = covariance.own
+        self._variances = covariance.variances
         kinds = sorted(covariance.shared, key=lambda kind: -int(kind.group.max(initial=-1)))
-        ranks = len(covariance.own)
+        ranks = len(covariance.variances)
         first = kinds[0] if kinds else Shared(np.arange(ranks), np.zeros(ranks))
         self._group, self._size = first.group, first.size
         self._order = np.argsort(first.group, kind="stable")
         self._begins = np.flatnonzero(np.diff(first.group[self._order], prepend=-1))
-        weight = self._sums((first.size**2 / self._own)[:, None])
+        weight = self._sums((first.size**2 / self._variances)[:, None])
         self._shrink = (1 / (1 + weight))[:, 0]
         update = np.zeros((ranks, sum(int(kind.group.max()) + 1 for kind in kinds[1:])))
         begin = 0
@@ -91,8 +91,8 @@ class InverseCovariance:
         solved = self._within_groups(update)
         lower = np.linalg.cholesky(np.eye(begin) + update.T @ solved)
         self._update: Floats = np.linalg.solve(lower, solved.T).T
-        shrunk = (first.size / self._own) ** 2 * self._shrink[first.group]
-        self.diagonal: Floats = 1 / self._own - shrunk - (self._update**2).sum(axis=1)
+        shrunk = (first.size / self._variances) ** 2 * self._shrink[first.group]
+        self.diagonal: Floats = 1 / self._variances - shrunk - (self._update**2).sum(axis=1)
 
     def __matmul__(self, values: Floats) -> Floats:
         """Returns the product of the inverse and ``values``, ``[ranks]`` or ``[ranks, n]``."""
@@ -102,15 +102,15 @@ class InverseCovariance:
 
     def column(self, index: int) -> Floats:
         """Returns a column of the inverse, which is also its row: ``[ranks]``."""
-        unit = np.zeros(len(self._own))
+        unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
 
     def _within_groups(self, values: Floats) -> Floats:
         """Returns the product of ``values`` and the inverse for the first kind of group alone."""
-        scaled = values / self._own[:, None]
+        scaled = values / self._variances[:, None]
         sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
-        result: Floats = scaled - (self._size / self._own)[:, None] * sums[self._group]
+        result: Floats = scaled - (self._size / self._variances)[:, None] * sums[self._group]
         return result
 
     def _sums(self, values: Floats) -> Floats:

@@ -106,14 +106,14 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
 
     ready = [candidate(stage) for stage in range(stages)]
     heapq.heapify(ready)
-    given = 0
-    while given < num_layers:
+    placed = 0
+    while placed < num_layers:
         # The time of a rank only grows. So the first entry is the best one if it is up to date.
         entry = ready[0]
         stage = entry[2]
         if entry == candidate(stage):
             layers[stage] += 1
             busy[times.rank_of[stage]] = entry[0]
-            given += 1
+            placed += 1
         heapq.heapreplace(ready, candidate(stage))
     return tuple(layers)

@@ -309,11 +309,7 @@ class _Answers:
         repaired_s |= self._replays(simulated) | self._recording(whole)
         repaired_s |= token_repairs(self._run, self._parts[-1].ops, whole, notes)
         if self._header.order and where.num_stages > 1:
-            content = content_answers(self._run, [part.ops for part in self._parts])
-            left_out = _EVEN if content.covers_partitions else ""
-            repaired_s = {names: s for names, s in repaired_s.items() if names[0] != left_out}
-            repaired_s |= {names: whole - saved for names, saved in content.saved_s.items()}
-            notes += [content.note] * bool(content.note)
+            repaired_s = self._with_content(repaired_s, whole, notes)
         ordered = _ordered_repairs(repaired_s, whole)
         order = ("stage", "replica", "rank", "kind", "link", "length")
         return WhatIf(
@@ -543,6 +539,22 @@ class _Answers:
         better = best_partition(costs, int(layers.sum()))
         flag = self._advice.of_partition(format_partition(better))
         return flag, costs.stage_ns(better) / usual
+
+    def _with_content(
+        self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
+    ) -> dict[tuple[str, str], float]:
+        """Adds the step times of a ``Pipeline`` with another order, dealing or partition.
+
+        Args:
+            repaired_s: Mean step time in seconds, by description and flag of the repair.
+            whole: Mean simulated step time in seconds, without a repair.
+            notes: Caveats about the result; a caveat about the added times is appended.
+        """
+        content = content_answers(self._run, [part.ops for part in self._parts])
+        left_out = _EVEN if content.covers_partitions else ""
+        kept_s = {names: s for names, s in repaired_s.items() if names[0] != left_out}
+        notes += [content.note] * bool(content.note)
+        return kept_s | {names: whole - saved for names, saved in content.saved_s.items()}
 
     def _replays(self, simulated: Floats) -> dict[tuple[str, str], float]:
         """Simulates steps under another schedule, with microbatches on other replicas, or both.

@@ -184,9 +184,10 @@ class Operations:
         """Returns the microbatch of some operations; a slice belongs to a microbatch."""
         replica = self.where.replica[self.worker[rows]]
         iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
-        for number, of in rows_by_value(replica):
+        for number, chosen in rows_by_value(replica):
             slices = partial(self.where.slices, replica=number)
-            microbatch[of], _ = microbatches_of(iteration[of], microbatch[of], slices)
+            found, _ = microbatches_of(iteration[chosen], microbatch[chosen], slices)
+            microbatch[chosen] = found
         return microbatch
 
     def describe(self, row: int) -> str:

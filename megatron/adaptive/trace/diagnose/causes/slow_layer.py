@@ -171,9 +171,9 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
         of_rank.setdefault(layer.column, []).append(number)
     beside = [math.inf] * len(layers)
     for numbers in of_rank.values():
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             if len(numbers) > 1:
-                beside[number] = float(np.median(np.delete(levels[numbers], place)))
+                beside[number] = float(np.median(np.delete(levels[numbers], index)))
     return beside
 
 
