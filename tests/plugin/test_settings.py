@@ -173,3 +173,34 @@ def test_arguments_of_megatron_lm(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_ranks_wait_as_long_as_megatron_lm_does(arguments: Any, seconds: int) -> None:
     assert timeout_of_groups(arguments).total_seconds() == seconds
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"profile_ranks": (1, "1")},
+        {"profile_ranks": (1, 1.5)},
+        {"profile_ranks": (True, 0)},
+        {"profile_ranks": 1},
+        {"profile_ranks": "01"},
+        {"profile_step_start": -1},
+    ],
+)
+def test_ranks_and_steps_to_profile_are_whole_numbers(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        Settings(trace_detail="kernels", **values)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_iteration_to_profile_is_an_error_on_all_ranks(rank: int) -> None:
+    """With the default end, a later start recorded no kernels, and nothing said so."""
+    settings = Settings(trace_detail="kernels", trace_dir="traces", profile_step_start=20)
+    with pytest.raises(ConfigError, match="start=20 and profile_step_end=12 choose no"):
+        settings.kernel_iterations(rank, None)
+    arguments = argparse.Namespace(profile_step_end=24, profile_ranks=[1], profile=True)
+    expected = range(20, 24) if rank == 1 else range(0)
+    assert settings.kernel_iterations(rank, arguments) == expected
+    arguments.use_pytorch_profiler = True
+    with pytest.raises(ConfigError, match="use the same profiler"):
+        settings.kernel_iterations(rank, arguments)

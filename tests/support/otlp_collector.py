@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,16 @@ class Collector:
         requests: Requests that it answered, as JSON.
         answer: Status and body of its answers.
         held: While it is not set, requests get no answer.
+        logins: Users with their passwords that requests had.
+        gets: Number of requests with GET.
     """
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     answer: tuple[int, bytes] = (200, b"{}")
     held: threading.Event = field(default_factory=threading.Event)
+    logins: set[str] = field(default_factory=set)
+    gets: int = 0
 
     @property
     def spans(self) -> list[dict[str, Any]]:
@@ -58,17 +63,27 @@ def serving(port: int = 0) -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert self.path == "/v1/traces"
+            assert self.path.partition("?")[0] == "/v1/traces"
             assert self.headers["Content-Type"] == "application/json"
             content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.held.wait(60)
+            scheme, _, login = self.headers.get("Authorization", "").partition(" ")
+            if scheme == "Basic":
+                state.logins.add(base64.b64decode(login).decode())
             status, body = state.answer
             if status == 200:
                 state.requests.append(content)
             self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            state.gets += 1
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.adaptive.cli import trace_export
-from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.errors import ConfigError, TraceError
 from megatron.adaptive.trace import otlp
 from megatron.adaptive.trace.otlp import SpanSender
 from megatron.adaptive.trace.read import read_run
@@ -177,3 +177,87 @@ def test_refused_spans_are_counted(tmp_path: Path) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="give a URL such as http://127.0.0.1:4318"):
         SpanSender(url, header_of())
+
+
+def places(spans: list[dict[str, Any]]) -> list[tuple[str, str | None, str | None]]:
+    """Returns the name, the microbatch and the slice of each span, in order."""
+    rows = []
+    for span in spans:
+        values = {a["key"]: a["value"].get("intValue") for a in span["attributes"]}
+        rows.append((span["name"], values.get("microbatch_id"), values.get("slice")))
+    return sorted(rows, key=str)
+
+
+def test_spans_have_microbatch_and_slice_where_microbatches_are_cut(tmp_path: Path) -> None:
+    """The number of a slice in its step was sent and exported as that of a microbatch."""
+    kinds = {"F": range(4), "data": range(2)}
+    spans = [
+        SpanRow(KINDS.index(name), chunk=0, microbatch=number, start_ns=number, end_ns=number + 1)
+        for name, numbers in kinds.items()
+        for number in numbers
+    ]
+    with serving() as collector:
+        recorder = Recorder(
+            tmp_path / "traces", header_of(), SpanSender(collector.url, header_of())
+        )
+        recorder.begin_iteration(1, 2, start_ns=0, slices=(3, 1))
+        recorder.extend(spans[:-1])
+        recorder.end_iteration()
+        recorder.add_late(1, 2, [SpanRow(KINDS.index("B"), chunk=0, microbatch=2, end_ns=9)])
+        recorder.close()
+    forward, backward = "megatron.microbatch.forward", "megatron.microbatch.backward"
+    expected = [(forward, "0", str(part)) for part in range(3)]
+    expected += [(forward, "1", "0"), (backward, "0", "2")]
+    assert places(collector.spans) == sorted([*expected, ("megatron.data", "0", None)], key=str)
+    assert trace_export.main([str(tmp_path / "traces"), "--otlp", str(tmp_path / "spans")]) == 0
+    (line,) = (tmp_path / "spans").read_text().splitlines()
+    exported = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    assert places(exported) == places(collector.spans)
+
+
+def test_user_and_password_of_a_url_are_sent_and_not_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as collector:
+        url = collector.url.replace("//", "//me:sec%20ret@") + "?key=sec%20ret"
+        sender = SpanSender(url, header_of())
+        record(tmp_path / "a", sender, 1).close()
+        assert (sender.sent, collector.logins) == (SPANS, {"me:sec ret"})
+        collector.answer = (503, b"")
+        record(tmp_path / "b", SpanSender(url, header_of()), 1).close()
+        assert trace_export_fails(tmp_path / "a", url)
+    said = capfd.readouterr()
+    assert "Service Unavailable" in said.err
+    assert "//...@127.0.0.1" in said.err
+    assert "sec" not in said.out + said.err
+    with pytest.raises(ConfigError) as raised:
+        SpanSender("grpc://me:secret@host?key=secret", header_of())
+    assert "secret" not in str(raised.value)
+
+
+def trace_export_fails(folder: Path, url: str) -> bool:
+    """Returns whether an export to a collector fails with an error that does not show the login."""
+    with pytest.raises(TraceError) as raised:
+        trace_export.main([str(folder), "--otlp", url])
+    return "sec" not in str(raised.value)
+
+
+def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
+    """A redirection was followed with a GET, whose answer counted as that to the spans."""
+    with serving() as collector:
+        collector.answer = (302, b"")
+        sender = SpanSender(collector.url, header_of())
+        record(tmp_path, sender, 1).close()
+        assert (sender.sent, sender.dropped, collector.gets) == (0, SPANS, 0)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h/\u00e4", f"http://{'a' * 70}", "http://h/a b"]
+)
+def test_an_address_that_cannot_be_used_costs_only_spans(
+    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sender = SpanSender(url, header_of())
+    record(tmp_path, sender, 1).close()
+    assert (sender.sent, sender.dropped) == (0, SPANS)
+    assert "Traceback" not in capfd.readouterr().err

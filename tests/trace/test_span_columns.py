@@ -1,6 +1,16 @@
 """Tests for columns of spans: conversion, waits of actions, and sends matched with receives."""
 
-from megatron.adaptive.trace.span_columns import KIND, match_messages, wait_before
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.trace.span_columns import (
+    KIND,
+    match_messages,
+    microbatches_of,
+    rows_by_value,
+    wait_before,
+)
 from megatron.adaptive.trace.trace_format import Span
 from tests.trace.conftest import table_of
 
@@ -93,3 +103,27 @@ def test_iterations_are_distinguished() -> None:
     messages = match_messages(tables)
     assert (messages.arrived_ns - messages.sent_ns).tolist() == [1, 1]
     assert messages.iteration.tolist() == [1, 2]
+
+
+def test_each_item_finds_its_microbatch_in_one_pass() -> None:
+    """The search compared all spans with each iteration: minutes for a run of many steps."""
+    counts = {3: 1, 5: 2, 9: (3, 1)}
+    iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
+    items = np.array([3, 2, 7, 0, 2, -1, 4, -1])
+    found, numbers = microbatches_of(iterations, items, counts.__getitem__)
+    assert found.tolist() == [1, 1, 7, 0, 0, -1, 2, -1]
+    assert numbers.tolist() == [1, 2, 1, 3, 3, 1, 1, 1]
+
+    class Compared(np.ndarray):  # type: ignore[type-arg]
+        """Counts comparisons of the whole array."""
+
+        times = 0
+
+        def __eq__(self, other: object) -> Any:
+            Compared.times += 1
+            return np.asarray(self) == other
+
+    many = np.arange(1000).view(Compared)
+    microbatches_of(many, np.zeros(1000, dtype=np.int64), lambda _: 2)
+    assert Compared.times <= 2
+    assert list(rows_by_value(np.array([], dtype=np.int64))) == []

@@ -16,7 +16,7 @@ from megatron.adaptive.trace.diagnose.samples import measure
 from megatron.adaptive.trace.hang_watch import RankEvidence, find_culprit
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.step_view import pipeline_step
-from megatron.adaptive.trace.trace_format import header_line, parse_line
+from megatron.adaptive.trace.trace_format import COLUMNS, header_line, parse_line, trace_file_name
 from megatron.adaptive.trace.views.page import write_page
 from megatron.adaptive.trace.views.perfetto import perfetto_events
 from megatron.adaptive.trace.whatif.answers import what_if
@@ -194,6 +194,53 @@ def test_slices_of_half_the_length_save_what_a_run_with_them_takes_less(
     short = what_if(unequal(tmp_path / "short", replace(run, tokens=200)))
     assert repair.step_s == pytest.approx(short.recorded_s.mean(), rel=0.02)
     assert repair.step_s < answers.recorded_s.mean()
+
+
+def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> None:
+    """Three rows on two replicas ended the whole analysis with an error for a training job."""
+    for replica, documents in enumerate([(450, 150), (200,)]):
+        run = SlicedRun(documents=documents, tokens=400)
+        run.write(tmp_path / f"of {replica}")
+        for rank, file in enumerate(sorted((tmp_path / f"of {replica}").iterdir())):
+            head, *lines = file.read_text().splitlines()
+            header = json.loads(head)
+            first = replica * run.num_ranks
+            header |= {"rank": first + rank, "dp_rank": replica, "world_size": 2 * run.num_ranks}
+            text = json.dumps(header) + "\n"
+            for line in lines:
+                if line.startswith("["):
+                    span = json.loads(line)
+                    peer = COLUMNS.index("peer")
+                    span[peer] += first if span[peer] >= 0 else 0
+                    line = json.dumps(span, separators=(",", ":"))
+                text += line + "\n"
+            folder = tmp_path / "traces"
+            folder.mkdir(exist_ok=True)
+            (folder / trace_file_name(first + rank)).write_text(text)
+    flags = {repair.flag for repair in what_if(read_run(tmp_path / "traces")).repairs}
+    assert "--slice-tokens 100" not in flags
+    answers = what_if(read_run(tmp_path / "traces"))
+    assert not any("are not simulated" in note for note in answers.notes)
+
+
+@pytest.mark.parametrize("change", ["no documents", "no tokens", "negative", "too many", "huge"])
+def test_damaged_lengths_of_rows_give_no_answer(change: str, tmp_path: Path) -> None:
+    """They ended the analysis with a traceback, or took all memory."""
+    UNEQUAL.write(tmp_path)
+    rows = [[UNEQUAL._width(row), *row] for row in UNEQUAL.rows]
+    changed = {
+        "no documents": [[width] for width, *_ in rows],
+        "no tokens": [[0 for _ in row] for row in rows],
+        "negative": [[width, *(-n for n in documents)] for width, *documents in rows],
+        "too many": [[width, *(1000 * n for n in documents)] for width, *documents in rows],
+        "huge": [[10**15 * n for n in row] for row in rows],
+    }[change]
+    for file in tmp_path.iterdir():
+        text = file.read_text()
+        assert json.dumps(rows) in text
+        file.write_text(text.replace(json.dumps(rows), json.dumps(changed)))
+    answers = what_if(read_run(tmp_path))
+    assert not any("slice-tokens" in repair.flag for repair in answers.repairs)
 
 
 def test_other_lengths_are_not_simulated_where_the_trace_does_not_fit(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.adaptive.cli.common import show
-from megatron.adaptive.config.collector import OTLP_PATH, collector_url
+from megatron.adaptive.config.collector import OTLP_PATH, collector_url, shown_url
 from megatron.adaptive.config.command_parser import PROGRAM, CommandParser, number
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.files import replaced
@@ -82,7 +82,9 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
         spans = (
             span
             for iteration in trace.iterations
-            for span in otlp_spans(run.run, rank, trace.spans(iteration), unix_ns)
+            for span in otlp_spans(
+                run.run, rank, trace.spans(iteration), unix_ns, slices=trace.slices(iteration)
+            )
         )
         for batch in batches(spans):
             yield request_of(resource, batch), len(batch)
@@ -104,6 +106,7 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
     Raises:
         TraceError: The collector accepted no span.
     """
+    shown = shown_url(url)
     sent = dropped = 0
     reason = ""
     is_down = False
@@ -121,10 +124,10 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
         dropped += refused
     if not sent and dropped:
         raise TraceError(
-            f"--otlp {url}: {reason}; {dropped:,} spans were dropped: start the collector there, "
+            f"--otlp {shown}: {reason}; {dropped:,} spans were dropped: start the collector there, "
             "or write a file"
         )
-    show(f"{sent:,} spans of {len(run.ranks)} ranks: {url}")
+    show(f"{sent:,} spans of {len(run.ranks)} ranks: {shown}")
     if dropped:
-        show(f"warning: {url}: {reason}; {dropped:,} spans were dropped", file=sys.stderr)
+        show(f"warning: {shown}: {reason}; {dropped:,} spans were dropped", file=sys.stderr)
     return int(dropped > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 
 from megatron.adaptive.errors import ConfigError
@@ -28,5 +29,23 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
     except ValueError:
         is_url = False
     if not is_url:
-        raise ConfigError(f"{flag} {target}: give {or_give}a URL such as http://127.0.0.1:4318")
+        raise ConfigError(
+            f"{flag} {shown_url(target)}: give {or_give}a URL such as http://127.0.0.1:4318"
+        )
     return target if parts.path.strip("/") else parts._replace(path=OTLP_PATH).geturl()
+
+
+def without_login(url: str) -> tuple[str, str]:
+    """Returns a URL without its user and password, and these as ``user:password``; empty for none.
+
+    Args:
+        url: Address from :func:`collector_url`.
+    """
+    parts = urllib.parse.urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=host).geturl(), urllib.parse.unquote(login)
+
+
+def shown_url(url: str) -> str:
+    """Returns a URL to print, without its user, password and query, which may be secrets."""
+    return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,23 +169,20 @@ class Settings:
         Raises:
             ConfigError: A number is no whole number from 0, or no iteration is chosen.
         """
-        if self.profile_ranks is not None:
-            assign(self, "profile_ranks", tuple(self.profile_ranks))
+        ranks = self.profile_ranks
+        if ranks is not None:
+            if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+                raise ConfigError(f"profile_ranks: {ranks!r} is not a list of ranks, such as [0]")
+            assign(self, "profile_ranks", tuple(ranks))
         numbers = [("profile_ranks", rank) for rank in self.profile_ranks or ()]
-        numbers += [
-            (name, getattr(self, name))
-            for name in ("profile_step_start", "profile_step_end")
-            if getattr(self, name) is not None
-        ]
+        for name in ("profile_step_start", "profile_step_end"):
+            if (step := getattr(self, name)) is not None:
+                numbers.append((name, step))
         for name, number in numbers:
             if type(number) is not int or number < 0:
                 raise ConfigError(f"{name}: {number!r} is not a whole number from 0")
-        first, end = self.profile_step_start, self.profile_step_end
-        if first is not None and end is not None and first >= end:
-            raise ConfigError(
-                f"profile_step_start={first} and profile_step_end={end} choose no iteration: give "
-                "an end after the start"
-            )
+        if self.profile_step_start is not None and self.profile_step_end is not None:
+            _require_iterations(self.profile_step_start, self.profile_step_end)
 
     def kernel_iterations(self, rank: int, arguments: Any) -> range:
         """Returns the iterations whose kernels a rank records; empty for none.
@@ -196,7 +193,8 @@ class Settings:
                 are ``None``.
 
         Raises:
-            ConfigError: Megatron-LM's own profiler is to record the same rank.
+            ConfigError: Megatron-LM's own profiler is to record too, or no iteration is chosen. All
+                ranks raise it, so that none waits for another.
         """
 
         def chosen(name: str, default: Any) -> Any:
@@ -205,15 +203,17 @@ class Settings:
 
         if "kernels" not in trace_details(self.trace_detail):
             return range(0)
-        if rank not in chosen("profile_ranks", RunConfig.profile_ranks):
-            return range(0)
-        if getattr(arguments, "profile", False) and arguments.use_pytorch_profiler:
+        first = chosen("profile_step_start", RunConfig.profile_step_start)
+        end = chosen("profile_step_end", RunConfig.profile_step_end)
+        uses_torch = getattr(arguments, "use_pytorch_profiler", False)
+        if getattr(arguments, "profile", False) and uses_torch:
             raise ConfigError(
                 "trace_detail='kernels' and --profile --use-pytorch-profiler use the same profiler:"
                 " leave one of them out"
             )
-        first = chosen("profile_step_start", RunConfig.profile_step_start)
-        return range(first, chosen("profile_step_end", RunConfig.profile_step_end))
+        _require_iterations(first, end)
+        is_chosen = rank in chosen("profile_ranks", RunConfig.profile_ranks)
+        return range(first, end) if is_chosen else range(0)
 
     @property
     def kind(self) -> PlacementKind:
@@ -296,6 +296,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for spec in _flags().values():
         group.add_argument(spec.name, **spec.options())
     return parser
+
+
+def _require_iterations(first: int, end: int) -> None:
+    """Raises ``ConfigError`` if no iteration is from ``first`` on and before ``end``."""
+    if first >= end:
+        raise ConfigError(
+            f"profile_step_start={first} and profile_step_end={end} choose no iteration: give "
+            "an end after the start"
+        )
 
 
 def _flags() -> dict[str, FieldSpec]:

@@ -16,6 +16,7 @@ after a pause that doubles up to a minute.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import http.client
@@ -26,10 +27,11 @@ import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.adaptive.config.collector import collector_url
+from megatron.adaptive.config.collector import collector_url, shown_url, without_login
 from megatron.adaptive.config.input_files import say
+from megatron.adaptive.schedule.action import SliceCounts
 from megatron.adaptive.trace.trace_format import (
     KINDS,
     REASONS,
@@ -37,6 +39,7 @@ from megatron.adaptive.trace.trace_format import (
     Span,
     SpanRow,
     TraceHeader,
+    slices_of,
 )
 
 LIMIT_S = 10.0
@@ -123,6 +126,7 @@ def otlp_spans(
     *,
     first: int = 0,
     has_step: bool | None = None,
+    slices: SliceCounts = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yields the spans of a rank in one iteration; the span of the step comes first.
 
@@ -134,6 +138,7 @@ def otlp_spans(
         first: Number of spans of the iteration that were converted before.
         has_step: Whether the iteration has a span of the step; ``None`` to look for it in
             ``spans``.
+        slices: Number of slices of each microbatch of the iteration.
     """
     ordered = sorted(spans, key=lambda span: span.action != "step")
     if has_step is None:
@@ -150,7 +155,7 @@ def otlp_spans(
             "kind": _INTERNAL,
             "startTimeUnixNano": str(span.start_ns + unix_ns),
             "endTimeUnixNano": str(span.end_ns + unix_ns),
-            "attributes": _attributes(_details(span)),
+            "attributes": _attributes(_details(span, slices)),
         }
 
 
@@ -168,11 +173,17 @@ def _name(span: Span) -> str:
     return _NAMES.get(span.action, span.action)
 
 
-def _details(span: Span) -> dict[str, Any]:
+def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
     """Returns the attributes of a span."""
-    details: dict[str, Any] = {"iteration": span.iteration}
-    numbers = {"microbatch_id": span.microbatch, "chunk": span.chunk, "peer": span.peer}
-    details |= {name: value for name, value in numbers.items() if value >= 0}
+    place = span.numbers(slices)
+    numbers = {
+        "iteration": span.iteration,
+        "microbatch_id": place.get("microbatch", -1),
+        "slice": place.get("slice", -1),
+        "chunk": span.chunk,
+        "peer": span.peer,
+    }
+    details: dict[str, Any] = {name: value for name, value in numbers.items() if value >= 0}
     details |= {name: text for name in ("of", "reason") if (text := getattr(span, name))}
     if span.bytes:
         details["bytes"] = span.bytes
@@ -207,21 +218,36 @@ class Answer:
     reason: str = ""
 
 
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    """Makes a redirection an error. A request that follows it would be a GET, without spans."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Returns no further request."""
+
+
+_opener = urllib.request.build_opener(_NoRedirection)
+
+
 def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
     """Sends a request to a collector, and returns its answer.
 
     Args:
-        url: Address of the collector.
+        url: Address of the collector; a user and a password in it become an HTTP header.
         request: Request with spans.
         limit_s: Time in seconds to wait for each part of the answer.
     """
     body = json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
-    message = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    address, login = without_login(url)
+    if login:
+        headers["Authorization"] = f"Basic {base64.b64encode(login.encode()).decode()}"
+    message = urllib.request.Request(address, data=body, headers=headers, method="POST")
     try:
-        with urllib.request.urlopen(message, timeout=limit_s) as reply:
+        with _opener.open(message, timeout=limit_s) as reply:
             text = reply.read(1 << 20)
-    except (OSError, http.client.HTTPException) as error:
+    except http.client.InvalidURL:
+        return Answer(is_failure=True, reason="the URL is not valid")  # its text has the URL
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
         inner = getattr(error, "reason", None)
         shown = getattr(inner, "strerror", None) or (error if isinstance(inner, str) else inner)
         return Answer(is_failure=True, reason=str(shown or error))
@@ -234,6 +260,20 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
 
 
 _Batch = tuple[IterationStart, Sequence[SpanRow]]
+
+
+class _SentBefore(NamedTuple):
+    """Describes the spans of an iteration that were converted before; late spans follow them.
+
+    Attributes:
+        count: Number of the spans.
+        has_step: Whether one of them is the span of the step.
+        slices: Number of slices of each microbatch, which markers of late spans lack.
+    """
+
+    count: int
+    has_step: bool
+    slices: SliceCounts
 
 
 class SpanSender:
@@ -265,11 +305,12 @@ class SpanSender:
         limit_s: float = LIMIT_S,
     ) -> None:
         self._url = collector_url(flag, target)
+        self._shown = shown_url(self._url)
         self._header = header
         self._limit_s = limit_s
         self._resource = resource_of(header, replicas=0, tensor=0)
         self._unix_ns = header.unix_ns - header.monotonic_ns
-        self._counts: dict[int, tuple[int, bool]] = {}  # spans of the latest iterations
+        self._sent_of: dict[int, _SentBefore] = {}
         self._pause_s = FIRST_PAUSE_S
         self._next_s = -1.0
         self._is_down = False
@@ -301,7 +342,7 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._url},"
+                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown},"
                 f" {self.sent:,} were; the file of the trace has all of them"
             )
 
@@ -311,17 +352,22 @@ class SpanSender:
 
     def _send(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
         """Sends the spans of an iteration, or drops them while the collector is down."""
-        first, has_step = self._counts.get(marker.iteration, (0, False))
+        before = self._sent_of.get(marker.iteration)
+        if before is None:
+            before = _SentBefore(0, False, slices_of(self._header, marker))
+        first, has_step, slices = before
         has_step = has_step or any(KINDS[row.kind] == "step" for row in rows)
-        self._counts[marker.iteration] = first + len(rows), has_step
-        while len(self._counts) > QUEUE_ITERATIONS:
-            del self._counts[next(iter(self._counts))]
+        self._sent_of[marker.iteration] = _SentBefore(first + len(rows), has_step, slices)
+        while len(self._sent_of) > QUEUE_ITERATIONS:
+            del self._sent_of[next(iter(self._sent_of))]
         if time.monotonic() < self._next_s:
             self._count(dropped=len(rows))
             return
         spans = [_span(marker.iteration, row) for row in rows]
         run, rank = self._header.run, self._header.rank
-        converted = otlp_spans(run, rank, spans, self._unix_ns, first=first, has_step=has_step)
+        converted = otlp_spans(
+            run, rank, spans, self._unix_ns, first=first, has_step=has_step, slices=slices
+        )
         left = len(rows)
         for batch in batches(converted):
             answer = post(self._url, request_of(self._resource, batch), self._limit_s)
@@ -341,7 +387,7 @@ class SpanSender:
         if not self._is_down:
             self._is_down = True
             say(
-                f"warning: rank {self._header.rank}: {self._url}: {reason}; its spans are dropped"
+                f"warning: rank {self._header.rank}: {self._shown}: {reason}; its spans are dropped"
                 " until the collector answers, and training continues"
             )
 
@@ -351,8 +397,8 @@ class SpanSender:
         if self._is_down:
             self._is_down = False
             say(
-                f"note: rank {self._header.rank}: {self._url} answers again; spans dropped so far:"
-                f" {self.dropped:,}"
+                f"note: rank {self._header.rank}: {self._shown} answers again; spans dropped so"
+                f" far: {self.dropped:,}"
             )
 
     def _count(self, *, sent: int = 0, dropped: int = 0) -> None:

@@ -57,6 +57,13 @@ SlicesOf: TypeAlias = Callable[[int], SliceCounts]
 microbatches on a rank."""
 
 
+def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yields each value, ascending, and the rows that have it, with a single sort."""
+    order = np.argsort(values, kind="stable")
+    distinct, begins = np.unique(values[order], return_index=True)
+    yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
+
+
 def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[Ints, Ints]:
     """Returns the microbatch that each item is a slice of, and its number of slices.
 
@@ -69,11 +76,11 @@ def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[In
     """
     microbatch = np.array(items, dtype=np.int64)
     number = np.ones_like(microbatch)
-    for iteration in np.unique(iterations).tolist():
+    for iteration, group in rows_by_value(iterations):
         counts = slices(iteration)
         if counts == 1:
             continue
-        rows = np.flatnonzero((iterations == iteration) & (microbatch >= 0))
+        rows = group[microbatch[group] >= 0]
         if isinstance(counts, int):
             microbatch[rows] //= counts
             number[rows] = counts

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.adaptive.config.input_files import parse_json, printable
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.action import SliceCounts, item_count, item_label
+from megatron.adaptive.schedule.action import SliceCounts, item_count, item_label, place_of
 from megatron.adaptive.trace.trace_values import (
     EXPECTED,
     MAX_ITERATION,
@@ -501,6 +501,16 @@ class Span:
         if self.action == "data" or not is_item(self.microbatch, num_slices):
             return str(self.microbatch)
         return item_label(self.microbatch, num_slices)
+
+    def numbers(self, num_slices: SliceCounts) -> dict[str, int]:
+        """Returns the microbatch, and its slice if microbatches are cut; empty for none."""
+        if self.microbatch < 0:
+            return {}
+        is_whole = num_slices == 1 or self.action == "data"
+        if is_whole or not is_item(self.microbatch, num_slices):
+            return {"microbatch": self.microbatch}
+        position = place_of(self.microbatch, num_slices)
+        return {"microbatch": position.microbatch, "slice": position.part}
 
 
 def is_item(number: int, num_slices: SliceCounts) -> bool:

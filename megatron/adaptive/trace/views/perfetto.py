@@ -30,14 +30,14 @@ from typing import Any, TextIO
 import numpy as np
 
 from megatron.adaptive.errors import TraceError
-from megatron.adaptive.schedule.action import SliceCounts, place_of
+from megatron.adaptive.schedule.action import SliceCounts
 from megatron.adaptive.trace.collectives import JoinedCollectives, join_collectives
 from megatron.adaptive.trace.files import replaced
 from megatron.adaptive.trace.kernels import OUTSIDE, actions_of, read_steps
 from megatron.adaptive.trace.read import RankTrace, RunTrace, describe_numbers
 from megatron.adaptive.trace.span_columns import Messages, TraceTable, match_messages
 from megatron.adaptive.trace.step_view import stages_text
-from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Lengths, Span, is_item
+from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, KINDS, Lengths, Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
@@ -273,19 +273,8 @@ def _thread(
 
 
 def _ideal(span: Span, num_slices: SliceCounts) -> Event:
-    arguments = {"iteration": span.iteration, "chunk": span.chunk, **_microbatch(span, num_slices)}
+    arguments = {"iteration": span.iteration, "chunk": span.chunk, **span.numbers(num_slices)}
     return {"name": _name(span, num_slices), "cat": "ideal", "args": arguments}
-
-
-def _microbatch(span: Span, num_slices: SliceCounts) -> dict[str, int]:
-    """Returns the microbatch of a span, and its slice if microbatches are cut; empty for none."""
-    if span.microbatch < 0:
-        return {}
-    is_whole = num_slices == 1 or span.action == "data"
-    if is_whole or not is_item(span.microbatch, num_slices):
-        return {"microbatch": span.microbatch}
-    position = place_of(span.microbatch, num_slices)
-    return {"microbatch": position.microbatch, "slice": position.part}
 
 
 def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
@@ -301,7 +290,7 @@ def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
     arguments: dict[str, Any] = {"iteration": span.iteration}
     if span.chunk >= 0:
         arguments["chunk"] = span.chunk
-    arguments |= _microbatch(span, num_slices)
+    arguments |= span.numbers(num_slices)
     if span.peer >= 0:
         arguments["peer"] = span.peer
     if kind in DRAWN_ACTIONS:

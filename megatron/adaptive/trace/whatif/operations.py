@@ -53,6 +53,7 @@ from megatron.adaptive.trace.span_columns import (
     microbatches_of,
     nth_of_equal,
     row_keys,
+    rows_by_value,
 )
 from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import COLLECTIVES, DRAWN_ACTIONS, REASONS, is_item
@@ -183,10 +184,10 @@ class Operations:
         """Returns the microbatch of some operations; a slice belongs to a microbatch."""
         replica = self.where.replica[self.worker[rows]]
         iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
-        for number in np.unique(replica).tolist():
-            of = np.flatnonzero(replica == number)
+        for number, chosen in rows_by_value(replica):
             slices = partial(self.where.slices, replica=number)
-            microbatch[of], _ = microbatches_of(iteration[of], microbatch[of], slices)
+            found, _ = microbatches_of(iteration[chosen], microbatch[chosen], slices)
+            microbatch[chosen] = found
         return microbatch
 
     def describe(self, row: int) -> str:

@@ -10,6 +10,7 @@ separated from that of its tokens.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import numpy as np
 
 from megatron.adaptive.config.schedule_specs import PlacementKind
 from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, Cut, SliceRule
+from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.choose_slice_tokens import Timed, fit
 from megatron.adaptive.schedule.microbatch_assignment import deal
 from megatron.adaptive.schedule.pack_documents import first_fit
@@ -34,6 +36,7 @@ from megatron.adaptive.trace.whatif.replay import (
     simulated_s,
 )
 
+_MOST_TOKENS = 1 << 40
 _RULES = ("adaptive", "auto")
 """Schedules whose steps are simulated with slices of another length."""
 
@@ -79,12 +82,13 @@ def token_repairs(
         return {}
     others = [n for n in (tokens // 4, tokens // 2, 2 * tokens) if n >= LEAST_TOKENS]
     now_s = model.mean_s(tokens)
-    return {
-        (f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"): whole_s
-        - now_s
-        + model.mean_s(n)
-        for n in others
-    }
+    repairs = {}
+    for n in others:
+        # A run with this length would end with the same error, so it is no repair.
+        with contextlib.suppress(ConfigError):
+            names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
+            repairs[names] = whole_s - now_s + model.mean_s(n)
+    return repairs
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,17 @@ class _Row:
     positions: int
     documents: tuple[int, ...]
     slices: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether slices are equally long, and each has a token of a document.
+
+        A damaged file may contain other numbers.
+        """
+        of_slice, rest = divmod(self.positions, self.slices)
+        before_last = self.positions - of_slice
+        is_row = min(self.documents, default=0) > 0 and rest == 0 and self.positions < _MOST_TOKENS
+        return is_row and before_last < sum(self.documents) <= self.positions
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
@@ -117,12 +132,17 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens of all slices; ``None`` if it differs, or nothing is cut."""
+    """Returns the number of tokens of all slices.
+
+    The result is ``None`` if the number differs, if nothing is cut, or if a file is damaged.
+    """
     rows = [row for step in steps for replica in step for row in replica]
-    lengths = {row.positions / row.slices for row in rows}
+    if not all(row.is_sound for row in rows):
+        return None
+    lengths = {row.positions // row.slices for row in rows}
     if len(lengths) != 1 or max(row.slices for row in rows) == 1:
         return None
-    return int(lengths.pop())
+    return lengths.pop()
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +235,11 @@ class _Model:
         return max(misses)
 
     def mean_s(self, tokens: int) -> float:
-        """Returns the mean step time with slices of a number of tokens, in seconds."""
+        """Returns the mean step time with slices of a number of tokens, in seconds.
+
+        Raises:
+            ConfigError: A step has too few documents for such slices.
+        """
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
