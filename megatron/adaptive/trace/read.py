@@ -3,7 +3,7 @@
 A folder contains one file per rank. When a folder is read, the positions of the spans in its files
 are found (``block_index``), and all ranks are put on one clock (``clock``). The spans themselves
 are read only on request, as a table per rank, for all or some iterations. If an iteration was run
-twice, the second run is used. Any damage is an error, except a line cut off at the end of a file.
+twice, the second run is used. Damage is an error, except a truncated line at the end of a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Number of iterations, evenly spaced over the run, whose messages serve to correct the clocks."""
+"""Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
 """Maximum number of spans in these iterations, unless a single iteration has more."""
@@ -69,7 +69,7 @@ class RankTrace:
         Args:
             path: Path of the file that was read.
             tables: Spans by iteration.
-            truncated_lines: Number of lines that were cut off in the file.
+            truncated_lines: Number of truncated lines in the file.
             header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
@@ -117,7 +117,7 @@ class RankTrace:
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns an iteration's counts of what kept the rank from computing; empty if unknown."""
+        """Returns an iteration's counters of ``machine_counters``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
@@ -196,7 +196,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans by iteration; of an iteration that ran twice, those of its last run."""
+        """Blocks of spans by iteration; only the last run of an iteration that ran twice."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -237,7 +237,7 @@ class RunTrace:
 
     @cached_property
     def truncated_lines(self) -> int:
-        """Total number of lines that were cut off at the ends of the ranks' files."""
+        """Total number of truncated lines at the ends of the ranks' files."""
         return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
@@ -297,7 +297,7 @@ class RunTrace:
         """Raises an error if no rank recorded the given iteration.
 
         Raises:
-            TraceError: The iteration was not recorded; the message lists those that were.
+            TraceError: The iteration was not recorded; the message lists the recorded iterations.
         """
         if iteration not in self._numbers:
             raise TraceError(

@@ -117,7 +117,7 @@ class PipelineStep:
 
 
 def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
+    """Returns text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
 
     If numbers of slices differ, the text has the smallest and the largest: ``in 1 to 4 slices``.
     """
@@ -138,7 +138,7 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
     """Lists a pipeline rank's stages as text, such as ``stages 0, 5``.
 
     Args:
-        header: Object that states the pipeline's numbers of ranks and chunks, and its placement.
+        header: Object with the pipeline's number of ranks, number of chunks, and placement.
         pp_rank: Pipeline rank whose stages are listed.
         most: Maximum number of stages to list; ``None`` for all.
     """

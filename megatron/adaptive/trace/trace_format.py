@@ -29,8 +29,8 @@ marker above it. A marker contains the size in bytes of the spans that follow, s
 skip iterations. On a rank with experts (MoE), the marker also has the experts' load.
 
 New kinds and reasons are added at the end of their lists. Readers ignore kinds, reasons, fields and
-objects that they do not know. So the version rises only if existing data change their meaning; a
-file of another version is refused.
+objects that they do not know. So the version changes only if existing data change their meaning;
+readers reject files of other versions.
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ class TraceHeader:
             work. Empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
         order: Setting ``order`` of a ``Pipeline``; empty in traces of other programs.
-        dealing: Setting ``dealing`` of a ``Pipeline``; empty in traces of other programs.
+        dealing: Setting ``dealing`` of a ``Pipeline``, which distributes microbatches over
+            replicas; empty in traces of other programs.
     """
 
     run: str
@@ -359,14 +360,14 @@ class IterationStart:
         exchange_ns: Time in ns that actions waited for all-to-all exchanges of experts' tokens.
         tokens: Load of the experts, a row per MoE layer: index of the layer in the model (layers of
             multi-token prediction come last), index of this rank's first expert, then the number of
-            tokens that each expert of this rank got.
+            tokens that each expert of this rank received.
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
             same size.
         slices: Number of slices of each microbatch, if microbatches may have different numbers;
             empty if the header's ``num_slices`` applies.
-        machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
-            A counter that is missing here is 0, or this machine does not have it. Empty if nothing
-            was counted.
+        machine: Counters of causes that kept the rank from computing, by the names in
+            ``machine_counters``. A missing counter is 0, or this machine does not have the counter.
+            Empty if nothing was counted.
         layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
             all forward passes, of all backward passes, and number of forward passes.
         layer_passes: First passes of layers in the iteration, a row each: index of the layer in the
@@ -599,7 +600,7 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Parses a line of a trace file that contains a JSON object (any line but those of spans).
+    """Parses a line of a trace file that contains a JSON object (any line except spans).
 
     Args:
         line: Text of the line, with or without the newline.

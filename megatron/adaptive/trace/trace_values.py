@@ -10,7 +10,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
 
 MAX_SLICES = 1 << 20
-"""Maximum number of slices of a microbatch. A damaged file may state a larger one."""
+"""Maximum number of slices of a microbatch. Larger numbers mean that the file is damaged."""
 
 MAX_SIZES = {
     "world_size": 1 << 17,
@@ -21,7 +21,7 @@ MAX_SIZES = {
 }
 """Maximum sizes of a run that a header may state.
 
-Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
+Readers loop over all ranks, with or without a file. So a damaged header with a huge number would
 take very long.
 """
 
@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum number of an iteration; its product with the number of ranks still fits 64 bits."""
+"""Maximum number of an iteration; multiplied by the number of ranks, it still fits 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -130,7 +130,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
         "a list of process groups with the times of their collectives",
     ),
 }
-"""Maps each type of field to a check of its value, and a description for error messages."""
+"""Maps each type of field to a check of its value and a description for error messages."""
 
 
 def value_of(
