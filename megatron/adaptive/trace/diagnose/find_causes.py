@@ -81,7 +81,7 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a line with the counters that machines of the run lack; empty if none is lacking."""
+    """Returns a line with the counters that are missing on some machines, or no line."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
@@ -92,11 +92,11 @@ def _uncounted(run: RunTrace) -> list[str]:
 
 
 class _Search:
-    """Searches a run for causes, and simulates its steps without them.
+    """Searches a run for causes, and simulates its steps without the causes.
 
     Args:
         run: Trace of the run.
-        evidence: Measured times of the run, in which causes are searched.
+        evidence: Measured times of the run.
     """
 
     def __init__(self, run: RunTrace, evidence: Evidence) -> None:
@@ -196,7 +196,7 @@ class _Recorded:
 
 
 def _badness(finding: Finding) -> tuple[float, float]:
-    """Returns a key by which the worst findings of a cause come first."""
+    """Returns a sort key that puts the worst findings of a cause first."""
     return -(finding.delay_ms or 0.0), -(finding.factor or 0.0)
 
 

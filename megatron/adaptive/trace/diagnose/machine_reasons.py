@@ -1,7 +1,7 @@
-"""Finds, in the counters of a rank's machine, what kept the rank from computing.
+"""Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
 A counter explains a slow rank if its excess over the usual value is a large part of the time that
-the rank lost. The usual value is that of other ranks, or of the same rank in other iterations.
+the rank lost. The usual value comes from other ranks, or from the same rank in other iterations.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.adaptive.trace.network_counters import (
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that the counters of the reasons must show together."""
+"""Minimum fraction of the lost time that the counters of the reasons must explain together."""
 
 STARVED = 0.5
 """Minimum fraction of the step time that a rank waits for a processor, to call it starved.
@@ -58,42 +58,42 @@ Differences between the times of starved ranks may be due to chance.
 """
 
 EXPLAINS_TOO = 0.2
-"""Minimum fraction of the lost time that a counter must show to be one of the reasons."""
+"""Minimum fraction of the lost time that a counter must explain to be one of the reasons."""
 
 COUNTS = 0.05
-"""Minimum fraction of the step time that a counter must show to be named as a reason."""
+"""Minimum fraction of the step time that a counter must have to be reported as a reason."""
 
 OTHERS_USE = 0.1
-"""Minimum number of processors that other processes keep busy, to be named as the reason."""
+"""Minimum number of processors that other processes must keep busy to be reported as a reason."""
 
 SLOWER_CLOCK = 0.95
-"""Maximum ratio of a processor's clock to the usual clock, for a low clock to be the reason."""
+"""Maximum ratio of a processor's clock to the usual clock for the clock to be the reason."""
 
 LOSES = 0.005
-"""Minimum fraction of TCP segments that a machine sends again, to say that packets are lost."""
+"""Minimum fraction of retransmitted TCP segments to report that packets are lost."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of segments sent again, or of a port's faults, per iteration to be the reason."""
+"""Minimum number of retransmitted segments, or of a port's faults, per iteration."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to those of other machines, to be the reason."""
+"""Minimum ratio of a port's faults to the faults on other machines."""
 
 SLOWER_PORT = 0.6
-"""Maximum ratio of an interface's speed to those of other machines, to be the reason."""
+"""Maximum ratio of an interface's speed to the speed on other machines."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks of one machine."""
 
 OWN_PAGES = 4.0
-"""Minimum ratio of a rank's page reads to those of the other ranks of its machine.
+"""Minimum ratio of a rank's page reads to the page reads of other ranks on its machine.
 
-A rank with a higher ratio is taken for the cause of the machine's waits.
+A rank with a higher ratio is considered the cause of the machine's waits.
 """
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """Describes a counter of lost time in words.
+    """Contains the texts that describe a counter of lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -102,7 +102,7 @@ class _Wait:
 
     Attributes:
         counter: Name of the counter.
-        text: Measured values and what they mean.
+        text: Sentence with the measured values.
         remedy: Action that users can take, in the imperative.
     """
 
@@ -203,13 +203,13 @@ _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters that count the waits of all programs of a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters of which the second also counts the time of the first."""
+"""Pairs of counters; the time of the first counter is included in the second counter."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns a counter of time as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
+    """Returns a time counter as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
@@ -265,14 +265,14 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
-        # The waits for disks are those of all programs, and this rank may not be among them.
+        # The waits for disks include all programs, so this rank may not have waited.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # The sort is stable: reasons that each explain enough alone keep the order of the table.
+        # The sort is stable, so reasons that explain enough alone keep the order of the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -336,7 +336,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if the ranks of a link send many TCP segments again; else ``None``."""
+    """Returns a reason if the ranks of a link retransmit many TCP segments; else ``None``."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -370,7 +370,7 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a link's interface is slower than those of other machines."""
+    """Returns a reason if a link's interface is slower than the interfaces of other machines."""
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
     measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
     if not measured:
@@ -452,7 +452,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's processor explains enough of its slowness.
+    """Returns a reason if the clock of a rank's processor explains enough of its slowdown.
 
     Ranks that compute on a GPU are skipped, because their processor's clock matters little.
     """
@@ -478,7 +478,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's GPU explains enough of its slowness."""
+    """Returns a reason if the clock of a rank's GPU explains enough of its slowdown."""
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
         return None
@@ -506,7 +506,7 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU counts far more faults than those of other ranks."""
+    """Returns a reason if a rank's GPU counts far more faults than the GPUs of other ranks."""
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
@@ -527,9 +527,9 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock of a rank and the usual clock, if these explain enough of its slowness.
+    """Returns the clock of a rank and the usual clock, if these explain enough of its slowdown.
 
-    The usual clock is that of other ranks or of other iterations, whichever is higher.
+    The usual clock is the clock on other ranks or in other iterations, whichever is higher.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():
