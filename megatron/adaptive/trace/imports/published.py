@@ -43,14 +43,16 @@ from megatron.adaptive.trace.trace_format import (
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns of a table.
 
-They are: replica, pipeline rank, global rank, iteration, kind of operation, start and duration in
-seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and rank.
+The columns contain replica, pipeline rank, global rank, iteration, kind of operation, start and
+duration in seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and
+rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
 
-They are: index of the chunk on its rank, index of the chunk in the model, microbatch, and lowest
-rank of a collective's group. Without the first two, each rank has one chunk.
+The columns contain the index of the chunk on its rank, the index of the chunk in the model, the
+microbatch, and the lowest rank of a collective's group. Without the first two columns, each rank
+has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
@@ -177,8 +179,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Shifts the times of ranks whose clock seems to differ; returns start times and notes.
 
-    A rank's clock seems to differ if the rank's first step begins far from that of the others. All
-    arguments are columns of the table, with times in nanoseconds.
+    A rank's clock seems to differ if the rank's first step begins at a very different time than on
+    other ranks. All arguments are columns of the table, with times in nanoseconds.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -200,7 +202,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the previous step, because all may begin at 0 in a table."""
+    """Shifts each step to begin after the previous step, because all steps may begin at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -442,7 +444,7 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes the trace of a run into a folder, as one file per rank.
+    """Writes the trace of a run into a folder, with one file per rank.
 
     Raises:
         TraceError: If the folder already contains traces, or cannot be written.

@@ -13,7 +13,7 @@ from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 SHOWN = 5
 """Number of the worst ranks, and of the worst links, whose slowdown is computed."""
 SLOW = 1.05
-"""Minimum slowdown for the report to name a cause and print each cause's share."""
+"""Minimum slowdown for the report to print a cause and each cause's share."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Repair:
     """Describes a change that would make the run faster, and the time it would save.
 
     Attributes:
-        description: Short text that says what is changed.
-        flag: Command-line flags that make the change, or advice if there is no flag.
+        description: Short text that describes the change.
+        flag: Command-line flags that make the change, or advice if there are no flags.
         step_s: Mean step time with the change, in seconds.
         gain: Fraction of the simulated step time that the change saves.
     """
@@ -60,7 +60,7 @@ class WhatIf:
             based.
         cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
             ``mixed`` if no single cause explains enough of the slowdown.
-        repairs: Possible repairs, the one that saves most time first.
+        repairs: Possible repairs, in descending order of the saved time.
         notes: Caveats about the result, one line each.
     """
 
@@ -181,7 +181,7 @@ def _format_share(share: float) -> str:
     """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
 
     Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
-    So a repaired step may be slower than the recorded one, or faster than the ideal one.
+    So a repaired step may be slower than the recorded step, or faster than the ideal step.
     """
     if round(share, 2) <= 0:
         return "none"
