@@ -105,11 +105,12 @@ class FileIndex:
                 if isinstance(record, TraceHeader):
                     if self.header is not None:
                         raise TraceError(
-                            f"{self} is a second header; keep each start in a separate folder"
+                            f"{self} is a second header, but a trace file must have only one; use "
+                            "a separate folder for each start"
                         )
                     self.header = record
                 elif self.header is None:
-                    raise TraceError(f"{self} is before the header; this is no trace file")
+                    raise TraceError(f"{self} is before the header; this is not a trace file")
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break
@@ -197,7 +198,8 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
     foreign = chunks[(chunks < 0) | (chunks >= num_chunks)]
     if len(foreign):
         raise TraceError(
-            f"{index.path}: span of chunk {foreign[0]}, the header says {num_chunks} chunks"
+            f"{index.path} has a span of chunk {foreign[0]}, but its header states {num_chunks} "
+            "chunks; remove the damaged file"
         )
     return table
 
@@ -284,6 +286,6 @@ def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(
-        f"{where(next(wrong, 0))} is no span: expected {len(COLUMNS)} whole numbers in "
-        f"brackets for {', '.join(COLUMNS)}; the file is damaged, remove it or that line"
+        f"{where(next(wrong, 0))} is not a span, which must have {len(COLUMNS)} integers in "
+        f"brackets for {', '.join(COLUMNS)}; remove the damaged file or this line"
     )

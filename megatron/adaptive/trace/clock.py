@@ -355,17 +355,18 @@ class Alignment:
         for how, advice in (
             (
                 "messages",
-                "were not measured; messages align them, with an error up to the travel time",
+                "were not measured; they were aligned by messages, with an error up to the travel"
+                " time",
             ),
-            ("time of day", "were not measured; the machines' time of day aligns them"),
+            ("time of day", "were not measured; they were aligned by the machines' time of day"),
         ):
             ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
             if ranks:
                 lines.append(f"the clocks of ranks {_ranks(ranks)} {advice}")
         if self.contradiction_ns:
             lines.append(
-                f"the clocks contradict the messages: one arrives {self.contradiction_ns / 1e3:.1f}"
-                " us before it is sent"
+                "the clocks contradict the messages: a message arrives "
+                f"{self.contradiction_ns / 1e3:.1f} us before it is sent"
             )
         return lines
 
@@ -638,7 +639,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("an answer to another request")
+                raise ConnectionError("rank 0 answered another request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)

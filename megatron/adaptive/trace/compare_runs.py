@@ -173,7 +173,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work has changed by more than 2% and than chance")
+            lines.append("  no part of the work has changed by more than 2% and more than noise")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def compare_runs(
     for run, measured in ((before, first), (after, second)):
         if len(measured.iterations) < 3:
             raise TraceError(
-                f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
-                " more after the first"
+                f"{run.origin} must have at least 3 iterations after the first, got "
+                f"{len(measured.iterations)}; record a longer run"
             )
     changes = [
         *_computing(first, second),
@@ -237,8 +237,8 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
         )
     if shapes[0] != shapes[1] or before.ranks.keys() != after.ranks.keys():
         raise TraceError(
-            f"{before.origin} has {shapes[0]}; {after.origin} has {shapes[1]}: compare runs of the"
-            " same shape"
+            f"{before.origin} has {shapes[0]}, but {after.origin} has {shapes[1]}; compare runs of"
+            " the same shape"
         )
 
 

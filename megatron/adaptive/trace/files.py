@@ -295,8 +295,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         return None  # another machine has just renamed the shared folder
     except OSError as error:
         raise TraceError(
-            f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
-            "this user write there, or name another --trace-dir"
+            f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "
+            "give this user write permission, or choose another --trace-dir"
         ) from error
     return kept
 

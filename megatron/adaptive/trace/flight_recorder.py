@@ -118,7 +118,7 @@ class StuckCall:
         if self.missing:
             lines.append(f"  no dump of {_ranks(self.missing)}")
         if self.mismatch:
-            lines.append(f"  other ranks called something else there: {self.mismatch}")
+            lines.append(f"  other ranks called another operation: {self.mismatch}")
         return "\n".join(lines)
 
 
@@ -196,7 +196,7 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
     stuck.sort(key=lambda stuck: (stuck.call.created_ns, stuck.call.group))
     culprits, text, advice = _conclude(stuck)
     notes = [
-        f"no dump of {_ranks(missing)}: the process may have ended, or torch wrote none"
+        f"no dump of {_ranks(missing)}: the process may have exited, or torch did not write a dump"
         for missing in [sorted({rank for call in stuck for rank in call.missing})]
         if missing
     ]
@@ -327,15 +327,15 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
     if free := tuple(sorted(late - waiting)):
         return (
             free,
-            f"{_ranks(free)} {_verb(free, 'hold')} the job up: the others wait, and "
-            f"{'it waits' if len(free) == 1 else 'they wait'} in no collective",
-            f"look at what {_ranks(free)} did then (py-spy dump, its log, its data reader)",
+            f"{_ranks(free)} {_verb(free, 'block')} the job: the other ranks wait, and "
+            f"{'it does' if len(free) == 1 else 'they do'} not wait in a collective",
+            f"find out what {_ranks(free)} did at that time (py-spy dump, log, data reader)",
         )
     if missing:
         return (
             missing,
-            f"{_ranks(missing)} left no dump, while others wait",
-            f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
+            f"{_ranks(missing)} did not write a dump, while other ranks wait",
+            f"look for errors in the log of {_ranks(missing)}, and for a failed machine",
         )
     if entered := next((call for call in stuck if call.is_entered), None):
         return (), *_endless(entered)
@@ -354,7 +354,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         )
     return (
         (),
-        f"{_ranks(sorted(waiting))} wait for messages, and the dumps do not say from whom",
+        f"{_ranks(sorted(waiting))} wait for messages, but the dumps do not show the senders",
         f"look at what {_ranks(sorted(waiting))} do (py-spy dump, their logs)",
     )
 
@@ -364,13 +364,13 @@ def _endless(stuck: StuckCall) -> tuple[str, str]:
     call = stuck.call
     if call.is_message:
         return (
-            f"both ends of the message {call.name.split(':')[-1]} of group {call.group} have called"
-            " it, and its transfer does not end",
+            f"both ranks of the message {call.name.split(':')[-1]} of group {call.group} have made"
+            " the call, but its transfer does not finish",
             f"check the network and the devices of {_ranks(stuck.waiting)}",
         )
     return (
         f"all ranks of group {call.group} have entered collective {call.number}, "
-        "and its transfer does not end",
+        "but its transfer does not finish",
         f"check the network and the devices of {_ranks(stuck.waiting)}",
     )
 
@@ -395,19 +395,19 @@ def _read_dump(rank: int, path: Path) -> Dump:
             content = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle may raise any exception
         raise TraceError(
-            f"{path}: no dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
+            f"{path} is not a dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
         ) from None
     version = content.get("version") if isinstance(content, dict) else None
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise TraceError(
-            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; versions "
-            "2.x can be read: dump with a torch that writes them"
+            f"{path} must be a dump of version 2.x of torch's flight recorder, got version "
+            f"{printable(str(version))[:40]}; use a version of torch that writes 2.x"
         )
     try:
         return _parse(rank, content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise TraceError(
-            f"{path}: damaged dump of torch's flight recorder, "
+            f"{path} is a damaged dump of torch's flight recorder: "
             f"{type(error).__name__}: {printable(str(error))[:80]}"
         ) from None
 

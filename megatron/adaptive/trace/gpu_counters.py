@@ -85,7 +85,7 @@ class GpuCounters:
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
         except Exception as error:  # for example, there is no driver or no permission
-            self.why_not = f"NVML does not start: {error}"
+            self.why_not = f"NVML cannot be initialized: {error}"
         else:
             self._nvml = pynvml
             self._read()

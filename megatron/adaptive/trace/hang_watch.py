@@ -189,8 +189,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{item}, which {peer.name} sent: it is lost on the way between them",
-                    advice="check the network between the two (cable, firewall, interface)",
+                    f"{item}, which {peer.name} sent, so the message was lost",
+                    advice="check the network between both ranks (cable, firewall, interface)",
                 )
     circle = _circle(edges)
     if circle and any(by_rank[member].needs for member in circle):
@@ -199,8 +199,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="their orders contradict each other: check that all ranks have the same "
-            "--schedule-file, or take another --pipeline-schedule",
+            advice="the ranks' orders of actions contradict each other, so check that all ranks "
+            "have the same --schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
@@ -245,7 +245,7 @@ _SYMPTOMS = (
     _Symptom(
         "silent machine",
         lambda rank: not rank.state,
-        "does not report, nor does its machine",
+        "does not report, and neither does its machine",
         "check that machine and the network to it",
     ),
 )
@@ -281,7 +281,7 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     else:
         cause = "collective" if missed else "code"
         activity = "does something else" if missed else "waits for no rank"
-        advice = "look at the code it is in"
+        advice = "look at the code that it runs"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),

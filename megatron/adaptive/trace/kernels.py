@@ -215,7 +215,7 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
     except FileNotFoundError:
         return [], ""
     except OSError as error:
-        return [], f"{path} cannot be read: {error.strerror or error}; its kernels are left out"
+        return [], f"{path} cannot be read: {error.strerror or error}; its kernels are omitted"
     steps = []
     damaged = []
     for number, line in enumerate(lines, 1):
@@ -229,8 +229,8 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
         f"line {damaged[0]} is" if len(damaged) == 1 else f"lines {describe_numbers(damaged)} are"
     )
     return steps, (
-        f"{path}: {where} damaged and left out, because a line holds the kernels of a step; delete "
-        "what is damaged, or record the run again"
+        f"{path}: {where} damaged, so the kernels of these steps are omitted; delete the damaged "
+        "lines, or record the run again"
     )
 
 
@@ -262,14 +262,14 @@ def _whole(value: Any) -> int:
     """Returns an integer from 0 up to :data:`_LIMIT`; raises ``ValueError`` for other values."""
     if type(value) is int and 0 <= value < _LIMIT:
         return value
-    raise ValueError("no whole number, or out of range")
+    raise ValueError("the value is not an integer, or is out of range")
 
 
 def _text(value: Any) -> str:
     """Returns a string; raises ``ValueError`` for other values."""
     if isinstance(value, str):
         return value
-    raise ValueError("no text")
+    raise ValueError("the value is not a string")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,8 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     shape = legacy_shape(path)
     if shape is None:
         raise TraceError(
-            f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
+            f"{path} must be named trace_pipeline_<p>_model_chunks_<c>.txt, because the name states"
+            " the numbers of ranks and chunks"
         )
     num_ranks, num_chunks = shape
     contents = _Contents(num_ranks, num_chunks)
@@ -120,12 +121,13 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
     if not contents.rows:
         raise TraceError(
-            f"{path} contains no action; expected lines such as '0, 3, forward start, 12.500000%'"
+            f"{path} does not contain actions, which are lines such as"
+            " '0, 3, forward start, 12.500000%'"
         )
     if max(contents.rows) >= num_ranks:
         raise TraceError(
-            f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
-            "ranks; restore its name"
+            f"{path} has actions of rank {max(contents.rows)}, but its name states {num_ranks} "
+            "pipeline ranks; restore the original name"
         )
     traces = {}
     for rank, by_iteration in sorted(contents.rows.items()):

@@ -58,8 +58,8 @@ def load_run(
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
         raise TraceError(
-            f"no run with a trace in {searched()}: train with --trace-dir, or give the folder of a"
-            " run"
+            f"there is no run with a trace in {searched()}; train with --trace-dir, or pass the "
+            "folder of a run"
         )
     if not source.exists():
         raise TraceError(f"{source} does not exist; give the folder of a run")
@@ -135,8 +135,8 @@ def _latest_run() -> Path | None:
         return None
     if not folder.is_dir():
         raise TraceError(
-            f"{_LATEST} points to {folder.resolve()}, which is gone; name the folder of a run, or"
-            " run again"
+            f"{_LATEST} points to {folder.resolve()}, which does not exist; pass the folder of a "
+            "run, or run again"
         )
     return folder
 
@@ -171,9 +171,9 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
     shape = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
     if shape != (run.num_ranks, run.num_chunks):
         raise TraceError(
-            f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
-            f"{shape[0]} x {shape[1]}; give --pipeline_parallel {run.num_ranks} --model_chunks "
-            f"{run.num_chunks}, or the --run-dir of another run"
+            f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, not the "
+            f"requested {shape[0]} x {shape[1]}; use --pipeline_parallel {run.num_ranks} "
+            f"--model_chunks {run.num_chunks}, or the --run-dir of another run"
         )
     return run
 

@@ -240,7 +240,7 @@ class MachineCounters:
         counted |= {name for name, value in self._read_clocks().items() if value}
         missing = [name for name in _EXPECTED if name not in counted]
         if self._gpu.why_not:
-            missing.append(f"those of the GPU ({self._gpu.why_not})")
+            missing.append(f"all counters of the GPU ({self._gpu.why_not})")
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:

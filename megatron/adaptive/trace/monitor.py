@@ -187,11 +187,13 @@ def find_live(folder: Path | None) -> Path:
     if folder is None:
         newest = newest_run(_LIVE, may_be_empty=True)
         if newest is None:
-            raise TraceError(f"no run in {searched()}: give the folder of a run or its traces")
+            raise TraceError(
+                f"there is no run in {searched()}; pass the folder of a run or its traces"
+            )
         return newest.resolve()  # a run that starts later changes the link, not this path
     if not folder.is_dir():
-        problem = "is no folder" if folder.exists() else "does not exist"
-        raise TraceError(f"{folder} {problem}; give the folder of a run or its traces")
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
     return folder
 
 
@@ -444,7 +446,7 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; stopped, or killed on another machine?"
+        return "silent", "no rank reports; the ranks may be stopped, or killed on another machine"
     return "running", f"no report from {_ranks(silent)}" if silent else ""
 
 

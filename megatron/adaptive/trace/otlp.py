@@ -301,8 +301,8 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._url},"
-                f" {self.sent:,} were; the file of the trace has all of them"
+                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._url}, "
+                f"and {self.sent:,} spans were sent; the trace file contains all spans"
             )
 
     def _run(self) -> None:
@@ -341,7 +341,7 @@ class SpanSender:
         if not self._is_down:
             self._is_down = True
             say(
-                f"warning: rank {self._header.rank}: {self._url}: {reason}; its spans are dropped"
+                f"warning: rank {self._header.rank}: {self._url}: {reason}; spans are dropped"
                 " until the collector answers, and training continues"
             )
 

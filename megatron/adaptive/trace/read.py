@@ -266,8 +266,8 @@ class RunTrace:
         if not by_pp_rank:
             dp_ranks = sorted({trace.header.dp_rank for trace in self.ranks.values()})
             raise TraceError(
-                f"no trace of data-parallel rank {dp_rank} (tensor-parallel rank {tp_rank}) in "
-                f"{self.origin}; it has data-parallel ranks {describe_numbers(dp_ranks)}"
+                f"data-parallel rank {dp_rank} (tensor-parallel rank {tp_rank}) is not in "
+                f"{self.origin}, which has data-parallel ranks {describe_numbers(dp_ranks)}"
             )
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
@@ -301,7 +301,7 @@ class RunTrace:
         """
         if iteration not in self._numbers:
             raise TraceError(
-                f"iteration {iteration} is not in {self.origin}; it has "
+                f"iteration {iteration} is not in {self.origin}, which has iterations "
                 f"{describe_numbers(self.iterations)}"
             )
 
@@ -340,12 +340,13 @@ class RunTrace:
             )
         if self.truncated_lines:
             lines.append(
-                f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
+                f"{self.truncated_lines} truncated lines at the ends of files were dropped; the run"
+                " may have been killed"
             )
         for rank, trace in self.ranks.items():
             lines += [
                 f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
-                " its disk accepted no data then"
+                " its disk did not accept data at that time"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
@@ -378,16 +379,16 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     files = trace_files(folder)
     if not files:
         state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
-        raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
+        raise TraceError(f"{folder} {state}; pass the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
     if not headers:
-        raise TraceError(f"the trace files in {folder} are empty; the run wrote nothing")
+        raise TraceError(f"the trace files in {folder} are empty; record the run again")
     for rank, header in headers.items():
         if header.rank != rank:
             raise TraceError(
-                f"{files[rank]} has the header of rank {header.rank}, the file is named after rank "
-                f"{rank}; restore its name"
+                f"{files[rank]} has the header of rank {header.rank}, but its name states rank "
+                f"{rank}; restore the original name"
             )
     _check_one_run(folder, headers)
     traces, alignment = _on_one_clock(indexes, headers)
@@ -430,7 +431,7 @@ def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
                 for name in different
             )
             raise TraceError(
-                f"{folder} mixes {kind}: {listed}; keep the files of one and move the rest"
+                f"{folder} mixes {kind}: {listed}; keep the files of one and move all other files"
             )
 
 

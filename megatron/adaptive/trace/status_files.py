@@ -129,7 +129,7 @@ class NowFile:
             except Exception as error:  # expected once, while the run shuts down
                 if self._failed and not self._is_said:
                     self._is_said = True
-                    reason = f"cannot read the rank's present action: {error!r}"
+                    reason = f"cannot read the rank's current action: {error!r}"
                     say(f"warning: {self._path.name}: {reason}; the trace continues")
                 self._failed = True
         return self._due_s - now_s

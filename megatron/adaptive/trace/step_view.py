@@ -163,7 +163,9 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     """
     ranks = run.replica(dp_rank)
     if not run.iterations:
-        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     if iteration is None:
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
@@ -172,7 +174,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
-            f"iteration {iteration} in {run.origin} contains no F, B or W; it has nothing to draw"
+            f"iteration {iteration} in {run.origin} does not contain F, B or W to draw"
         )
     start = int(drawn.start_ns.min())
     end = int(drawn.end_ns.max())

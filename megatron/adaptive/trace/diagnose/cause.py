@@ -63,7 +63,7 @@ class Evidence:
         """Returns the advice to move layers between stages; empty if that would save too little."""
         m, times = self.measured, self.times
         if times is None:
-            advice = f"give stage {finding.stages[0]} fewer layers (--partition)"
+            advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
             return Remedy((advice,))
         if finding.period.kind == "passed":
             return Remedy()
@@ -219,12 +219,12 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            f"argument --cause: {name!r} is not package.module:Class of a cause of yours, and not "
-            f"an entry point of the group {ENTRY_POINTS}"
+            f"argument --cause: must be package.module:Class of your own cause, or an entry point "
+            f"of the group {ENTRY_POINTS}, got {name!r}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(
-            f"cause {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of Cause "
-            "of megatron.adaptive.trace.diagnose, with a name"
+            f"cause {name} must be a subclass of megatron.adaptive.trace.diagnose.Cause with a "
+            f"name, got {type(loaded).__name__} {loaded!r:.60}"
         )
     return loaded()

@@ -86,8 +86,8 @@ def _uncounted(run: RunTrace) -> list[str]:
     if not names:
         return []
     return [
-        f"not counted, as machines of the run lack or forbid it: {', '.join(sorted(names))}; no "
-        "cause is named by these"
+        f"machines of the run lack or forbid these counters: {', '.join(sorted(names))}; the "
+        "diagnosis cannot use them"
     ]
 
 
@@ -117,8 +117,8 @@ class _Search:
         worst = sorted(bare_findings, key=_badness)[:MOST_FINDINGS]
         if len(worst) < len(bare_findings):
             self.notes.append(
-                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} further findings are left"
-                f" out; the {MOST_FINDINGS} worst are examined"
+                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} findings are omitted, and "
+                f"the {MOST_FINDINGS} worst are examined"
             )
             bare_findings = [bare for bare in bare_findings if any(bare is each for each in worst)]
         for bare in bare_findings:

@@ -126,12 +126,12 @@ _WAITS = (
     _Wait(
         GPU_HOT,
         "the temperature of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "look at the cooling of {host} (nvidia-smi -q -d TEMPERATURE)",
+        "check the cooling of {host} (nvidia-smi -q -d TEMPERATURE)",
     ),
     _Wait(
         GPU_POWER_LIMITED,
         "the power limit of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same",
+        "raise the power limit on {host} (nvidia-smi -pl), or set the same limit for all GPUs",
     ),
     _Wait(
         PROCESSOR_WAIT,
@@ -148,7 +148,7 @@ _WAITS = (
         DISK_WAIT,
         "its memory or its files are read from disk, and programs on {host} wait for disks in"
         " {share:.0%} of the time",
-        "free memory on {host}, and look for programs that read or write much",
+        "free memory on {host}, and look for programs that read or write a lot",
     ),
 )
 _PINNED = _Wait(
@@ -168,19 +168,19 @@ _CROWDED = _Wait(
 _FAULTS = (
     (
         LINK_RETRIES,
-        "an RDMA port of {host} sends {count:.3g} packets per step again",
-        "look at the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
+        "an RDMA port of {host} retransmits {count:.3g} packets per step",
+        "check the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
     ),
     (
         LINK_ERRORS,
         "a port of {host} counts {count:.3g} faulty or dropped packets per step",
-        "look at the cable and the port of {host} (ip -s link, ethtool -S)",
+        "check the cable and the port of {host} (ip -s link, ethtool -S)",
     ),
     (
         LINK_PAUSES,
-        "an RDMA port of {host} has data and may not send for {count:.3g} ticks per step: the "
-        "network behind it is full",
-        "look for other jobs on the network of {host}, and at its routes",
+        "an RDMA port of {host} has data but cannot send for {count:.3g} ticks per step, because "
+        "the network is congested",
+        "look for other jobs on the network of {host}, and check its routes",
     ),
 )
 """Counter, text and remedy of each fault of a port."""
@@ -189,12 +189,12 @@ _GPU_FAULTS = (
     (
         GPU_ERRORS,
         "errors in the memory of its GPU on {host} that cannot be corrected: {count:.3g} per step",
-        "leave {host} out, and look at its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
+        "exclude {host}, and check its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
     ),
     (
         GPU_REPLAYS,
-        "its GPU on {host} sends {count:.3g} PCIe packets per step again",
-        "look at the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
+        "its GPU on {host} retransmits {count:.3g} PCIe packets per step",
+        "check the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
     ),
 )
 """Counter, text and remedy of each fault of a GPU."""
@@ -347,8 +347,8 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
         return None
     return Reason(
         counter=RESENT_SEGMENTS,
-        text=f"{host} sends {worst:.1%} of its TCP segments again: packets are lost or come late",
-        remedy=f"look for a faulty cable or port and for full queues at {host} "
+        text=f"{host} retransmits {worst:.1%} of its TCP segments: packets are lost or late",
+        remedy=f"look for a faulty cable or port and for full queues of {host} "
         "(ip -s link, ethtool -S, tc -s qdisc)",
     )
 
@@ -385,9 +385,9 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
         return None
     return Reason(
         counter=LINK_SPEED,
-        text=f"the interface of {host} that the job uses runs at {speed:,.0f} Mbit/s, those of "
-        f"other machines at {usual:,.0f} Mbit/s",
-        remedy=f"look at the cable and the port of {host} (ethtool, ibstat)",
+        text=f"the interface of {host} that the job uses runs at {speed:,.0f} Mbit/s, but the "
+        f"interfaces of other machines run at {usual:,.0f} Mbit/s",
+        remedy=f"check the cable and the port of {host} (ethtool, ibstat)",
     )
 
 
@@ -464,7 +464,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     host = m.headers[column].host
     limit, full = (float(np.nanmedian(m.machine[name][chosen, column])) for name in _LIMITS)
     is_capped = 0 < limit < SLOWER_CLOCK * full
-    cap = f", where a limit of {limit / 1e6:.2f} GHz is set" if is_capped else ""
+    cap = f", because its limit is {limit / 1e6:.2f} GHz" if is_capped else ""
     return Reason(
         counter=CLOCK,
         text=f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
@@ -472,7 +472,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
         remedy=(
             f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
             if is_capped
-            else f"look at temperature, power limit and governor of {host}"
+            else f"check temperature, power limit and governor of {host}"
         ),
     )
 
@@ -486,7 +486,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
     return Reason(
         counter=GPU_CLOCK,
         text=f"its GPU on {host} has a clock of {clocks[0]:.0f} MHz, not {clocks[1]:.0f} MHz",
-        remedy=f"look at limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
+        remedy=f"check limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
     )
 
 
@@ -501,7 +501,7 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     return Reason(
         counter=GPU_OTHERS,
         text=f"{count:.0f} other process{'es' * (count != 1)} of {host} use its GPU",
-        remedy=f"end the other processes on the GPU of {host} (nvidia-smi)",
+        remedy=f"stop the other processes on the GPU of {host} (nvidia-smi)",
     )
 
 

@@ -236,7 +236,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} contains no F, B or W in these iterations")
+        raise TraceError(f"{run.origin} does not contain F, B or W in these iterations")
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)
@@ -304,7 +304,9 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
         if len(candidates) > 2 * FIRST_STEPS:
             candidates = candidates[FIRST_STEPS:]
     if not candidates:
-        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     sample = thinned(np.array(candidates), len(candidates), MOST_ITERATIONS)
     kept: list[int] = thinned(sample, run.num_spans(sample.tolist()), MOST_SPANS).tolist()
     return kept

@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} ends in the middle; the events before that are used" for name in cut]
+    notes = [f"{name} is truncated; the events before its end are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files
@@ -244,7 +244,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         )
         names = sum((rank_file.unknown for rank_file in files), Counter[str]())
         listed = f" (its ranges are {_listed(names)})" if names else ""
-        raise TraceError(f"{source}: no range is named as a forward or backward{listed}; {advice}")
+        raise TraceError(f"{source} has no range for a forward or backward{listed}; {advice}")
     starts, first = table["start_ts"], min(table["start_ts"])
     table["start_ts"] = np.array([start - first for start in starts]) / 1e9
     table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
@@ -252,7 +252,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, source, world_size=world)
     unknown = sum((rank_file.unknown for rank_file in files), Counter[str]())
     if unknown:
-        notes.append(f"{len(unknown)} kinds of ranges are of no known kind: {_listed(unknown)}")
+        notes.append(f"{len(unknown)} kinds of ranges are unknown: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
 
 
@@ -346,7 +346,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
-                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one")
+                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one job")
             named = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(named[-1]) if named else 0)
             if rank not in ranks:
@@ -420,7 +420,7 @@ def _objects(file: _RankFile) -> Iterator[bytes]:
         *lines, held = (held + chunk).split(b"\n")
         if len(held) + sum(map(len, parts)) > MOST_LINE_BYTES:
             most = f"more than {MOST_LINE_BYTES >> 20} MiB"
-            raise TraceError(f"{file.path} has a line of {most}; give each batch of spans its own")
+            raise TraceError(f"{file.path} has a line of {most}; write one batch of spans per line")
         for line in lines:
             if parts or line.rstrip() == b"{":
                 parts.append(line)
@@ -467,7 +467,7 @@ def _read(path: Path) -> _RankFile:
             held = held[cut:]
         ended = held[-64:]
     if not has_head:
-        raise TraceError(f"{path} has no traceEvents; it is not written by torch.profiler")
+        raise TraceError(f"{path} has no traceEvents, so it was not written by torch.profiler")
     file.is_cut |= b"]" not in ended
     _take_events(file, held, tokens, decode, is_cut=file.is_cut)
     return file
@@ -503,7 +503,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
             file.only_group = min(map(int, groups[0]["ranks"]))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(
-            f"{file.path}: the data on its rank and job are unreadable ({error}); record it again"
+            f"{file.path}: its rank and job cannot be read ({error}); record the file again"
         ) from None
 
 
@@ -547,7 +547,7 @@ def _take_events(
         except (ValueError, RecursionError):
             if end >= 0 or not is_cut:
                 name = _NAME.search(text)
-                file.leave_out("that are unreadable", name[1] if name else "without a name")
+                file.leave_out("that cannot be read", name[1] if name else "without a name")
             continue
         if event.get("ph") == "X" and "ts" in event:
             _take_event(file, event)
@@ -560,7 +560,7 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
     try:
         since_ns, length = (_ns(event.get(key, 0)) for key in ("ts", "dur"))
     except (ValueError, TypeError, OverflowError):
-        file.leave_out("whose times are no numbers", name)
+        file.leave_out("whose times are not numbers", name)
         return
     if length < 0:
         file.leave_out("with a negative duration", name)
@@ -614,14 +614,14 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
     for file in files:
         if file.rank in seen:
             raise TraceError(
-                f"{seen[file.rank].name} and {file.path.name} in {folder} are both of rank "
+                f"{seen[file.rank].name} and {file.path.name} in {folder} both belong to rank "
                 f"{file.rank}; keep the files of one job"
             )
         seen[file.rank] = file.path
     sizes = {file.world_size for file in files if file.world_size}
     if len(sizes) > 1:
         both = " and ".join(map(str, sorted(sizes)))
-        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one")
+        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one job")
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:

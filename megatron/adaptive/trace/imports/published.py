@@ -108,15 +108,15 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise SetupError(
-            f"{path.name} is Parquet, and pyarrow, which reads it, is not installed; pip install "
-            "'megatron-adaptive[trace]', or give the table as CSV"
+            f"{path.name} is a Parquet file, but pyarrow is not installed; pip install "
+            "'megatron-adaptive[trace]', or use a CSV file"
         ) from error
     try:
         file = parquet.ParquetFile(path)
         names = [name for name in file.schema_arrow.names if name in (*COLUMNS, *OPTIONAL)]
         table = file.read(names, use_threads=False)
     except ArrowException as error:
-        raise TraceError(f"{path} is no Parquet file that can be read: {error}") from error
+        raise TraceError(f"{path} cannot be read as a Parquet file: {error}") from error
     columns: dict[str, Any] = {}
     for name in names:
         column = table[name].combine_chunks()
@@ -152,10 +152,10 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
             if name != "optype" and name in columns
         }
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{origin} has a column that holds no numbers: {error}") from None
+        raise TraceError(f"{origin} has a column that is not numeric: {error}") from None
     names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
-        raise TraceError(f"{origin} holds no operation; was the job traced?")
+        raise TraceError(f"{origin} does not contain operations; check that the job was traced")
     broken = [
         name
         for name, values in numbers.items()
@@ -164,7 +164,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     if broken or numbers["duration"].min() < 0:
         raise TraceError(
             f"{origin} has values of {' and '.join(broken) or 'duration'} that are missing or "
-            "below 0"
+            "negative"
         )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
@@ -270,7 +270,7 @@ class _Table:
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
-            raise TraceError(f"{origin} holds no forward-compute and no backward-compute")
+            raise TraceError(f"{origin} does not contain forward-compute or backward-compute")
         num_ranks = int(self._stage.max()) + 1
         num_chunks = int(self._chunk[computes].max(initial=0)) + 1
         placement = self._placement(origin, computes, num_ranks, num_chunks)
@@ -451,7 +451,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     if trace_files(folder):
-        raise TraceError(f"{folder} holds the traces of a run; give a folder without any")
+        raise TraceError(f"{folder} already contains the traces of a run; use another folder")
     for rank, trace in run.ranks.items():
         with (
             replaced(folder / trace_file_name(rank)) as temporary,

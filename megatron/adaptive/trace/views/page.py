@@ -333,8 +333,8 @@ def choose(
     asked = sorted(set(iterations) & recorded)
     if not asked:
         raise TraceError(
-            f"iterations {describe_numbers(iterations)} in {run.origin} hold no F, B or W; "
-            "there is nothing to draw"
+            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain F, B or W "
+            "to draw"
         )
     groups, notes = _groups(run, figures, dp_rank, labels)
     ranks = [trace.header.rank for group in groups for trace in group.traces if trace]

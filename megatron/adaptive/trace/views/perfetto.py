@@ -178,8 +178,8 @@ def _within_limit(
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
     if not run.num_spans(chosen, ranks):
         raise TraceError(
-            f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
-            "nothing to write"
+            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain spans to "
+            "write"
         )
     asked = len(chosen)
     counts = _num_slices(run, chosen, ranks)

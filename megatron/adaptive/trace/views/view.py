@@ -166,7 +166,7 @@ def refuse_shared_files(views: Sequence[View]) -> None:
         if view.ending and other is not view:
             raise ConfigError(
                 f"argument --format: {other.name} and {view.name} both write the file that ends in "
-                f"{view.ending!r}: choose one of them, or give yours another ending"
+                f"{view.ending!r}; choose one view, or use another ending for your own view"
             )
 
 
@@ -174,12 +174,12 @@ def _own_view(name: str, table: Iterable[str]) -> View:
     loaded = find_object(name, group=ENTRY_POINTS, subject="view")
     if loaded is None:
         raise ConfigError(
-            f"argument --format: invalid choice {name!r}: choose from {', '.join(table)}, or "
-            f"{ALL}; or give package.module:name of a view of yours"
+            f"argument --format: invalid choice {name!r}; choose from {', '.join(table)}, or "
+            f"{ALL}, or pass package.module:name of your own view"
         )
     if not isinstance(loaded, View):
         raise ConfigError(
-            f"view {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
-            "trace_view of megatron.adaptive.trace.views"
+            f"view {name} must be a function decorated with trace_view of "
+            f"megatron.adaptive.trace.views, got {type(loaded).__name__} {loaded!r:.60}"
         )
     return replace(loaded, name=name, is_own=True)

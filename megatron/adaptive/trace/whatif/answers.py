@@ -139,15 +139,17 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         whole = run.complete_iterations(min(t.header.dp_rank for t in run.ranks.values()))
         if whole and len(whole) < len(chosen):
             cut = describe_numbers(set(chosen) - set(whole))
-            notes.append(f"iterations {cut} lack operations and are left out")
+            notes.append(f"iterations {cut} lack operations and are omitted")
         chosen = list(whole) or chosen
     if not chosen:
-        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     sample = thinned(np.array(chosen), run.num_spans(chosen, where.ranks.tolist()), MOST_SPANS)
     if len(sample) < len(chosen):
         notes.append(
-            f"{len(sample):,} of {len(chosen):,} iterations are analyzed, at equal distances: all"
-            f" have more than {MOST_SPANS:,} spans; choose a part with --iterations"
+            f"only {len(sample):,} of {len(chosen):,} iterations, evenly spaced, are analyzed, "
+            f"because all have more than {MOST_SPANS:,} spans; use --iterations to choose others"
         )
         chosen = sample.tolist()
     parts = []

@@ -256,7 +256,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     worker = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
     computes = _in_order(table, worker, table.where(*DRAWN_ACTIONS))
     if not len(computes):
-        raise TraceError(f"{run.origin} has no F, B or W in the requested iterations")
+        raise TraceError(f"{run.origin} does not contain F, B or W in the requested iterations")
     others = _in_order(table, worker, table.where("reduce", "optimizer", "collective"))
     both = np.concatenate([computes, others])
     kind = _kinds(table.take(both))
@@ -536,9 +536,9 @@ def build_graph(operations: Operations) -> Graph:
         stuck = np.flatnonzero(~is_known[1 : len(operations) + 1])
         first = stuck[np.argmin(operations.start_ns[stuck])]
         raise TraceError(
-            f"{operations.describe(int(first))} waits for an operation that waits for it: the "
-            "recorded order contradicts the dependencies; do clocks differ, or are two jobs in one "
-            "folder?"
+            f"{operations.describe(int(first))} waits for an operation that waits for it, so the "
+            "recorded order contradicts the dependencies; check whether clocks differ, or two jobs "
+            "share a folder"
         )
     order = np.argsort(level, kind="stable")
     node = np.empty(len(order), dtype=np.int32)

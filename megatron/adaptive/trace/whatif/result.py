@@ -144,7 +144,7 @@ class WhatIf:
                 "none": "no rank, stage or microbatch is clearly slower than others",
                 "mixed": "no single cause",
                 "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
-                "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
+                "last stage": f"the last stage, {self.where.num_stages - 1}, has more work",
                 "sequence lengths": "microbatches of unequal lengths",
             }[self.cause],
             self._format_shares(),
@@ -163,13 +163,9 @@ class WhatIf:
     def _format_shares(self) -> str:
         """Returns a line of text that states how much of the slowdown each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
-            return (
-                "  compared with the mean there is no slowdown to share out; see the repairs below"
-            )
+            return "  compared with the mean there is no slowdown to divide; see the repairs below"
         if self.slowdown < SLOW:
-            return (
-                f"  there is no slowdown to share out: shares are given from a slowdown of {SLOW}"
-            )
+            return f"  the slowdown is too small to divide: shares are printed from {SLOW} on"
         return (
             f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
             f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "

@@ -61,9 +61,7 @@ def token_repairs(
         return {}
     without = "slices of another length are not simulated: "
     if header.schedule not in _RULES:
-        notes.append(
-            f"{without}this takes a run under {' or '.join(_RULES)}, not {header.schedule}"
-        )
+        notes.append(f"{without}the schedule must be {' or '.join(_RULES)}, not {header.schedule}")
         return {}
     steps = [_Step.of(ops, iteration, rows[iteration]) for iteration in iterations]
     whole = [step for step in steps if step is not None]

@@ -76,7 +76,7 @@ class SlowMember(Cause):
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         host = finding.hosts[0]
-        return Remedy((f"look for other programs and throttling on {host}, or leave it out",))
+        return Remedy((f"look for other programs and throttling on {host}, or exclude it",))
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         return _shortened(steps, steps.affected)
@@ -119,7 +119,7 @@ class CongestedCollectives(Cause):
             )
         return Remedy(
             (
-                f"check the network between {' and '.join(hosts)}, and what else uses it",
+                f"check the network between {' and '.join(hosts)}, and look for other traffic",
                 "place the ranks of this group on fewer machines",
             )
         )

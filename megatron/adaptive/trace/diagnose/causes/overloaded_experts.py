@@ -44,8 +44,8 @@ class OverloadedExperts(Cause):
             (
                 "balance the router: a larger --moe-aux-loss-coeff, or "
                 "--moe-router-enable-expert-bias with --moe-router-score-function sigmoid",
-                "limit the tokens of an expert, --moe-expert-capacity-factor 1.25; it drops the "
-                "others",
+                "limit the tokens of an expert (--moe-expert-capacity-factor 1.25), which drops "
+                "further tokens",
             )
         )
 

@@ -71,8 +71,8 @@ class SlowLayer(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         remedy = evidence.move_layers(finding)
         look = (
-            f"if layer {finding.counts['layer']} has the shape of the others, look at its kernels "
-            "with torch.profiler"
+            f"if layer {finding.counts['layer']} has the same shape as other layers, check its "
+            "kernels with torch.profiler"
         )
         return Remedy((look, *remedy.advice), remedy.partition)
 

@@ -49,12 +49,12 @@ class SlowLink(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
-        check = f"check the network of {hosts}, or leave one of them out"
+        check = f"check the network of {hosts}, or exclude one of these machines"
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
                 "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
-                f"or hinted, a larger --activation-cap): it hides the {finding.delay_ms:.3g} ms "
+                f"or hinted, a larger --activation-cap), which hides the {finding.delay_ms:.3g} ms "
                 f"from rank {source} to rank {target}",
             )
         )

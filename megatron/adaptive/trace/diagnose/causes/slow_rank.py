@@ -41,7 +41,7 @@ class SlowRankCause(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"one of ranks {describe_numbers(finding.ranks)} ({finding.stages_text}, {hosts}), "
-            f"which share each layer, takes {finding.factor:.2f} times as long"
+            f"which share every layer, takes {finding.factor:.2f} times as long"
         )
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
@@ -55,9 +55,9 @@ class SlowRankCause(Cause):
             advice.insert(0, finding.reason.remedy)
         hosts = " and ".join(sorted(set(finding.hosts)))
         if len({header.dp_rank for header in evidence.measured.headers}) > 1:
-            advice.append("give its replica fewer microbatches, --balance-replicas speed")
+            advice.append("assign fewer microbatches to its replica (--balance-replicas speed)")
         if not finding.reason:
-            advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+            advice.append(f"look for other programs and throttling on {hosts}, or exclude it")
         return Remedy(tuple(advice), remedy.partition)
 
 
