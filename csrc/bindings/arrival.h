@@ -6,7 +6,7 @@
 
 namespace adaptive {
 
-// Adds the type `Arrival` to the module; to be called before the function below.
+// Adds the type `Arrival` to the module. Must be called before the function below.
 void bind_arrival(pybind11::module_& module);
 
 // As what a node's arrivals are handed to Python.
@@ -18,7 +18,7 @@ struct ArrivalForm {
 // The form of a node that was told of none.
 ArrivalForm plain_arrivals();
 
-// Throws py::type_error where `type` is no subclass of `Arrival`.
+// Throws py::type_error if `type` is not a subclass of `Arrival`.
 void check_arrival_type(const pybind11::object& type);
 
 // A new object of that form. Throws py::error_already_set.

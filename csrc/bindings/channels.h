@@ -1,5 +1,5 @@
-// What a node needs of the core's channels: owners for memory that Python lends them, and how they
-// are opened from a kind and options by name.
+// Owners of Python memory that channels use, and functions that open channels from a kind and named
+// options.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,7 @@
 
 namespace adaptive {
 
-// Python objects that keep memory alive and are no longer needed, collected from threads without
-// the GIL.
+// Collects Python objects that are no longer needed from threads without the GIL.
 class DropList {
  public:
   void push(PyObject* object) noexcept;  // any thread; steals the reference
@@ -28,8 +27,8 @@ class DropList {
   std::atomic<bool> any_{false};
 };
 
-// A reference to an object, given to the channel if that asks for an owner of the memory. Made with
-// the GIL, which may be given away afterwards.
+// A reference to an object, which is passed to the channel if the channel needs an owner of the
+// memory. Must be created with the GIL, which may be released afterwards.
 class Kept {
  public:
   Kept(PyObject* object, std::shared_ptr<DropList> drops)
@@ -42,8 +41,8 @@ class Kept {
   std::shared_ptr<DropList> drops_;
 };
 
-// The same of a tensor's storage, which is only asked for when the channel wants an owner; the GIL
-// is held until then.
+// The same for a tensor's storage, which is fetched only if the channel needs an owner; the GIL is
+// held until then.
 class KeptStorage {
  public:
   KeptStorage(PyObject* tensor, const std::shared_ptr<DropList>& drops)
@@ -58,12 +57,12 @@ class KeptStorage {
 // A new reference. Not the tensor: its owner may put another storage into it before it is sent.
 PyObject* storage_of(PyObject* tensor);
 
-// Makes the connection to the peer that a channel starts with; called without the GIL.
+// Makes a channel's initial connection to the peer. Called without the GIL.
 using MakeLink = std::function<Link(bool on_this_node, const Deadline&, const Tick&)>;
 
-// Opens the channels of `kind` between session.rank and a peer. Needs the GIL, which it gives away
-// while it waits. Throws py::type_error for an option that the kind does not have,
-// std::invalid_argument, and what the channels throw.
+// Opens the channels of `kind` between session.rank and a peer. Needs the GIL, which is released
+// during waits. Throws py::type_error for an option that the kind does not have,
+// std::invalid_argument, and the errors of the channels.
 std::unique_ptr<Sender> open_channel(const std::string& kind, const Session& session,
                                      const MakeLink& make_link, const pybind11::dict& given,
                                      const Deadline& deadline);

@@ -1,4 +1,4 @@
-// What the bindings share. Only files in this folder include Python's headers.
+// Helpers of the bindings. Only files in this folder include Python's headers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,22 +13,23 @@
 
 namespace adaptive {
 
-// How long a wait stays away from Python's signal handlers.
+// Maximum time that a wait runs without calling Python's signal handlers.
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
-// Throws std::invalid_argument for a time that is none.
+// Throws std::invalid_argument for an invalid time.
 Deadline deadline_after(double timeout_s);
 
-// The same for a time on the clock of time.monotonic(); any that never comes is the longest.
+// The same for a time on the clock of time.monotonic(). Infinity becomes the longest deadline.
 Deadline deadline_at(double monotonic_s) noexcept;
 
 // "0.25 s"
 std::string seconds_text(double seconds);
 
-// Throws what a handler raised. Needs the GIL.
+// Throws the exception that a signal handler raised. Needs the GIL.
 void run_signal_handlers();
 
-// Refuses a second thread instead of making it wait. Needs the GIL, at both ends.
+// Raises an error for a second thread instead of blocking it. The constructor and the destructor
+// need the GIL.
 class Busy {
  public:
   Busy(bool& flag, const char* what) : flag_(flag) {
@@ -45,8 +46,8 @@ class Busy {
   bool& flag_;
 };
 
-// Sets Python's error to the one of megatron.adaptive.errors for a core exception; for any other
-// the one that pybind11 would choose. Needs the GIL.
+// Sets Python's error to the class of megatron.adaptive.errors that matches a core exception. For
+// other exceptions, uses the class that pybind11 would choose. Needs the GIL.
 void set_python_error(std::exception_ptr thrown) noexcept;
 
 // Adds `Arrival` and `Node` to the module.

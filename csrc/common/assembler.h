@@ -1,4 +1,4 @@
-// Puts a message that is larger than a slot together again, piece by piece.
+// Reassembles a message that is larger than a slot from its pieces.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,19 @@
 
 namespace adaptive {
 
-// Of one channel. Pieces of a message come in order and are not mixed with others.
+// Belongs to one channel. The pieces of a message arrive in order and are not interleaved with
+// pieces of other messages.
 class Assembler {
  public:
-  // `limit_bytes`: the largest payload accepted, so that a foreign header cannot make this process
-  // ask for any amount of memory.
+  // `limit_bytes` is the largest payload that is accepted, so that a header from another process
+  // cannot make this process allocate any amount of memory.
   explicit Assembler(std::uint64_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
-  // Copies one checked piece. Returns the whole message with the last one. Throws Error for a piece
-  // that was not due, a payload above the limit, and where there is no memory for it.
+  // Copies one checked piece. Returns the whole message with the last piece. Throws Error for an
+  // unexpected piece, for a payload above the limit, and if memory cannot be allocated.
   std::optional<Arrival> add(const Message& piece, const std::byte* data, int peer);
 
-  // Whether a message is half there.
+  // Whether some but not all pieces of a message have arrived.
   bool busy() const noexcept { return static_cast<bool>(buffer_); }
 
  private:

@@ -1,5 +1,5 @@
-// The sending end of a directed channel: one writer, messages in order, memory bounded by credits.
-// What the receiving end does is in completions.h: it puts arrivals there.
+// The sending end of a directed channel, which has one writer, keeps messages in order, and bounds
+// memory by credits. The receiving end puts arrivals into the completions (completions.h).
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,7 @@
 
 namespace adaptive {
 
-// What all channels of a process share.
+// Objects that all channels of a process share.
 struct Session {
   std::shared_ptr<Completions> completions;
   std::shared_ptr<Reactor> reactor;
@@ -35,76 +35,77 @@ constexpr std::size_t kLargestSlotBytes = std::size_t{1} << 40;
 constexpr std::chrono::milliseconds kLeastSilence(10);
 constexpr std::chrono::milliseconds kMostSilence(std::chrono::hours(24));
 
-// What channels of all kinds can be set to; both ends of one may differ, but for RDMA.
+// Options of channels of all kinds. The two ends may have different options, except with RDMA.
 struct ChannelOptions {
   std::size_t slot_bytes = std::size_t{1} << 20;       // largest payload in one piece
   unsigned slots = 16;                                 // messages that the channel holds
   std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
   bool crc = false;                                    // of what this end sends
-  // A peer is lost from which nothing, not even a heartbeat, came for so long.
+  // A peer is considered lost if no message or heartbeat arrives from it for this time.
   std::chrono::milliseconds silent_limit{60'000};
-  // How many slots reserve() may have taken that the peer has not. A sender that takes them all
-  // cannot send what comes first, while a receiver that holds the others waits for it.
+  // Maximum number of slots that are reserved and not yet sent. If a sender reserved all free
+  // slots, it could not send an earlier message, while the receiver holds the other slots and waits
+  // for it.
   unsigned reservable = kMostSlots;
 };
 
-// Throws std::invalid_argument for what no channel can be set to.
+// Throws std::invalid_argument for options that are out of range.
 void check_options(const ChannelOptions& options);
 
-// How to keep the sender's memory alive, should that be necessary: most sends copy at once.
+// Keeps the sender's memory alive if necessary; most sends copy the data at once.
 struct Keeper {
   // Returns an owner of the memory. Called at most once, by the thread that sends.
   std::shared_ptr<void> (*make)(void* context) = nullptr;
   void* context = nullptr;
 };
 
-// A part of the channel's own memory, to compute a payload into. Destroying it without commit()
-// gives the part back. `memory` may be moved out of it and outlive commit(): the part is not used
-// again before that lease is gone, too. It must not be gone before commit().
+// A part of the channel's own memory into which a payload is computed. Destroying it without
+// commit() returns the part to the channel. `memory` may be moved out and outlive commit(); the
+// part is reused only after that lease is destroyed. The lease must not be destroyed before
+// commit().
 struct Reserved {
   Lease memory;
   std::uint64_t token = 0;
 };
 
-// What a channel found out and chose, by name, for logs and reports.
+// Properties and choices of a channel by name, for logs and reports.
 using Info = std::map<std::string, std::variant<bool, std::int64_t, double, std::string>>;
 
-// Thread safety: one thread sends, reserves, flushes and closes; a Reserved may be destroyed by
-// any.
+// Thread safety: one thread sends, reserves, flushes and closes. Any thread may destroy a Reserved.
 class Sender {
  public:
   virtual ~Sender() = default;
 
-  // Starts sending message.nbytes bytes at `data` and never waits for the peer: where it has no
-  // room the message is kept, with `keeper`'s owner, and goes out from another thread. Fills in
-  // magic, job, sequence and piece. Throws PeerLostError when the peer is known to be gone, Error
-  // when it or this end has closed.
+  // Starts sending message.nbytes bytes at `data` and never waits for the peer. If the peer has no
+  // free slot, the message is kept with `keeper`'s owner, and another thread sends it later. Fills
+  // in magic, job, sequence and piece. Throws PeerLostError if the peer is known to be lost, and
+  // Error if either end has closed the channel.
   virtual void send(Message message, const void* data, const Keeper& keeper) = 0;
 
-  // Room for nbytes in the channel's memory, aligned to 64 bytes. Empty when there is none now, or
-  // it is more than one slot holds, or this transport has no memory of its own.
+  // Reserves nbytes in the channel's memory, aligned to 64 bytes. Empty if no slot is free, if
+  // nbytes is larger than a slot, or if this transport has no memory of its own.
   virtual std::optional<Reserved> reserve(std::size_t nbytes) = 0;
 
-  // Sends what was computed into `reserved`, without a copy; a part of another channel is Error.
+  // Sends the payload in `reserved` without a copy. Throws Error for a part of another channel.
   virtual void commit(Message message, Reserved reserved) = 0;
 
-  // As send(), for a payload that is not there before `stream` (a CUstream) has come so far: in the
-  // memory of this process's GPU, at most a slot of it, or in the host's. Later messages have to
-  // go this way, too. Throws Error where the channel has no way between GPUs.
+  // Like send(), for a payload that the work queued on `stream` (a CUstream) computes. The payload
+  // is in the memory of this process's GPU, and at most as large as a slot, or in host memory. All
+  // later messages must also use this function. Throws Error if the channel does not connect GPUs.
   virtual void send_after(Message message, const void* data, bool on_device, void* stream,
                           const Keeper& keeper);
 
-  // Waits until everything sent is in the peer's memory or in the network's hands and no memory of
-  // the caller is needed any more. False when the deadline passed.
+  // Waits until all messages are in the peer's memory or passed to the network, so that the
+  // caller's memory is no longer needed. Returns false if the deadline passed.
   virtual bool flush(const Deadline& deadline) = 0;
 
-  // Messages that flush() would wait for.
+  // Number of messages that flush() would wait for.
   virtual std::size_t pending() const noexcept = 0;
 
-  // Tells the peer that nothing follows, after what is pending. Does not wait; idempotent.
+  // Tells the peer, after all pending messages, that no message follows. Does not wait. Idempotent.
   virtual void close() noexcept = 0;
 
-  // "kind", "slot_bytes", "slots" and what else there is to say.
+  // Includes "kind", "slot_bytes", "slots" and properties of the transport.
   virtual Info info() const { return {}; }
 };
 

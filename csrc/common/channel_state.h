@@ -1,5 +1,5 @@
-// What the parts of a channel have in common: who is at the other end, whether the channel still
-// works, and what to say if it does not.
+// State shared by the parts of a channel: the peer, whether the channel still works, and the text
+// of its failure.
 #pragma once
 
 #include <atomic>
@@ -13,24 +13,24 @@
 
 namespace adaptive {
 
-// All methods may be called from any thread. Does not own the completions: what waits there may own
-// this.
+// All methods may be called from any thread. Does not own the completions, because items in the
+// completions may own this object.
 class ChannelState {
  public:
-  // `label` stands before the texts of failures and ends with the peer's name: "TCP channel with ";
-  // nothing where it is empty.
+  // `label` is the prefix of failure texts and precedes the peer's name, such as "TCP channel with
+  // ". If it is empty, there is no prefix.
   ChannelState(const Session& session, int peer, const std::string& label = "");
 
   int peer() const noexcept { return peer_; }
   int rank() const noexcept { return rank_; }
   std::uint64_t job() const noexcept { return job_; }
   const std::string& peer_name() const noexcept { return peer_name_; }
-  // Empty once nobody can wait for arrivals any more.
+  // Empty if no thread can wait for arrivals any more.
   std::shared_ptr<Completions> completions() const noexcept { return completions_.lock(); }
 
-  // Lets what has arrived move on, whoever waits for it.
+  // Processes arrivals even if no thread waits for them.
   void drain_sources() const;
-  // Runs `task` on the reactor's thread, soon; or not at all, where there is no memory for it.
+  // Runs `task` soon on the reactor's thread, or not at all if memory cannot be allocated.
   void post(Reactor::Task task) const noexcept;
 
   // False in a child of a fork: threads, devices and the peer belong to the parent.
@@ -38,23 +38,23 @@ class ChannelState {
   // Throws Error in a child of a fork.
   void check_process() const;
 
-  // From now on nothing is sent any more. The first reason stays.
+  // Stops all sending. Only the first reason is kept.
   void break_off(Failure::Kind kind, const std::string& finding) noexcept;
-  // Breaks off and tells whoever waits, once, with the last message from the peer.
+  // Breaks the channel and reports the failure once, with the last message from the peer.
   void fail(Failure::Kind kind, const std::string& finding) noexcept;
-  // From now on nothing is a failure any more: this end is leaving.
+  // Ignores failures from now on, because this end is closing.
   void end() noexcept { reported_.store(true); }
 
   bool broken() const noexcept { return broken_.load(std::memory_order_acquire); }
-  // Throws PeerLostError or Error if it is broken off.
+  // Throws PeerLostError or Error if the channel is broken.
   void check() const {
     if (broken()) {
       throw_failure();
     }
   }
 
-  // Fills in what a channel adds to a message, as one piece. Throws Error where it is broken off,
-  // for a payload above the limit and for what the receiver would refuse.
+  // Fills in the channel's fields of a message with one piece. Throws Error if the channel is
+  // broken, for a payload above the limit, and for a message that the receiver would reject.
   void prepare(Message& message, std::uint64_t sequence, std::uint64_t limit_bytes, bool crc) const;
 
   void note_received(const Message& message) noexcept;
@@ -68,7 +68,7 @@ class ChannelState {
   const int rank_;
   const std::uint64_t job_;
   const int peer_;
-  // Asked once: it is code of others, which must not run under the locks of a channel.
+  // Computed once, because the caller's function must not run while a channel holds its locks.
   const std::string peer_name_;
   const std::string label_;
   const ForkGuard guard_;
@@ -77,7 +77,8 @@ class ChannelState {
   mutable std::mutex mutex_;
   Failure::Kind kind_ = Failure::Kind::kTransport;
   std::string text_;
-  // Of the message received last, one by one: a mixture of two would only be words.
+  // Fields of the last received message. They may belong to two messages, which only affects a
+  // text.
   std::atomic<bool> any_received_{false};
   std::atomic<MessageKind> last_kind_{MessageKind::kData};
   std::atomic<std::int32_t> last_chunk_{0}, last_microbatch_{0};

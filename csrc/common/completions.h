@@ -1,14 +1,14 @@
-// The one place where a process waits for what its peers send: arrivals and failures of all
-// channels, and items that other threads put, in the order in which they were found.
+// The queue in which a process waits for its peers. It has the arrivals and failures of all
+// channels and items from other threads, in the order in which they were found.
 //
 //   shm rings ─┐ poll()                       reactor thread ─┐ put()
 //   RDMA CQs  ─┼──────> Completions.wait() <──────────────────┼── tcp, liveness
 //              │   spin, then sleep on the bell               └── other threads (gloo, NCCL,
 //              notices)
 //
-// The thread that waits looks into the sources itself: between a peer's store and the waiter there
-// is no other thread. A source that needs the kernel to be told of an arrival (RDMA) has a
-// descriptor in the reactor, which rings the bell.
+// The waiting thread polls the sources itself, so that no other thread is between a peer's store
+// and the waiter. A source that learns of arrivals from the kernel (RDMA) has a descriptor in the
+// reactor, which rings the bell.
 #pragma once
 
 #include <atomic>
@@ -32,14 +32,14 @@
 
 namespace adaptive {
 
-// The right to read a received payload, given back once, from any thread, when this is destroyed.
+// The right to read a received payload. Any thread may destroy the lease, which returns the slot.
 class Lease {
  public:
-  // Called with what the lease was made with. Must not throw.
+  // Called with the arguments of the lease's constructor. Must not throw.
   using Release = void (*)(void* owner, std::uint64_t token) noexcept;
 
   Lease() noexcept = default;
-  // `owner` lives at least as long as the lease: that is how a view of a slot keeps its channel.
+  // `owner` lives at least as long as the lease, so that a view of a slot keeps its channel alive.
   Lease(std::byte* data, std::size_t size_bytes, std::shared_ptr<void> owner, Release release,
         std::uint64_t token) noexcept
       : data_(data),
@@ -86,40 +86,40 @@ class Lease {
   std::uint64_t token_ = 0;
 };
 
-// A payload in the memory of a GPU, which streams read. Any thread.
+// A payload in GPU memory that streams read. All methods may be called from any thread.
 class DevicePayload {
  public:
   virtual ~DevicePayload() = default;
 
-  // Lets what is put on `stream` (a CUstream of the device's primary context) from now on read the
-  // payload, until its lease is given back: later than all that reads it is on that stream, not
-  // when it is done. Does not wait. Throws Error.
+  // Allows work that is queued on `stream` (a CUstream of the device's primary context) from now on
+  // to read the payload. The lease may be returned as soon as this work is queued; it need not have
+  // finished. Does not wait. Throws Error.
   virtual void enter(unsigned slot, void* stream) = 0;
 };
 
-// A whole message that has arrived. The payload may be written to as well as read.
+// A whole message that has arrived. Its payload may be read and written.
 struct Arrival {
   int peer = -1;
   Message message;
   Lease payload;
 
-  // How many slots its channel has, and how many of them this process holds: where nearly all are
-  // held, a receiver does well to copy. `held` lives as long as `payload`; null where slots are not
-  // what bounds the channel.
+  // Number of slots of the channel, and number of slots that this process holds. If nearly all are
+  // held, the receiver should copy. `held` lives as long as `payload`; null if the channel is not
+  // bounded by slots.
   unsigned slots = 0;
   const std::atomic<unsigned>* held = nullptr;
 
-  // When its last byte was received, on the monotonic clock; 0 where no thread sees that happen,
-  // as in memory that the peer writes by itself.
+  // Time on the monotonic clock at which the last byte was received. 0 if no thread observes the
+  // arrival, as in memory that the peer writes directly.
   std::int64_t arrived_ns = 0;
 
-  // To be asked for `slot` before the payload is read, where it is in a GPU's memory; null where it
-  // is in the host's. Lives as long as `payload`.
+  // Must be called for `slot` before the payload is read if the payload is in GPU memory; null if
+  // it is in host memory. Lives as long as `payload`.
   DevicePayload* device = nullptr;
   unsigned slot = 0;
 };
 
-// The end of a channel that did not close in order. Said once per peer.
+// The failure of a channel that was not closed properly. Reported once per peer.
 struct Failure {
   enum class Kind { kPeerLost, kTransport };
   Kind kind = Kind::kTransport;
@@ -127,19 +127,19 @@ struct Failure {
   std::string text;  // one line: what happened, to whom, what usually causes it
 };
 
-// Something that a caller put and will understand again.
+// An item that a caller put, in the caller's own encoding.
 struct Posted {
   std::uint64_t item = 0;
 };
 
 using Item = std::variant<Arrival, Failure, Posted>;
 
-// A word that a peer on this node can ring: an anonymous file of one page, mapped by this process
-// and by all that send to it.
+// A futex word by which a peer on this node wakes this process. It is in an anonymous file of one
+// page, which this process and all its senders map.
 class Bell {
  public:
   Bell();  // makes one. Throws SystemError.
-  // Maps the bell of a peer. Throws Error where the descriptor holds something else.
+  // Maps the bell of a peer. Throws Error if the descriptor is not a bell.
   static Bell attach(ScopedFd fd);
 
   Bell(Bell&&) noexcept = default;
@@ -147,13 +147,13 @@ class Bell {
 
   int fd() const noexcept { return fd_.get(); }
 
-  // To be called after anything that the owner of the bell may be waiting for became visible.
-  // Costs a fence and a load of a line that nobody writes, unless the owner sleeps. Whether it
-  // does: then it looks at what it waits for once more at least.
+  // Must be called after a change that the owner may be waiting for has become visible. Unless the
+  // owner sleeps, this costs only a fence and a load of a line that is not written. Returns whether
+  // the owner sleeps; in this case it checks its condition at least once more.
   bool ring() noexcept;
 
-  // The owner's side: announces sleep, then the caller looks once more at what it waits for, then
-  // sleeps until rung (or a spurious wake-up or the deadline).
+  // The owner announces its sleep, checks its condition once more, and then sleeps until the bell
+  // rings, a spurious wake-up, or the deadline.
   std::uint32_t announce_sleep() noexcept;
   void sleep(std::uint32_t announced, const Deadline& deadline);
   void end_sleep() noexcept;
@@ -169,19 +169,19 @@ class Bell {
 
 class Completions;
 
-// Where arrivals come from without a thread of its own. Completions never calls it from two threads
-// at a time.
+// A source of arrivals without its own thread. Completions never calls it from two threads at a
+// time.
 class Source {
  public:
   virtual ~Source() = default;
 
-  // Moves what has arrived into `into` by Completions::found(); returns whether there was anything.
-  // Never blocks and never throws: a broken peer becomes a Failure. Costs one load of a line that
-  // only the peer writes when there is nothing.
+  // Moves arrivals into `into` by Completions::found(), and returns whether there were any. Never
+  // blocks and never throws; a broken peer becomes a Failure. Without arrivals, this costs one load
+  // of a line that only the peer writes.
   virtual bool poll(Completions& into) noexcept = 0;
 
-  // Called before the waiter sleeps and followed by one more poll(): from now on an arrival has to
-  // ring the bell. Nothing to do where the peer rings it anyhow.
+  // Called before the waiter sleeps, and followed by one more poll(). Later arrivals must ring the
+  // bell. Does nothing if the peer always rings the bell.
   virtual void arm() noexcept {}
 };
 
@@ -193,27 +193,27 @@ class Completions {
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
-  // The oldest item, if there is one now.
+  // Returns the oldest item; empty if there is none.
   std::optional<Item> poll();
 
-  // The oldest item; waits for one. Empty when the deadline passed, and when nothing came for about
-  // `longest`, if that is given: for callers that look up now and then.
-  // The clock is not asked before a while of spinning was in vain.
+  // Waits for an item and returns the oldest. Empty if the deadline passed, or if no item came for
+  // about `longest`, for callers that do other work periodically. The clock is read only after some
+  // unsuccessful spinning.
   std::optional<Item> wait(const Deadline& deadline,
                            std::chrono::nanoseconds longest = std::chrono::nanoseconds::max());
 
   // Adds an item and wakes the waiter.
   void put(Item item);
 
-  // Adds an item; only for Source::poll(), whose caller looks at the queue next.
+  // Adds an item. Only Source::poll() may call this, because its caller then checks the queue.
   void found(Item item);
 
-  // Lets somebody other than the waiter move arrivals on (pieces of large messages while the
-  // process computes). Everything that was there before the call is found when it returns.
+  // Allows a thread other than the waiter to process arrivals, such as pieces of large messages
+  // while the process computes. All arrivals from before the call are processed when it returns.
   void drain_sources();
 
   void add(std::shared_ptr<Source> source);
-  // After the return the source is not called any more.
+  // After this returns, the source is not called any more.
   void remove(const Source* source) noexcept;
 
   Bell& bell() noexcept { return bell_; }

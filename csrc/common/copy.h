@@ -5,13 +5,14 @@
 
 namespace adaptive {
 
-// As memcpy, past the caches on the way out: it neither evicts what this process works on nor waits
-// for lines that another core holds (an ordinary store to such a line takes ten times as long where
-// the cores share no cache). What was copied is visible to others before any later store of this
-// thread.
+// Like memcpy, but the stores bypass the caches. So the copy neither evicts this process's data nor
+// waits for lines that another core holds, to which an ordinary store takes ten times as long if
+// the cores do not share a cache. The copy is visible to other threads before any later store of
+// this thread.
 void copy_streaming(std::byte* to, const std::byte* from, std::size_t size_bytes) noexcept;
 
-// Streaming for what is too large to be still cached when it is read, memcpy below.
+// Copies by streaming if the data are too large to stay in the cache until they are read; otherwise
+// by memcpy.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t size_bytes) noexcept;
 
 // Writes the lines of a range back to memory and drops them from this core's caches, so that a

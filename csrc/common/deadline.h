@@ -1,4 +1,4 @@
-// A point in time after which a wait gives up. Every blocking function of the core takes one.
+// A point in time after which a wait gives up. Every blocking function of the core has a deadline.
 #pragma once
 
 #include <sys/types.h>
@@ -23,7 +23,7 @@ class Deadline {
 
   static Deadline at(Clock::time_point when) { return Deadline(when); }
 
-  // The earlier of this deadline and `slice` from now: for waits that look up now and then.
+  // The earlier of this deadline and `slice` from now, for waits that do other work periodically.
   Deadline at_most(std::chrono::nanoseconds slice) const {
     return Deadline(std::min(when_, Clock::now() + slice));
   }

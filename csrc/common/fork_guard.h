@@ -1,4 +1,4 @@
-// Knows without a system call whether this process is the one that made an object.
+// Detects without a system call whether this process is the process that created an object.
 #pragma once
 
 #include <sys/mman.h>
@@ -10,8 +10,8 @@
 
 namespace adaptive {
 
-// A fork copies objects, not roles: a copy in a child (a data loader) must neither answer peers nor
-// give slots back. The page behind `mark_` comes up zero in every child.
+// A copy of an object in a forked child, such as a data loader, must neither answer peers nor
+// return slots. The page of `mark_` is zero in every child.
 class ForkGuard {
  public:
   ForkGuard() : size_bytes_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {

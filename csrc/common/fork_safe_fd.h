@@ -1,13 +1,13 @@
-// The owner of a socket whose end the peer has to notice.
+// The owner of a socket whose closing must be visible to the peer.
 #pragma once
 
 #include "common/scoped_fd.h"
 
 namespace adaptive {
 
-// A forked child (a loader of data) that inherited such a socket would keep the connection open
-// after the end of its parent, and hide that end from the peer. fork() therefore replaces it in the
-// child: the number stays taken, but belongs to a socket that is connected with nobody.
+// A forked child (a data loader) that inherited such a socket would keep the connection open after
+// its parent exited, and hide the exit from the peer. Therefore fork() replaces the socket in the
+// child by an unconnected socket with the same number.
 class ForkSafeFd {
  public:
   ForkSafeFd() noexcept = default;

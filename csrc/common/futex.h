@@ -23,7 +23,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free &&
               "a futex needs a plain 32-bit word");
 
 // Sleeps while `word` holds `expected`, until woken, interrupted or past the deadline. Returns
-// false only when the deadline passed; after true the caller looks at its condition again.
+// false only if the deadline passed; after true, the caller must check its condition again.
 inline bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
                        const Deadline& deadline) {
   const timespec until = deadline.as_timespec();
@@ -38,7 +38,7 @@ inline bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected,
   throw_errno("futex", "FUTEX_WAIT_BITSET");
 }
 
-// Wakes everybody who sleeps on `word`, in any process. Never fails on a mapped word.
+// Wakes all threads that sleep on `word`, in any process. Never fails on a mapped word.
 inline void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
@@ -61,26 +61,27 @@ inline unsigned allowed_cpus() noexcept {
   return static_cast<unsigned>(CPU_COUNT(&set));
 }
 
-// How long one waiter spins before it sleeps, learnt from how its spins end. A futex wake costs
-// 20-46 us, so a spin of that order pays while the other side runs on a CPU of its own. A long spin
-// takes several wakes and some work, so that it also meets a peer that slept: two that exchange
-// messages would else send each other to sleep for ever. Where both share a CPU, a spinner takes
-// the time of the one it waits for: always so with more busy processes than CPUs, at times so on a
-// machine with other work, which only failing spins tell; and where a wake put both on one CPU with
-// another one idle. A long spin therefore yields now and then: that lets the peer run, and shows
-// the kernel two that could run where one can, which it mends.
+// Adapts the time that a waiter spins before it sleeps to the success of earlier spins. A futex
+// wake costs 20-46 us, so a spin of that length pays if the other side runs on its own CPU. A long
+// spin lasts several wakes plus some work, so that it also succeeds if the peer slept; otherwise
+// two processes that exchange messages would always make each other sleep. If both share a CPU, a
+// spinner takes time from the process it waits for. This happens if there are more busy processes
+// than CPUs, on a machine with other work, which only unsuccessful spins show, and if a wake put
+// both processes on one CPU while another CPU is idle. Therefore a long spin yields periodically,
+// which lets the peer run and makes the kernel move one of the processes.
 class SpinBudget {
  public:
   // local_processes is how many busy processes share this node's CPUs.
   explicit SpinBudget(unsigned local_processes) noexcept
       : longest_(local_processes > allowed_cpus() ? kShortest : kLongest) {}
 
-  // Spins until `ready()` or for as long as seems worth it. Returns the last answer of `ready()`.
+  // Spins until `ready()` is true or the spin limit is reached. Returns the last value of
+  // `ready()`.
   template <typename Ready>
   bool spin_until(const Ready& ready) {
     const auto longest = short_spins_left_ > 0 ? kShortest : longest_;
-    // For a while before the clock is asked and others are let run: where these are slow system
-    // calls they take longer than a message.
+    // Spin for a while before reading the clock and yielding, because these calls may take longer
+    // than a message.
     const int first = longest > kShortest ? kFirstRounds : 1;
     for (int i = 0; i < first; ++i) {
       if (check_often(ready)) {
@@ -99,7 +100,7 @@ class SpinBudget {
     if (short_spins_left_ > 0) {
       --short_spins_left_;
     } else {
-      // A long spin in vain: the next ones are short, twice as many each time.
+      // After an unsuccessful long spin, the next spins are short; their number doubles each time.
       penalty_ = std::clamp(2 * penalty_, 1, kLongestPenalty);
       short_spins_left_ = penalty_;
     }
@@ -131,8 +132,8 @@ class SpinBudget {
   int short_spins_left_ = 0;
 };
 
-// Sleeps until `ready()` or the deadline; returns the last answer of `ready()`. `word` has to
-// change after anything that may make `ready()` true.
+// Sleeps until `ready()` is true or the deadline passes; returns the last value of `ready()`.
+// `word` must change after every change that may make `ready()` true.
 template <typename Ready>
 bool sleep_until(std::atomic<std::uint32_t>& word, const Deadline& deadline, const Ready& ready) {
   for (;;) {

@@ -1,5 +1,5 @@
-// The bytes of a link's two frames, as functions over bytes: what comes from another process is
-// judged here and nowhere else.
+// Encodes and decodes a link's two frames. Only these functions check the bytes that come from
+// another process before a channel exists.
 //
 //   hello   magic 4 | version 2 | verdict 1 | zero 1 | token 16 | rank 4 | target rank 4 | purpose
 //   16 record  magic 4 | number of bytes 4 | number of descriptors 4, then the bytes
@@ -22,8 +22,8 @@ constexpr std::size_t kHelloBytes = 48;
 constexpr std::size_t kRecordHeaderBytes = 12;
 constexpr std::size_t kMaxPurpose = 15;
 
-// What the listening side answers to a hello. Anything but kWelcome ends the connection and comes
-// without the token.
+// The listener's answer to a hello. Any answer except kWelcome closes the connection and does not
+// contain the token.
 enum class Verdict : std::uint8_t {
   kWelcome = 0,
   kOtherVersion,
@@ -43,23 +43,23 @@ using HelloBytes = std::array<std::uint8_t, kHelloBytes>;
 
 HelloBytes encode_hello(const Hello& hello);
 
-// Empty for bytes that are no hello at all. Of another version, only `version` is set.
+// Empty if the bytes are not a hello. For another version, only `version` is set.
 std::optional<Hello> parse_hello(const std::uint8_t* bytes, std::size_t size_bytes);
 
-// What a listener thinks of a hello.
+// Returns the listener's answer to a hello.
 Verdict judge_hello(const Hello& hello, const Identity& self);
 
 const char* reason_of(Verdict verdict);
 
-// Takes the same time wherever the tokens differ.
+// Compares tokens in constant time.
 bool same_token(const Token& one, const Token& other) noexcept;
 
 using RecordHeader = std::array<std::uint8_t, kRecordHeaderBytes>;
 
 RecordHeader encode_record_header(std::size_t num_bytes, std::size_t num_fds);
 
-// Returns the number of bytes that follow. Throws Error for anything but a record of at most
-// max_bytes and exactly num_fds descriptors.
+// Returns the number of bytes that follow. Throws Error unless the record has at most max_bytes and
+// exactly num_fds descriptors.
 std::size_t parse_record_header(const std::uint8_t* bytes, std::size_t size_bytes,
                                 std::size_t max_bytes, std::size_t num_fds);
 

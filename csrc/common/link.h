@@ -1,11 +1,11 @@
-// The socket between two processes: how they find and trust each other, exchange what their
-// channels need (descriptors, queue pair numbers), and notice each other's end afterwards.
+// The socket between two processes, by which they find and authenticate each other, exchange the
+// data that their channels need (descriptors, queue pair numbers), and notice when the peer exits.
 //
 //   unix   same node and user: abstract name, SO_PEERCRED checked, carries descriptors
 //   tcp    any node: token of the job checked, both directions
 //
-// A link is made by blocking calls with deadlines, before training; then it belongs to a channel,
-// which hands it to the reactor (see LinkWatch).
+// A link is created by blocking calls with deadlines, before training. Afterwards it belongs to a
+// channel, which passes it to the reactor (see LinkWatch).
 #pragma once
 
 #include <sys/types.h>
@@ -29,7 +29,7 @@ namespace adaptive {
 
 using Token = std::array<std::uint8_t, 16>;  // known to the processes of one job only
 
-// Who speaks, sent first by both sides; a mismatch ends the connection.
+// The sender's identity, which both sides send first; a mismatch closes the connection.
 struct Identity {
   Token token{};
   int rank = -1;
@@ -49,8 +49,9 @@ class Link {
   bool is_unix() const noexcept { return unix_; }
   const std::string& remote() const noexcept { return remote_; }  // "10.0.0.3:4711", for messages
 
-  // A descriptor of the peer's process, which its end makes readable: unlike the end of the socket,
-  // it cannot be hidden by a child that the peer forked. Empty where the kernel gives none.
+  // A descriptor of the peer's process, which becomes readable when the process exits. Unlike the
+  // closing of the socket, a child that the peer forked cannot hide the exit. Empty if the kernel
+  // does not support it.
   ScopedFd open_process() const;
 
   // A length-prefixed record with descriptors (unix links only).
@@ -60,12 +61,12 @@ class Link {
     std::vector<std::uint8_t> bytes;
     std::vector<ScopedFd> fds;
   };
-  // Throws Error for a record above `max_bytes` or with other than `num_fds` descriptors,
-  // DeadlineError, and Error "closed" when the peer is gone.
+  // Throws Error for a record above `max_bytes` or with a different number of descriptors than
+  // `num_fds`, DeadlineError, and Error "closed" if the peer has closed the connection.
   Record recv_record(std::size_t max_bytes, std::size_t num_fds, const Deadline& deadline,
                      const Tick& tick);
 
-  // Gives the socket away, for a channel that speaks its own protocol on it.
+  // Releases the socket to a channel that uses its own protocol.
   ForkSafeFd release() noexcept { return std::move(fd_); }
 
  private:
@@ -80,7 +81,7 @@ class Link {
   std::string remote_;
 };
 
-// Waits for peers. accept() is told which one is due and keeps others that come first.
+// Waits for peers. accept() waits for a given peer, and keeps other peers that connect earlier.
 class Listener {
  public:
   static Listener on_unix(const Identity& self);
@@ -93,7 +94,8 @@ class Listener {
   std::string address() const;  // "@name" or "host:port" (IPv6 in brackets), for the peers
   std::size_t num_refused() const noexcept;  // strangers so far
 
-  // Strangers (wrong token, user, version, garbage) are closed and counted, and never block others.
+  // Foreign connections (wrong token, user, version, garbage) are closed and counted, and never
+  // block other connections.
   Link accept(int peer, const std::string& purpose, const Deadline& deadline, const Tick& tick);
 
  private:
@@ -102,20 +104,20 @@ class Listener {
   std::unique_ptr<Impl> impl_;
 };
 
-// Connects to `peer`, waiting for it to listen if need be. Throws DeadlineError naming the address,
-// Error where it refuses our identity or is not who it should be.
+// Connects to `peer`, and waits until it listens if necessary. Throws DeadlineError with the
+// address, and Error if the peer rejects this process's identity or has the wrong identity itself.
 Link connect_unix(const std::string& address, const Identity& self, int peer,
                   const Deadline& deadline, const Tick& tick);
 Link connect_tcp(const std::string& host, int port, const Identity& self, int peer,
                  const Deadline& deadline, const Tick& tick);
 
-// Says that nothing came from a peer for so long, and what that may mean.
+// Returns a text that no data came from a peer for a time, with possible reasons.
 std::string silence_text(std::chrono::nanoseconds elapsed, std::chrono::milliseconds limit);
 
-// Watches a link that carries no data of its own (shm, rdma): calls `lost` once, on the reactor's
-// thread, with a reason, when the peer's process ends (pidfd), the socket ends without a goodbye,
-// or nothing, not even a heartbeat, came for `silent_limit`. Where the peer says goodbye first,
-// `left` is called instead, if there is one.
+// Watches a link that carries no payloads (shm, rdma). Calls `lost` once with a reason, on the
+// reactor's thread, if the peer's process exits (pidfd), the socket is closed without a goodbye, or
+// no heartbeat arrives for `silent_limit`. If the peer says goodbye first, `left` is called
+// instead, if it is set.
 class LinkWatch {
  public:
   LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
@@ -124,7 +126,7 @@ class LinkWatch {
   LinkWatch(const LinkWatch&) = delete;
   LinkWatch& operator=(const LinkWatch&) = delete;
 
-  // Tells the peer that this end is about to close in order: its end is then no loss.
+  // Tells the peer that this end is about to close, so that the closing is not reported as a loss.
   void say_goodbye() noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// Files of memory that processes share, and the one owner of their mappings.
+// Memory files that processes share, and the owner of their mappings.
 #pragma once
 
 #include <fcntl.h>
@@ -16,10 +16,10 @@
 
 namespace adaptive {
 
-// Of a file whose size cannot change any more: an access past its end would end this process.
+// Seals of a file whose size cannot change, because an access past its end would kill this process.
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// Makes an anonymous file of zeros of that size for good. Throws SystemError.
+// Creates an anonymous file of zeros with a fixed size. Throws SystemError.
 inline ScopedFd make_sealed_file(const char* name, std::size_t size_bytes, unsigned flags = 0) {
   ScopedFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags));
   if (!fd) {
@@ -34,8 +34,8 @@ inline ScopedFd make_sealed_file(const char* name, std::size_t size_bytes, unsig
   return fd;
 }
 
-// Returns the size of a file that another process made so. Throws Error, beginning with `what`, for
-// any other.
+// Returns the size of such a file from another process. Throws Error, beginning with `what`, for
+// any other file.
 inline std::size_t sealed_size(int fd, const std::string& what) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) {
@@ -64,17 +64,16 @@ class MappedRegion {
     return MappedRegion(fd, size_bytes, MAP_SHARED | MAP_POPULATE);
   }
 
-  // As shared(), but leaves the pages to whoever touches them first.
+  // Like shared(), but does not touch the pages.
   static MappedRegion untouched(int fd, std::size_t size_bytes) {
     return MappedRegion(fd, size_bytes, MAP_SHARED);
   }
 
-  // Memory of this process alone, zeros, untouched, in huge pages where that can be. Throws
-  // SystemError.
+  // Private, untouched memory of zeros, in huge pages if possible. Throws SystemError.
   static MappedRegion anonymous(std::size_t size_bytes) {
     MappedRegion region(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS);
     if (size_bytes >= kHugePageBytes) {
-      ::madvise(region.address_, size_bytes, MADV_HUGEPAGE);  // only a wish
+      ::madvise(region.address_, size_bytes, MADV_HUGEPAGE);  // failure is allowed
     }
     return region;
   }

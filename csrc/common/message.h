@@ -1,7 +1,7 @@
-// What travels with every payload, in every transport, and the rules it has to keep.
+// The header of every payload in every transport, and its rules.
 //
-// A Message comes from another process, so nothing in it is trusted: check_message() is the one
-// place that decides whether it can be acted upon. docs/reference/transport.md describes the bytes.
+// A Message comes from another process, so its fields are not trusted. Only check_message() decides
+// whether a message is valid. docs/reference/transport.md describes the bytes.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@ constexpr std::uint32_t kMessageMagic = 0x4D41'5032;  // "MAP2"
 constexpr std::uint16_t kMessageVersion = 1;
 constexpr int kMaxDimensions = 7;
 
-// The first kinds are the pipeline's actions; the rest is the transports' own.
+// The first kinds are the pipeline's actions; the other kinds are used by the transports.
 enum class MessageKind : std::uint8_t { kForward = 0, kBackward = 1, kData = 2, kEnd = 255 };
 
-// Element types by code. The bytes of a payload are never interpreted here; size and DLPack type of
-// a code are what the table in message.cc says.
+// Element types by code. The bytes of a payload are not interpreted here. The table in message.cc
+// has the size and the DLPack type of each code.
 enum class ElementType : std::uint8_t {
   kFloat32 = 0,
   kFloat16,
@@ -60,21 +60,21 @@ struct Message {
 };
 static_assert(sizeof(Message) == 128, "the message is part of the wire format");
 
-// Bytes of one element; 0 for a code that is not in the table.
+// Size of an element in bytes; 0 for a code that is not in the table.
 std::size_t element_bytes(ElementType dtype) noexcept;
 
 // DLPack's type code; 8-bit floats and unknown codes are unsigned integers there.
 std::uint8_t dlpack_code(ElementType dtype) noexcept;
 
-// Throws Error, naming `peer` and the field, unless the message is one of `job`, its numbers agree
+// Throws Error with `peer` and the field unless the message belongs to `job`, its numbers agree
 // with each other (shape times element size is nbytes, the piece lies inside) and piece_bytes is at
-// most `room_bytes`. Sequence and offset are checked by whoever knows what was due.
+// most `room_bytes`. The caller checks sequence and offset, because it knows the expected values.
 void check_message(const Message& message, std::uint64_t job, std::size_t room_bytes, int peer);
 
 // "F chunk 1 microbatch 7 of step 12", for error messages.
 std::string describe(const Message& message);
 
-// CRC-32C; by the processor's instruction where it has one.
+// CRC-32C, computed with the processor's instruction if available.
 std::uint32_t crc32c(const void* data, std::size_t size_bytes) noexcept;
 
 }  // namespace adaptive

@@ -1,9 +1,9 @@
-// The one background thread of a process: it watches descriptors (sockets of peers, their pidfds,
-// credit signals, RDMA completion channels) and timers, so that messages move on and deaths are
-// noticed while the process computes. It never holds the GIL.
+// The background thread of a process. It watches descriptors (sockets of peers, their pidfds,
+// credit signals, RDMA completion channels) and timers, so that messages progress and lost peers
+// are noticed while the process computes. It never holds the GIL.
 //
-// In a forked child of the process there is no such thread: add() and every() throw there, all else
-// does nothing, so that a child that drops its copies of channels leaves those of its parent alone.
+// A forked child does not have this thread. In the child, add() and every() throw, and all other
+// methods do nothing, so that destroying the child's copies of channels does not affect the parent.
 #pragma once
 
 #include <chrono>
@@ -24,17 +24,16 @@ class Reactor {
   Reactor& operator=(const Reactor&) = delete;
 
   // Calls `handler` on the reactor's thread whenever the descriptor has one of `events` (level
-  // triggered). The descriptor stays the caller's, who removes it before closing it. A handler that
-  // throws ends the process's use of that descriptor: it is removed, and the error goes to
-  // on_error. Throws SystemError.
+  // triggered). The caller owns the descriptor and must remove it before closing it. If the handler
+  // throws, the descriptor is removed, and the error is passed to on_error. Throws SystemError.
   void add(int fd, std::uint32_t events, Handler handler,
            std::function<void(const std::exception&)> on_error);
   void modify(int fd, std::uint32_t events);
-  // After the return the handler does not run any more (unless called from within it).
+  // After this returns, the handler does not run any more (unless the handler made the call).
   void remove(int fd) noexcept;
 
-  // Runs `task` once on the reactor's thread, soon; not at all if the reactor ends before that.
-  // What a task throws, the next add() or every() rethrows.
+  // Runs `task` once, soon, on the reactor's thread; not at all if the reactor stops before that.
+  // The next add() or every() rethrows an exception of the task.
   void post(Task task);
 
   // Runs `task` every `period` until stopped; returns its number.

@@ -1,4 +1,4 @@
-// The one owner of a file descriptor, and the descriptors that threads and peers signal by.
+// The owner of a file descriptor, and descriptors with which threads and peers send signals.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -29,10 +29,10 @@ class ScopedFd {
   int get() const noexcept { return fd_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
-  // Gives the descriptor away; the caller closes it.
+  // Releases the descriptor; the caller must close it.
   int release() noexcept { return std::exchange(fd_, -1); }
 
-  // close() is not repeated on EINTR: Linux has freed the number by then.
+  // close() is not repeated on EINTR, because Linux has already freed the number.
   void reset(int fd = -1) noexcept {
     const int old = std::exchange(fd_, fd);
     if (old >= 0) {
@@ -44,7 +44,7 @@ class ScopedFd {
   int fd_ = -1;
 };
 
-// Turns readable with signal(), until clear(). Throws SystemError.
+// A descriptor that is readable from signal() until clear(). Throws SystemError.
 inline ScopedFd make_eventfd() {
   ScopedFd fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!fd) {

@@ -1,4 +1,4 @@
-// Addresses of stream sockets, and what the kernel knows about the process at the other end.
+// Addresses of stream sockets, and the kernel's information about the peer process.
 #pragma once
 
 #include <sys/socket.h>
@@ -12,7 +12,8 @@ namespace adaptive {
 
 class SocketAddress {
  public:
-  // Abstract names only ("@..."): nothing of them is left behind. Throws std::invalid_argument.
+  // Only abstract names ("@...") are allowed, because they leave no files. Throws
+  // std::invalid_argument.
   static SocketAddress on_unix(const std::string& name);
   // A numeric IPv4 or IPv6 address, with or without brackets. Throws std::invalid_argument.
   static SocketAddress on_tcp(const std::string& host, int port);
@@ -32,13 +33,13 @@ class SocketAddress {
   socklen_t length_ = 0;
 };
 
-// A non-blocking socket that is closed on exec; TCP ones do not delay small messages and notice a
-// dead connection by themselves. Throws SystemError.
+// A non-blocking socket that is closed on exec. TCP sockets do not delay small messages, and detect
+// dead connections. Throws SystemError.
 ScopedFd open_stream_socket(int family);
 void tune_tcp(int socket);
 
-// What the kernel vouches for, of unix sockets. peer_process() is 0 for a process of another PID
-// namespace.
+// The identity of a unix socket's peer according to the kernel. peer_process() is 0 for a process
+// in another PID namespace.
 bool peer_of_same_user(int socket);
 pid_t peer_process(int socket);
 

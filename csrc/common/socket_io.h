@@ -1,4 +1,4 @@
-// Whole transfers on non-blocking sockets, with deadlines; for setting connections up, not for
+// Complete transfers on non-blocking sockets with deadlines, for connection setup and not for
 // payloads.
 #pragma once
 
@@ -12,27 +12,28 @@
 
 namespace adaptive {
 
-// Waits until `fd` has one of `events` or an error, in slices of 100 ms with a tick after each.
-// Throws DeadlineError with the text `what`.
+// Waits until `fd` has one of `events` or an error, in slices of 100 ms with a tick after each
+// slice. Throws DeadlineError with the text `what`.
 void wait_ready(int fd, short events, const Deadline& deadline, const Tick& tick,
                 const std::string& what);
 
-// Sends all bytes; the descriptors travel with the first. Throws DeadlineError, SystemError.
+// Sends all bytes, and the descriptors with the first byte. Throws DeadlineError, SystemError.
 void send_all(int socket, const void* data, std::size_t size_bytes, const std::vector<int>& fds,
               const Deadline& deadline, const Tick& tick, const std::string& what);
 
 enum class IoResult { kProgress, kNotNow, kEnd };
 
-// One recvmsg() of at most `room_bytes`. Adds to `received_bytes` and `fds`. Throws SystemError,
-// and Error when the kernel had to drop descriptors.
+// Calls recvmsg() once for at most `room_bytes`. Adds to `received_bytes` and `fds`. Throws
+// SystemError, and Error if the kernel had to drop descriptors.
 IoResult receive_some(int socket, void* data, std::size_t room_bytes, std::size_t& received_bytes,
                       std::vector<ScopedFd>& fds);
 
-// Receives exactly size_bytes. Throws DeadlineError, SystemError, and Error "closed" at an end.
+// Receives exactly size_bytes. Throws DeadlineError, SystemError, and Error "closed" if the peer
+// closed the connection.
 void receive_all(int socket, void* data, std::size_t size_bytes, std::vector<ScopedFd>& fds,
                  const Deadline& deadline, const Tick& tick, const std::string& what);
 
-// The most descriptors that one record carries.
+// Maximum number of descriptors in a record.
 constexpr std::size_t kMaxRecordFds = 16;
 
 }  // namespace adaptive

@@ -1,5 +1,5 @@
-// How the two ends of a link find out whether payloads can go from one GPU's memory to the other's,
-// or stay on one: by doing it once.
+// Determines whether payloads can be copied between the GPUs of a link's two ends, or within one
+// GPU, by trying it once.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Wish {
   int rank = -1;
 };
 
-// What both directions need.
+// The resources that both directions need.
 struct Path {
   std::shared_ptr<const Context> context;
   Arena arena;  // for what comes in
@@ -37,10 +37,10 @@ struct Agreement {
   std::string reason;  // why there is none
 };
 
-// Both ends call it at the same time, also those without a device; both come to the same result.
-// They tell each other which GPU they use, export an arena each, write a pattern to the other's and
-// read their own. Whatever goes wrong with a device is a reason, and costs ten seconds at most.
-// Throws what the link throws: the peer is gone, the deadline passed.
+// Both ends must call it at the same time, with or without a device, and both get the same result.
+// Each end sends the identity of its GPU, exports an arena, writes a pattern to the peer's arena
+// and reads its own arena. An error of a device becomes the reason of a negative result, and takes
+// at most ten seconds. Throws the errors of the link if the peer is lost or the deadline passes.
 Agreement agree(Link& link, const Wish& wish, const Deadline& deadline, const Tick& tick);
 
 }  // namespace adaptive::cuda

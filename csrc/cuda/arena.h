@@ -4,18 +4,17 @@
 //   copy stream: waits for consumed[i]          exports memory and events, once
 //                tensor ──copy──> slot i ──────────────────┐
 //                records written[i]                        v
-//   says so when that is done ── entry ──>      its stream waits for written[i]; a view of slot i
-//   may use slot i again <── credit ──          says so when consumed[i], recorded on its stream
+//   publishes it when done    ── entry ──>      its stream waits for written[i]; a view of slot i
+//   may use slot i again <── credit ──          returns it when consumed[i], recorded on its stream
 //                                               after the last use, is done
 //
-// The receiver's memory, and not the sender's, because then one copy does: it ends where the tensor
-// is used. A slot of the sender would be read over the bus by every kernel, or copied once more.
-// The receiver owns all that is exported, so one rule holds for its end: only after the sender has
-// closed what it opened.
+// The slots are in the receiver's memory, and not in the sender's, so that one copy is enough.
+// Slots of the sender would be read over the bus by every kernel, or copied once more. The receiver
+// owns all exported objects, so it may free them only after the sender has closed them.
 //
-// Both ends tell each other only of what is done. The waits for events are then over before they
-// begin and order the devices' views of memory; no stream ever waits for another process, which may
-// be killed at any moment, and what is said to be there is there.
+// Each end reports only finished work. So the waits for events never block, and only order the
+// devices' views of memory. No stream ever waits for another process, which may be killed at any
+// time.
 #pragma once
 
 #include <cstddef>
@@ -31,12 +30,12 @@ namespace adaptive::cuda {
 class Arena {
  public:
   Arena() = default;
-  // Throws Error where the device has no room for it.
+  // Throws Error if the device does not have enough memory.
   Arena(const std::shared_ptr<const Context>& context, unsigned slots, std::size_t slot_bytes);
   Arena(Arena&&) noexcept = default;
   Arena& operator=(Arena&&) noexcept = default;
 
-  // What the sender opens, as bytes.
+  // Description of the exported objects for the sender, as bytes.
   std::vector<std::uint8_t> export_all() const;
 
   Address slot(unsigned index) const noexcept { return memory_.get() + index * stride_; }
@@ -48,7 +47,7 @@ class Arena {
   }
   std::size_t size_bytes() const noexcept { return size_bytes_; }
 
-  // Leaves all of it to the end of the process.
+  // Keeps all objects until the process exits.
   void leak() noexcept;
 
  private:
@@ -59,11 +58,12 @@ class Arena {
   Memory memory_;
 };
 
-// The sender's end: what the receiver exported.
+// The sender's end, which opens the objects that the receiver exported.
 class PeerArena {
  public:
   PeerArena() = default;
-  // Opens what export_all() of another process gave. Throws Error unless it has slots of this size.
+  // Opens the result of another process's export_all(). Throws Error unless its slots have this
+  // size.
   PeerArena(const std::shared_ptr<const Context>& context,
             const std::vector<std::uint8_t>& exported, unsigned slots, std::size_t slot_bytes);
   PeerArena(PeerArena&&) noexcept = default;

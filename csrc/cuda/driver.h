@@ -1,7 +1,7 @@
-// The CUDA driver, opened at run time: nothing of CUDA is needed to build this, and a machine
-// without it only lacks what is in this folder. The declarations below are our own, of the few
-// entry points that are called; they follow the driver's binary interface, which does not change
-// under a name.
+// The CUDA driver, opened at run time. So CUDA is not needed to build this, and a machine without
+// CUDA only lacks the functions of this folder. The declarations below are our own and cover only
+// the functions that are called. They follow the driver's binary interface, which is stable for
+// each name.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ struct ContextHandle;
 struct StreamHandle;
 struct EventHandle;
 
-// Called by a thread of the driver; it may call nothing of the driver itself.
+// Called by a thread of the driver; it must not call the driver.
 using HostFunction = void(void* data);
 
 struct Uuid {
   unsigned char bytes[16];
 };
-// What another process opens; passed by value, as the driver wants it.
+// A handle that another process opens; the driver requires that it is passed by value.
 struct MemoryExport {
   unsigned char bytes[64];
 };
@@ -42,8 +42,8 @@ constexpr unsigned kEventWithoutTime = 2;
 constexpr unsigned kEventBetweenProcesses = 4;
 constexpr unsigned kEnablePeerAccess = 1;  // of cuIpcOpenMemHandle
 
-// The entry points: what they are called here, their name, an older one with the same meaning where
-// older drivers have only that, and their parameters. The one of UUIDs knows parts of a GPU.
+// The driver's functions: name in this file, name in the driver, name in older drivers if it
+// differs, and parameters. The function for UUIDs supports parts of a GPU (MIG).
 #define ADAPTIVE_CUDA_CALLS(CALL)                                                                 \
   CALL(init, "cuInit", nullptr, unsigned flags)                                                   \
   CALL(get_error_name, "cuGetErrorName", nullptr, Result result, const char** name)               \
@@ -90,20 +90,20 @@ struct Api {
 #undef ADAPTIVE_DECLARE
 };
 
-// An initialized driver. It stays loaded until the process ends: its threads do.
+// An initialized driver. It stays loaded until the process exits, because its threads do not stop.
 class Driver {
  public:
-  // Opens `library`, a name or a path. Throws Error that says what is missing.
+  // Opens `library`, a name or a path. Throws Error with the missing library or function.
   static std::shared_ptr<const Driver> load(const std::string& library);
 
   const Api& api() const noexcept { return api_; }
 
-  // Throws Error with the call's name, its argument and the driver's words unless it went well.
+  // Throws Error with the call's name, its argument and the driver's text if the call failed.
   void check(Result result, const char* call, const std::string& argument) const;
 
   Device device(int ordinal) const;
   Uuid uuid(Device device) const;
-  // The device of that identity that this process sees; -1 where it sees none.
+  // Number of the device with that identity in this process; -1 if the process does not see it.
   Device find(const Uuid& uuid) const;
   bool can_access_peer(Device device, Device peer) const;
 

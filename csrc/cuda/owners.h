@@ -1,4 +1,4 @@
-// Owners of what the driver hands out. All but Context are move-only; destructors never throw.
+// Owners of the driver's objects. All except Context are move-only; destructors never throw.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace adaptive::cuda {
 
-// The primary context of a device, which torch and this code share: addresses, streams and events
-// of one are good for the other.
+// The primary context of a device. torch uses the same context, so addresses, streams and events
+// can be exchanged with torch.
 class Context {
  public:
   Context(std::shared_ptr<const Driver> driver, int ordinal);
@@ -31,7 +31,7 @@ class Context {
   ContextHandle* handle_ = nullptr;
 };
 
-// Makes a context current on this thread as long as it lives; calls of the driver need that.
+// Makes a context current on this thread during its lifetime, which calls of the driver need.
 class Current {
  public:
   explicit Current(const Context& context);  // throws Error
@@ -43,7 +43,7 @@ class Current {
   const Context& context_;
 };
 
-// One thing of a context, destroyed with the context current. `destroy` does what the driver wants.
+// An object of a context. `destroy` is called with the context current.
 template <typename Handle, Result (*Api::*destroy)(Handle)>
 class Owned {
  public:
@@ -68,7 +68,7 @@ class Owned {
   const Context& context() const noexcept { return *context_; }
   const std::shared_ptr<const Context>& shared_context() const noexcept { return context_; }
 
-  // A driver that is shutting down refuses; then there is nothing left to destroy.
+  // A driver that is shutting down returns an error; then no object is left to destroy.
   void reset() noexcept {
     if (handle_ != Handle{}) {
       try {
@@ -81,7 +81,7 @@ class Owned {
     context_.reset();
   }
 
-  // Leaves it to the end of the process: for what a device may still use.
+  // Keeps the object until the process exits, because a device may still use it.
   void leak() noexcept {
     handle_ = Handle{};
     context_.reset();
@@ -97,7 +97,7 @@ using Event = Owned<EventHandle*, &Api::event_destroy>;
 using Memory = Owned<Address, &Api::mem_free>;
 using PeerMemory = Owned<Address, &Api::ipc_close_mem>;  // of another process
 
-// All of these need the context to be current, and throw Error.
+// These functions require that the context is current, and throw Error.
 Stream make_stream(const std::shared_ptr<const Context>& context);
 Event make_event(const std::shared_ptr<const Context>& context, bool between_processes);
 Event open_event(const std::shared_ptr<const Context>& context, const EventExport& handle);
@@ -112,10 +112,9 @@ void copy(const Context& context, Address to, Address from, std::size_t size_byt
           StreamHandle* stream);
 bool is_done(const Event& event);
 
-// Sleeps until the driver says that `event` is done; false when `given_up` says so, which is asked
-// some times a second. `stream` is the caller's own and may be held up by that: it waits for the
-// event, and the driver calls back when it is past that. A sleep of the driver's own could not be
-// ended by anything but the device.
+// Sleeps until `event` is done. Returns false if `given_up`, which is called some times a second,
+// returns true. `stream` belongs to the caller and may be blocked: it waits for the event, and then
+// the driver calls back. The driver's own wait is not used, because it could not be interrupted.
 bool await(const Event& event, StreamHandle* stream, const std::function<bool()>& given_up);
 
 }  // namespace adaptive::cuda

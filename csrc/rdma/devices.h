@@ -1,7 +1,6 @@
-// What this node offers for RDMA: devices, their ports, and the addresses (GIDs) of each port.
+// The RDMA devices of this node, their ports, and the addresses (GIDs) of each port.
 //
-// Always declared; a build without the verbs headers answers every question with an Error that
-// says so.
+// The functions are always declared. Without the verbs headers at build time, they throw Error.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +28,11 @@ struct RdmaDevice {
   std::vector<RdmaPort> ports;
 };
 
-// Whether the verbs headers were there when this was built.
+// Whether the verbs headers were available at build time.
 bool built_with_rdma() noexcept;
 
-// Every verbs device of this node; none is an empty list. Throws SystemError when a device cannot
-// be asked, Error in a build without the headers.
+// Returns all verbs devices of this node, which may be none. Throws SystemError if a device cannot
+// be queried, and Error in a build without the headers.
 std::vector<RdmaDevice> list_rdma_devices();
 
 }  // namespace adaptive

@@ -1,4 +1,4 @@
-// The receiving end of a channel: slots that the peer writes to, and how it learns which are free.
+// The receiving end of a channel: slots that the peer writes, and the return of free slots to it.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -22,24 +22,25 @@ namespace adaptive::rdma {
 
 // Lives as long as the last view of one of its slots.
 //
-// A slot goes: free at the peer -> written, its number in the completion queue -> leased out by
-// poll() -> given back by any thread, its bit in `returned_` flipped -> that word written to the
-// peer, as soon as the peer's Haste asks for it.
+// The states of a slot: free at the peer -> written, with its number in the completion queue ->
+// leased by poll() -> returned by any thread, with its bit in `returned_` flipped -> free again
+// after that word is written to the peer, as soon as the peer's Haste requires it.
 class Incoming : public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
            const RdmaOptions& options);
 
-  // Adds what the peer has to know.
+  // Adds the data that the peer needs.
   void describe(EndpointRecord* record) const;
   void connect(const EndpointRecord& peer, unsigned ack_timeout);
 
-  // Of one thread at a time. Returns whether anything came.
+  // Must be called from one thread at a time. Returns whether there were arrivals.
   bool poll(Completions& into) noexcept;
 
-  // A message in pieces is half there: it has to move on whatever this process does.
+  // Whether some pieces of a message have arrived, so that it must progress while this process
+  // computes.
   bool assembling() const noexcept { return assembling_.load(std::memory_order_relaxed); }
-  // Slots were given back that the peer could not be told of yet: completions move that on.
+  // Whether slots were returned that the peer does not know of yet; completions send these returns.
   bool stalled() const noexcept { return stalled_.load(std::memory_order_relaxed); }
   bool ended() const noexcept { return ended_.load(std::memory_order_acquire); }
   bool peer_gone() const noexcept { return gone_.load(std::memory_order_acquire); }
@@ -50,12 +51,13 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   // The memory of its slots.
   const Arena& slots() const noexcept { return arena_; }
 
-  // Ends the queue pairs. Slots that are leased out stay readable.
+  // Destroys the queue pairs. Leased slots stay readable.
   void stop() noexcept;
 
  private:
-  // Writes with immediate that may be ahead of one that is missing: each slot's, a hurry after each
-  // of those, and the last word. A power of two, so that it divides the numbers' range.
+  // Maximum number of writes with immediate that may arrive before a missing one: one per slot, a
+  // hurry after each of these, and the final control word. It is a power of two, so that it divides
+  // the range of numbers.
   static constexpr std::size_t kWindow = 4 * kMostSlots;
   struct Place {
     bool filled = false;

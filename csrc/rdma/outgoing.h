@@ -1,4 +1,4 @@
-// The sending end of a channel: a staging arena of the peer's layout, and what waits for room.
+// The sending end of a channel: a staging arena with the peer's layout, and waiting messages.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -21,8 +21,8 @@
 
 namespace adaptive::rdma {
 
-// Slot i of the staging arena is written to slot i of the peer and is free again when the peer has
-// returned it: then the write is over as well, and repeating it would change nothing.
+// Slot i of the staging arena is written to slot i of the peer, and is free again when the peer has
+// returned it. Then the write has finished too, and a repetition would have no effect.
 class Outgoing : public std::enable_shared_from_this<Outgoing> {
  public:
   Outgoing(std::shared_ptr<ChannelState> channel_state, std::shared_ptr<Device> device,
@@ -39,20 +39,20 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   std::size_t pending() const noexcept { return num_waiting_.load(std::memory_order_relaxed); }
   void close() noexcept;
 
-  // Takes completions and moves what waits. Any thread.
+  // Processes completions and sends waiting messages. May be called from any thread.
   void advance() noexcept;
-  // An event of this end's queue was taken.
+  // Must be called when an event of this end's queue was taken.
   void on_event() noexcept;
-  // The process is about to sleep: failures must wake it.
+  // Must be called before the process sleeps, so that failures wake it.
   void arm() noexcept;
 
-  // Nothing more will be taken by the peer: what waits is dropped, without an error.
+  // Drops waiting messages without an error, because the peer does not receive any more.
   void peer_left() noexcept;
-  // Tells the peer that this end takes and gives no more; waits until that is known, for a moment.
+  // Tells the peer that this end has finished, and waits briefly for the acknowledgement.
   void leave() noexcept;
-  // Closed, and the peer has everything.
+  // Whether this end is closed and the peer has all messages.
   bool finished() noexcept;
-  // Ends the queue pairs.
+  // Destroys the queue pairs.
   void stop() noexcept;
 
   ibv_cq* queue() const noexcept { return queue_.get(); }

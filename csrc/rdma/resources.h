@@ -1,5 +1,5 @@
-// Owners of what a verbs device lends, and the calls that make them. Only for files that are
-// compiled with the verbs headers.
+// Owners of verbs resources, and the functions that create them. Only for files that are compiled
+// with the verbs headers.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -35,10 +35,11 @@ struct FreeDeviceList {
 };
 using DeviceList = std::unique_ptr<ibv_device*, FreeDeviceList>;
 
-// In the id of a completion: it is one of a receive, the rest of the id is the lane.
+// Bit in a completion's id that marks a receive; the other bits are the lane.
 constexpr std::uint64_t kReceiveId = std::uint64_t{1} << 63;
 
-// An opened port with what all queue pairs on it share. Members go in reverse order.
+// An opened port with the objects that all its queue pairs share. Members are destroyed in reverse
+// order.
 struct Device {
   PortChoice choice;
   Context context;
@@ -51,8 +52,8 @@ struct Device {
 // Throws Error, SystemError.
 std::shared_ptr<Device> open_device(const PortChoice& choice);
 
-// Memory of this process that the device may use, zero and never swapped out. Throws Error with the
-// remedy where the limits do not allow so much.
+// Memory of zeros that the device may use and that is never swapped out. Throws Error with a remedy
+// if the limits do not allow this size.
 class Arena {
  public:
   Arena(std::shared_ptr<Device> device, std::size_t size_bytes, bool peer_writes);
@@ -88,12 +89,12 @@ struct RemoteQueuePair {
   Lane lane;                    // for its port's address
 };
 
-// Connects it: from then on it sends, with `own_psn` first, and receives. For `ack_timeout` see
-// RdmaOptions.
+// Connects the queue pair, which can then send, beginning with `own_psn`, and receive. For
+// `ack_timeout` see RdmaOptions.
 void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& remote,
              std::uint32_t own_psn, unsigned ack_timeout);
 
-// The receives of a queue pair. They carry no data: each is used up by one write with immediate.
+// The receives of a queue pair. They have no data; each write with immediate consumes one receive.
 class Receives {
  public:
   // `most_outstanding`: how many writes with immediate the peer may have sent that were not yet
@@ -103,13 +104,13 @@ class Receives {
         depth_(most_outstanding + batch_),
         id_(id) {}
 
-  // Receives the queue pair must have room for.
+  // Number of receives that the queue pair must support.
   std::uint32_t depth() const noexcept { return depth_; }
 
-  // Posts the first ones. Throws SystemError.
+  // Posts the first receives. Throws SystemError.
   void start(ibv_qp* queue_pair);
 
-  // One completion was found. Posts new ones in batches; false if the device refuses.
+  // Must be called for each completion. Posts new receives in batches; returns false if this fails.
   bool used() noexcept {
     if (++num_used_ < batch_) {
       return true;

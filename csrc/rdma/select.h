@@ -1,5 +1,5 @@
-// Which device, port and address of this node a channel uses. Decides from descriptions alone, so
-// that it can be tested without hardware.
+// Chooses the device, port and address of this node for a channel. The choice uses only
+// descriptions, so that it can be tested without hardware.
 #pragma once
 
 #include <functional>
@@ -29,11 +29,11 @@ struct PortChoice {
   std::string reason;  // why this one, for logs
 };
 
-// How far `device` is from `near_pci`: the number of common steps on the PCI tree, more is nearer.
+// Number of common steps of `device` and `near_pci` in the PCI tree; a larger number is nearer.
 using Nearness = std::function<int(const std::string& device, const std::string& near_pci)>;
 int pci_nearness(const std::string& device, const std::string& near_pci);
 
-// Throws Error that lists what there is and says what to change.
+// Throws Error that lists the devices and a remedy.
 PortChoice choose_port(const std::vector<RdmaDevice>& devices, const Wanted& wanted,
                        const Nearness& nearness = pci_nearness);
 

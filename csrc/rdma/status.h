@@ -1,4 +1,4 @@
-// Completion errors in words.
+// Texts for completion errors.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace adaptive::rdma {
 
 struct StatusText {
   const char* name;   // "REM_ACCESS_ERR"
-  const char* cause;  // what usually brings it about
+  const char* cause;  // the usual cause
   Failure::Kind kind;
 };
 
-// Of an ibv_wc_status, as a number so that this needs no verbs headers.
+// Describes an ibv_wc_status, which is a number so that the verbs headers are not needed.
 StatusText status_text(int status) noexcept;
 
 // "RDMA write failed with REM_ACCESS_ERR (status 10, vendor code 0x88): <cause>"

@@ -1,5 +1,5 @@
-// What two processes tell each other to connect their queue pairs, and the 32 bits that come with
-// every message. docs/reference/transport.md describes the bytes for those who write a peer.
+// The data that two processes exchange to connect their queue pairs, and the 32-bit immediate value
+// of every message. docs/reference/transport.md describes the bytes.
 #pragma once
 
 #include <array>
@@ -47,11 +47,11 @@ struct EndpointRecord {
 
 std::vector<std::uint8_t> encode(const EndpointRecord& record);
 
-// Throws Error, naming `peer`, for bytes that are no endpoint, contradict themselves, or say why
-// the peer gave up (see encode_refusal).
+// Throws Error with `peer` if the bytes are not an endpoint, contradict themselves, or contain the
+// reason why the peer gave up (see encode_refusal).
 EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer);
 
-// What is sent instead of an endpoint by an end that cannot open the channel.
+// Encodes the reason that an end sends instead of an endpoint if it cannot open the channel.
 std::vector<std::uint8_t> encode_refusal(const std::string& reason);
 
 // Sent once the queue pairs are connected; nothing is written before it has been received.
@@ -75,14 +75,14 @@ struct Immediate {
 };
 
 enum class Control : std::uint8_t {
-  kGone = 0,   // the sender of this takes and gives no more
-  kHurry = 1,  // it has no slot left, see Haste::kAtOnce
+  kGone = 0,   // the sender has closed its end
+  kHurry = 1,  // the sender has no free slot, see Haste::kAtOnce
 };
 
-// How soon the sender needs the slots back that the receiver has read; what it said last, until it
-// writes a message that is not urgent. A return takes a packet of its own, which a stream of
-// messages would feel, so several go together while enough is under way to keep the sender's queue
-// busy.
+// How soon the sender needs the slots that the receiver has read. The last value applies until the
+// sender writes a message that is not urgent. Every return needs a separate packet, which would
+// slow down a stream of messages. So several returns are combined while the sender has enough
+// messages in flight.
 enum class Haste : std::uint8_t {
   kNone,    // when half of the slots are there to be returned
   kUrgent,  // a quarter; or any, if half of the slots at most may be under way
@@ -101,7 +101,7 @@ constexpr Immediate unpack(std::uint32_t bits) noexcept {
           static_cast<std::uint8_t>(bits & 0x3fU)};
 }
 
-// Slots begin at multiples of a page, so that no two share one.
+// Slots begin at multiples of a page, so that two slots never share a page.
 constexpr std::size_t stride_of(std::size_t slot_bytes) noexcept {
   constexpr std::size_t kPage = 4096;
   return round_up(kHeaderBytes + slot_bytes, kPage);

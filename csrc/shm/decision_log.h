@@ -1,6 +1,6 @@
-// How the leader of a tensor-parallel group on one node tells its followers which pipeline action
-// it takes, without a collective: one writer, N readers, a ring of K 64-bit entries in shared
-// memory. Every reader sees every entry, in order, at its own pace.
+// A log with which the leader of a tensor-parallel group on one node tells its followers the next
+// pipeline action without a collective. One writer and N readers share a ring of K 64-bit entries.
+// Every reader reads every entry in order, at its own pace.
 //
 //   line     0        1          2        3         4 .. 4+N-1          after the lines
 //        +--------+---------+---------+---------+------------------+------------------------+
@@ -12,12 +12,12 @@
 //          never    writer    anybody   sleepers   reader i only      writer only
 //          changes
 //
-// The writer never overruns the slowest reader: with acknowledged + K == published it waits. The
-// memory is an anonymous file (memfd) with a sealed size, so that it disappears with the last
-// process that maps it and no peer can make an access to it fault. Apart from that, nothing found
-// in it is trusted: sizes are checked once and kept outside it, positions are checked at each use.
+// The writer waits while acknowledged + K == published, so that it never overruns the slowest
+// reader. The memory is an anonymous file (memfd) with a sealed size. So it is freed with the last
+// process that maps it, and no peer can make an access fault. The contents are not trusted: sizes
+// are checked once and kept outside the memory, and positions are checked at each use.
 //
-// What this file does not do: notice that a process died. Every wait has a deadline instead.
+// This file does not detect that a process exited. Instead, every wait has a deadline.
 #pragma once
 
 #include <sys/types.h>
@@ -45,7 +45,8 @@ struct Lines;
 struct ReaderLine;
 }  // namespace detail
 
-// What the two ends share: the mapping, its checked sizes, and the state that ends every wait.
+// The parts shared by both ends: the mapping, its checked sizes, and the state that ends every
+// wait.
 class DecisionLog {
  public:
   static constexpr std::uint32_t kMaxReaders = 1024;
@@ -54,8 +55,8 @@ class DecisionLog {
   std::uint32_t num_readers() const noexcept { return num_readers_; }
   std::uint32_t capacity() const noexcept { return capacity_; }
 
-  // Ends the log for both sides at once, waking all who sleep, from any thread or process; entries
-  // not read yet are lost. The first reason stays.
+  // Aborts the log for both sides, and wakes all sleepers. May be called from any thread or
+  // process. Unread entries are lost. Only the first reason is kept.
   void abort(std::uint32_t reason_code) noexcept;
 
   // The reason given to abort(), if anybody called it.
@@ -65,7 +66,7 @@ class DecisionLog {
   DecisionLog(MappedRegion region, std::uint32_t num_readers, std::uint32_t capacity,
               SpinBudget spin);
 
-  // Checks what a descriptor holds and maps it. Throws Error when it is not a decision log.
+  // Checks and maps the file of a descriptor. Throws Error if it is not a decision log.
   static DecisionLog attach(int fd, unsigned local_processes);
 
   void set_state(std::uint64_t state) noexcept;
@@ -78,15 +79,16 @@ class DecisionLog {
   std::uint32_t num_readers_;
   std::uint32_t capacity_;
   SpinBudget spin_;
-  // A fork copies the object, not the role: only the process that made it closes the log.
+  // Only the process that created the object closes the log, and not a forked child.
   pid_t owner_;
 };
 
-// The leader's end. One thread at a time may publish; abort() and close() may come from any.
+// The leader's end. One thread at a time may publish; any thread may call abort() and close().
 class DecisionWriter : public DecisionLog {
  public:
-  // Makes a log. local_processes (0: the writer and its readers) is how many busy processes share
-  // this node's CPUs; it decides how long waits spin. Throws std::invalid_argument, SystemError.
+  // Creates a log. local_processes is the number of busy processes that share this node's CPUs (0:
+  // the writer and its readers); it determines how long waits spin. Throws std::invalid_argument,
+  // SystemError.
   static DecisionWriter create(std::uint32_t num_readers, std::uint32_t capacity,
                                unsigned local_processes);
 
@@ -101,10 +103,11 @@ class DecisionWriter : public DecisionLog {
   // The same without waiting.
   WaitStatus try_publish(std::int64_t value);
 
-  // Ends the log in order: readers still get what was published. Publishing afterwards is kClosed.
+  // Closes the log. Readers still receive all published entries. Later calls that publish return
+  // kClosed.
   void close() noexcept;
 
-  // The shared memory, to be handed to readers. Stays with the writer.
+  // The shared memory, to pass to readers. The writer keeps the ownership.
   int fd() const noexcept { return fd_.get(); }
 
   // Number of entries published so far.
@@ -129,17 +132,17 @@ class DecisionWriter : public DecisionLog {
 
   ScopedFd fd_;
   std::uint64_t published_ = 0;
-  // What the slowest reader had acknowledged when last looked at: its lines stay untouched
-  // until the ring seems full.
+  // Last known position of the slowest reader. The readers' lines are read again only when the ring
+  // seems to be full.
   std::uint64_t seen_acknowledged_ = 0;
 };
 
-// A follower's end. One thread at a time may read; abort() may come from any.
+// A follower's end. One thread at a time may read; any thread may call abort().
 class DecisionReader : public DecisionLog {
  public:
-  // Takes reader_index, which no live reader may hold, of the log in fd; fd stays the caller's and
-  // may be closed afterwards. Continues after the last entry that this index acknowledged. Throws
-  // std::invalid_argument, SystemError, and Error for memory that is not a decision log.
+  // Opens the log in fd as reader_index, which no other running reader may use. The caller owns fd
+  // and may close it afterwards. Continues after the last entry that this index acknowledged.
+  // Throws std::invalid_argument, SystemError, and Error for memory that is not a decision log.
   static DecisionReader attach(int fd, std::uint32_t reader_index, unsigned local_processes);
 
   DecisionReader(DecisionReader&&) noexcept = default;

@@ -1,5 +1,5 @@
-// The sending end of a channel whose payloads are in the memory of a GPU: brings them to the
-// peer's, in their order, and says so when they are there.
+// The sending end of a channel with payloads in GPU memory. It copies the payloads in order to the
+// peer's GPU, and publishes each message when its copy has finished.
 #pragma once
 
 #include <atomic>
@@ -17,9 +17,9 @@
 
 namespace adaptive::shm {
 
-// A thread copies one payload at a time: it waits for a slot, puts the copy on its own stream,
-// behind what computes the payload, and publishes the message when the device is done with it. The
-// channel sends nothing else meanwhile but through it.
+// A thread copies one payload at a time. It waits for a slot, queues the copy on its own stream
+// after the computation of the payload, and publishes the message when the copy has finished.
+// Meanwhile, the channel sends all messages through this thread.
 class DeviceSender {
  public:
   // `outgoing` outlives it.
@@ -28,15 +28,16 @@ class DeviceSender {
                cuda::Stream stream, std::size_t slot_bytes);
   DeviceSender(const DeviceSender&) = delete;
   DeviceSender& operator=(const DeviceSender&) = delete;
-  ~DeviceSender();  // drops what is not on its way
+  ~DeviceSender();  // drops payloads whose copy has not begun
 
-  // See Sender::send_after(). One thread.
+  // See Sender::send_after(). Must always be called from the same thread.
   void send(const Message& message, const void* data, bool on_device, void* stream,
             const Keeper& keeper);
-  // Until all of it is published or handed to `outgoing`. False when the deadline passed.
+  // Waits until all messages are published or passed to `outgoing`. Returns false if the deadline
+  // passed.
   bool flush(const Deadline& deadline);
   std::size_t pending() const noexcept { return num_jobs_.load(std::memory_order_relaxed); }
-  // Ends the channel, and lets go of the peer's memory, after what is there.
+  // Closes the channel and releases the peer's memory after all pending messages.
   void close() noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// The receiving end of a channel in the memory of a GPU: who reads its slots, and until when.
+// The receiving end of a channel in GPU memory. It tracks which streams still read its slots.
 #pragma once
 
 #include <array>
@@ -17,21 +17,22 @@
 
 namespace adaptive::shm {
 
-// A slot goes back when the streams that read it are past that, which a thread watches: the sender
-// may then write to it at once, and would not be held up if this process ended.
+// A thread returns each slot when the streams that read it have finished reading. The sender may
+// then write to the slot at once, and is not blocked if this process exits.
 class DeviceSlots final : public DevicePayload {
  public:
-  // The sender, which has the slots open. One that is lost has until its process has ended.
+  // The sender, which has opened the slots. A lost sender has them open until its process exits.
   enum class Importer { kThere, kClosed, kLost };
 
-  // sender: its process, may be empty. give_back: the slot may be written to again. importer: asked
-  // by the destructor. failed: the device has, with a reason. All may be called by any thread.
+  // sender: the sender's process, which may be empty. give_back: called if a slot may be written
+  // again. importer: called by the destructor. failed: called with a reason if the device failed.
+  // The functions may be called from any thread.
   DeviceSlots(cuda::Arena arena, ScopedFd sender, std::function<void(unsigned)> give_back,
               std::function<Importer()> importer, std::function<void(const char*)> failed);
   DeviceSlots(const DeviceSlots&) = delete;
   DeviceSlots& operator=(const DeviceSlots&) = delete;
-  // Waits until nothing reads a slot and the sender has let go of them; what is not so within
-  // seconds is left to the end of the process. No slot may be out.
+  // Waits some seconds until no stream reads a slot and the sender has closed the slots. Otherwise
+  // the memory is only freed when the process exits. No view of a slot may exist.
   ~DeviceSlots() override;
 
   std::byte* data(unsigned slot) const noexcept {
@@ -39,9 +40,10 @@ class DeviceSlots final : public DevicePayload {
   }
   std::size_t size_bytes() const noexcept { return arena_.size_bytes(); }
 
-  // A view of the slot is to be read on `stream`; throws Error.
+  // Allows `stream` to read a view of the slot. Throws Error.
   void enter(unsigned slot, void* stream) override;
-  // Nobody will read the slot later than what is on that stream now. Any thread.
+  // States that only work that is already queued on that stream will read the slot. May be called
+  // from any thread.
   void leave(unsigned slot) noexcept;
 
  private:

@@ -1,4 +1,4 @@
-// How far apart the processors of two processes are.
+// Measures the distance between the processors of two processes.
 #pragma once
 
 #include "common/deadline.h"
@@ -6,10 +6,10 @@
 
 namespace adaptive::shm {
 
-// Time in ns that a line takes from one process to the other, by sending one back and forth; both
-// call it at the same time with the same memory, one of them as `leader`, whose result the other
-// gets. -1 where it could not be measured within some ten milliseconds, for instance because both
-// share a processor.
+// Returns the time in ns that a cache line takes from one process to the other, measured by sending
+// a line back and forth. Both processes call it at the same time with the same memory, one of them
+// as `leader`; both get the leader's result. Returns -1 if the time cannot be measured within some
+// ten milliseconds, for example because both share a processor.
 double measure_distance_ns(Control* control, bool leader) noexcept;
 
 }  // namespace adaptive::shm

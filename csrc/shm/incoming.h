@@ -19,8 +19,8 @@
 
 namespace adaptive::shm {
 
-// Lives as long as the last view of one of its slots. Nothing in the shared memory is trusted:
-// whatever is acted upon is copied out first and checked then.
+// Lives as long as the last view of one of its slots. The shared memory is not trusted, so all
+// values are copied first and then checked.
 class Incoming final : public Source, public std::enable_shared_from_this<Incoming> {
  public:
   Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t limit_bytes,
@@ -29,18 +29,18 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
 
   ~Incoming() override;
 
-  // From now on payloads may be in `arena`. Before the first poll().
+  // Allows payloads in `arena` from now on. Must be called before the first poll().
   void use_device(cuda::Arena arena, ScopedFd sender);
 
   bool poll(Completions& into) noexcept override;
 
-  // The peer is gone, or silent for too long: a Failure follows what it had sent.
+  // Must be called if the peer is lost or silent for too long. A Failure follows its last message.
   void lose(const std::string& reason) noexcept;
 
-  // Nothing is read any more; the peer is told. Views stay valid.
+  // Stops reading, and tells the peer. Views stay valid.
   void stop() noexcept;
 
-  // Where the slots are, for who wants to pin them.
+  // Memory of the slots, for callers that pin it.
   const MappedRegion& slots() const noexcept { return data_region_; }
 
  private:
@@ -72,14 +72,14 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   std::uint64_t sequence_ = 0;  // of the message that is due
   bool finished_ = false;
 
-  // By slot: bytes to flush when it comes back. Written before its lease is handed out; that this
-  // is after the lease before has come back, only the sender's process knows for sure.
+  // Number of bytes to flush, by slot, when the slot is returned. Written before the lease of the
+  // slot is passed on. Only the sender ensures that the previous lease was returned before.
   std::array<std::atomic<std::uint32_t>, kMostSlots> flush_bytes_{};
   std::atomic<unsigned> num_held_{0};  // slots with views
   std::atomic<bool> lost_{false};
   std::mutex reason_mutex_;
   std::string reason_;
-  // Messages put together that nobody has dropped: as many at most as there are slots.
+  // Reassembled messages that still exist; at most as many as there are slots.
   std::atomic<unsigned> num_assembled_{0};
   std::atomic<bool> stalled_{false};     // a message waits for one of them
   std::unique_ptr<DeviceSlots> device_;  // last: its thread gives slots back

@@ -1,4 +1,4 @@
-// How much memory this process may still take, and who says so.
+// Determines how much memory this process may still allocate, and which limit applies.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@ struct MemoryRoom {
   std::string remedy;  // "give the container more memory"
 };
 
-// Where the kernel tells, other than in tests.
+// Paths of the kernel's files; tests use other paths.
 struct SystemPaths {
   std::string proc = "/proc";
   std::string cgroup = "/sys/fs/cgroup";
 };
 
-// The narrowest of: free memory of the machine, limits of the control groups (both versions) this
-// process is in, address space. What cannot be read does not limit.
+// Returns the smallest limit: free memory of the machine, limits of this process's control groups
+// (both versions), or address space. A limit that cannot be read is ignored.
 MemoryRoom memory_room(const SystemPaths& paths = {});
 
-// Throws Error, naming the limit and what to change, unless `bytes` fit into the memory that is
-// left, with a reserve. `purpose`: "the channel to rank 3 (8 slots of 4 MiB)".
+// Throws Error with the limit and a remedy unless `bytes` and a reserve fit into the free memory.
+// `purpose` is text such as "the channel to rank 3 (8 slots of 4 MiB)".
 void check_memory(std::uint64_t bytes, const std::string& purpose, const SystemPaths& paths = {});
 
-// The number after `name` in a file of lines "name number"; 0 where it does not stand.
+// Returns the number after `name` in a file of lines "name number"; 0 if it is missing.
 std::uint64_t read_field(const std::string& path, const std::string& name);
 
 // "1.5 GiB"

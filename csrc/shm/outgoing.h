@@ -22,7 +22,7 @@
 
 namespace adaptive::shm {
 
-// The memory and what views of it need; lives as long as the last view of a reserved slot.
+// The memory and the state that its views need. Lives as long as the last view of a reserved slot.
 struct OutgoingMemory {
   OutgoingMemory(const ShmOptions& options, const std::string& purpose, const Deadline& deadline,
                  const Tick& tick);
@@ -44,44 +44,44 @@ struct OutgoingMemory {
   std::size_t slot_stride;
   Segment control_segment;
   Segment data_segment;
-  ScopedFd credit_fd;                  // turns readable when a slot came back that was asked for
+  ScopedFd credit_fd;                  // readable when a requested slot was returned
   std::atomic<std::uint64_t> gone{0};  // slots whose view here was dropped
   ForkGuard guard;
 };
 
-// A slot is free when none of these holds:
+// A slot is free if none of these conditions holds:
 //   out       the receiver may read it          until `returned`
-//   viewed    a reserved tensor looks at it     until `gone`
-//   reserved  it is being computed into         until commit(), or `gone` without it
-//   queued    committed, but behind others      until it is out
+//   viewed    a reserved tensor uses it         until `gone`
+//   reserved  a payload is computed into it     until commit(), or `gone` without it
+//   queued    committed, but behind messages    until it is out
 class Outgoing {
  public:
   Outgoing(const Session& session, std::shared_ptr<ChannelState> channel_state,
            const ShmOptions& options, std::shared_ptr<OutgoingMemory> memory);
 
-  // What the peer gave: its bell, and what wakes its reactor.
+  // Descriptors from the peer: its bell, and the descriptor that wakes its reactor.
   void connect(Bell bell, ScopedFd wake_fd, std::size_t stream_from_bytes,
                std::function<void()> on_end);
 
   void send(Message& message, const void* data, const Keeper& keeper);
   std::optional<Reserved> reserve(std::size_t nbytes);
   void commit(Message& message, std::uint64_t token);
-  // Throws what send() of that message would.
+  // Throws the same errors as send() of that message.
   void admit(Message message);
-  // A slot for `message`, which is the next after all that was sent; waits for one. kNoSlot when
-  // `given_up` says so. To be followed by publish_on_device(), or nothing where the channel failed.
+  // Waits for a slot for `message`, which is the next message to send. Returns kNoSlot if
+  // `given_up` is true. The caller must then call publish_on_device(), unless the channel failed.
   unsigned await_slot(const Message& message, const std::function<bool()>& given_up);
-  // Says that the payload is in that slot of the peer's device memory.
+  // Publishes that the payload is in the given slot of the peer's device memory.
   void publish_on_device(Message& message, unsigned slot);
-  // What the peer exported of its device is closed here.
+  // States that this end has closed the memory that the peer exported from its device.
   void tell_device_closed() noexcept { control_->sender.device_closed.store(1); }
   bool flush(const Deadline& deadline);
   std::size_t pending() const noexcept { return num_pending_.load(std::memory_order_relaxed); }
   void close() noexcept;
 
-  // The credit descriptor is readable: on the reactor's thread.
+  // Called on the reactor's thread if the credit descriptor is readable.
   void on_credit() noexcept;
-  // The channel is broken off: lets go of what waits. Any thread.
+  // Drops waiting messages after the channel broke. May be called from any thread.
   void abandon() noexcept;
 
  private:

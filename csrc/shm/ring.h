@@ -1,4 +1,4 @@
-// The memory that both ends of a directed channel map, and how they use it.
+// The layout and use of the memory that both ends of a directed channel map.
 //
 //   control   [ lines with one writer each | entries 0..N-1, 192 bytes each ]
 //   data      [ slot 0 | slot 1 | ... | slot K-1 ], each slot_stride bytes
@@ -9,8 +9,8 @@
 //                                         gives the slot back: sets its bit in `returned`
 //   takes all bits of `returned`
 //
-// An entry is read before its slot comes back, so N > K + 1 entries never overtake each other: the
-// one more is the end of the channel, which has no slot.
+// An entry is read before its slot is returned, so with N > K + 1 entries, none is overwritten
+// before it was read. The additional entry is the end of the channel, which has no slot.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@
 namespace adaptive::shm {
 
 constexpr std::size_t kLine = 64;
-// The payload was computed into the slot, by ordinary stores.
+// The payload was computed into the slot with ordinary stores.
 constexpr std::uint32_t kComputedInPlace = 1;
 // The payload is in that slot of the receiver's memory on its GPU; see cuda/arena.h.
 constexpr std::uint32_t kOnDevice = 2;
@@ -35,8 +35,8 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
                   std::atomic<std::uint32_t>::is_always_lock_free,
               "atomics that hide a lock cannot be shared between processes");
 
-// Bytes of a message that stand in the first two lines of an entry: all but the sizes of the sixth
-// and seventh dimension, so that most messages cost two lines.
+// Bytes of a message in the first two lines of an entry. They exclude only the sizes of the sixth
+// and seventh dimension, so that most messages use two lines.
 constexpr std::size_t kFrontBytes = 112;
 constexpr int kFrontDimensions = 5;
 
@@ -56,9 +56,10 @@ static_assert(offsetof(Message, shape) + kFrontDimensions * sizeof(std::int64_t)
 struct alignas(kLine) SenderLine {
   std::uint64_t magic;
   std::uint32_t version;
-  // A message waits for a slot: whoever gives one back has to say so by the credit descriptor.
+  // True if a message waits for a slot. A thread that returns a slot must then signal the credit
+  // descriptor.
   std::atomic<std::uint32_t> wants_credit;
-  // The sender has let go of the receiver's memory on its GPU.
+  // True if the sender has closed the receiver's GPU memory.
   std::atomic<std::uint32_t> device_closed;
 };
 struct alignas(kLine) ReturnLine {
@@ -67,7 +68,7 @@ struct alignas(kLine) ReturnLine {
 struct alignas(kLine) ReceiverLine {
   std::atomic<std::uint32_t> closed;  // nothing will be read any more
 };
-// For measuring how far apart the two processors are; one writer each.
+// Lines for measuring the distance between the two processors, with one writer each.
 struct alignas(kLine) PingLine {
   std::atomic<std::uint64_t> value;
 };
@@ -81,7 +82,7 @@ struct Control {
   // Entries follow.
 };
 
-// What one end says about the memory it made; sent as bytes.
+// One end's description of the memory that it created; sent as bytes.
 struct Offer {
   std::uint64_t magic = kControlMagic;
   std::uint32_t version = kControlVersion;

@@ -1,5 +1,5 @@
-// Anonymous shared memory that is there as a whole before it is used: nothing that can end a
-// process with SIGBUS later, nothing that a crash leaves behind.
+// Anonymous shared memory that is fully allocated before it is used, so that no later access causes
+// SIGBUS, and a crash leaves no files.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +17,14 @@ struct Segment {
   const char* huge_pages = "none";  // "reserved", "transparent" (asked for, not promised)
 };
 
-// Makes at least `size_bytes` of zeros, every page touched. Processes that give the same
-// `turn_name`, unless it is empty, do so one after the other. Where huge pages are to be had and
-// `size_bytes` is some of them, the size is rounded up to them; see region.size_bytes(). Throws
-// Error naming the limit where there is not enough memory, SystemError, DeadlineError.
+// Allocates at least `size_bytes` of zeros and touches every page. Processes with the same
+// non-empty `turn_name` do this one after another. If huge pages are available and `size_bytes` is
+// large enough, the size is rounded up to huge pages; see region.size_bytes(). Throws Error with
+// the limit if there is not enough memory, SystemError, DeadlineError.
 Segment make_segment(std::size_t size_bytes, const std::string& purpose, const Deadline& deadline,
                      const Tick& tick, const std::string& turn_name = {});
 
-// Maps what a peer made. Throws Error unless its size is `size_bytes` and cannot change any more.
+// Maps memory from a peer. Throws Error unless its size is `size_bytes` and sealed.
 MappedRegion attach_segment(const ScopedFd& fd, std::size_t size_bytes, const std::string& purpose);
 
 }  // namespace adaptive

@@ -1,5 +1,5 @@
-// Memory that received payloads are put into and that is used again: the first touch of fresh
-// memory costs ten times what the following ones do.
+// Memory for received payloads that is reused, because the first touch of new memory costs ten
+// times as much as later accesses.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +12,17 @@
 
 namespace adaptive::tcp {
 
-// Memory of this process alone, touched already.
+// Private memory whose pages were already touched.
 using Block = MappedRegion;
 
 // All methods may be called from any thread.
 class BufferPool {
  public:
-  // Blocks of `slot_bytes` are kept for good, larger ones up to `cache_bytes` in all.
+  // Blocks of `slot_bytes` are never freed. Larger blocks are kept up to `cache_bytes` in total.
   BufferPool(std::size_t slot_bytes, std::size_t cache_bytes)
       : slot_bytes_(slot_bytes), cache_bytes_(cache_bytes) {}
 
-  // The block used last, so that it is in the caches, or a new one. Throws SystemError.
+  // Returns the block used last, which is still in the caches, or a new block. Throws SystemError.
   std::unique_ptr<Block> take(std::size_t size_bytes);
   void give_back(std::unique_ptr<Block> block) noexcept;
 

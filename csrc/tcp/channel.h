@@ -10,15 +10,15 @@
 
 namespace adaptive {
 
-// Buffers of slot_bytes are kept and used again; there is no memory to reserve. A peer sends at
-// least a heartbeat per second.
+// Buffers of slot_bytes are kept and reused; memory cannot be reserved. A peer sends at least one
+// heartbeat per second.
 using TcpOptions = ChannelOptions;
 
-// Opens both directions of the pair at the ends of `link`; both ends call it at the same time, with
-// options of their own. Arrivals come to session.completions: a payload is received straight into a
-// buffer of its own, whatever its size, so that memory is bounded by the slots and by the payloads
-// that the peer sends. Destroying the Sender ends both directions; leases stay valid. Throws
-// std::invalid_argument, DeadlineError, SystemError, Error for a peer with which it cannot be.
+// Opens both directions of the channel over `link`; both ends must call it at the same time and may
+// have different options. Arrivals are put into session.completions. A payload of any size is
+// received directly into its own buffer, so that memory is bounded by the slots and by the peer's
+// payloads. Destroying the Sender closes both directions; leases stay valid. Throws
+// std::invalid_argument, DeadlineError, SystemError, and Error for an incompatible peer.
 std::unique_ptr<Sender> open_tcp(const Session& session, Link link, const TcpOptions& options,
                                  const Deadline& deadline, const Tick& tick);
 

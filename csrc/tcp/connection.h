@@ -1,12 +1,12 @@
-// One TCP channel in both directions: the socket, who reads it when, and what ends it.
+// One TCP channel in both directions: the socket, its reading threads, and its closing.
 //
 //   send() ──> Writer ──┐            ┌── poll(): the thread that waits
 //                       ├── socket ──┤
 //   reactor: EPOLLOUT ──┘            └── reactor: EPOLLIN, while nobody waits
 //
-// A thread that waits for arrivals reads the socket itself: a wake-up of another thread would cost
-// more than the network. The reactor takes messages out of the network whenever it comes first, so
-// that they move on while the process computes.
+// A thread that waits for arrivals reads the socket itself, because waking another thread would
+// cost more than the network. While no thread waits, the reactor reads the socket, so that messages
+// progress while the process computes.
 #pragma once
 
 #include <atomic>
@@ -33,15 +33,15 @@ class Connection final : public Source,
              const Offer& theirs);
 
   void start();
-  // Ends both directions, in order if a goodbye was said. After the return nothing of this runs
-  // but leases that are given back.
+  // Closes both directions, properly if a goodbye was sent. After this returns, only the return of
+  // leases may still use this object.
   void shut() noexcept;
 
   Writer& writer() noexcept { return writer_; }
   const ChannelState& state() const noexcept { return state_; }
-  // Throws what ended the channel, if anything did.
+  // Throws the error that ended the channel, if there is one.
   void check() const;
-  // Writes what is due. Any thread.
+  // Writes pending data. May be called from any thread.
   void pump() noexcept;
 
   bool poll(Completions& into) noexcept override;
@@ -55,8 +55,8 @@ class Connection final : public Source,
 
   void on_events(std::uint32_t events);
   void on_tick();
-  // Takes what the socket holds, unless another thread is at it. Arrivals go to `into` directly, or
-  // where it is null to the session's completions with a ring of the bell.
+  // Reads the socket's data, unless another thread is reading. Arrivals are added directly to
+  // `into`. If `into` is null, they are added to the session's completions, and the bell rings.
   bool receive(Completions* into, std::size_t budget_bytes) noexcept;
   bool leave_to_other(std::unique_lock<std::mutex>& reading) noexcept;
   void read_some(std::size_t budget_bytes);

@@ -1,13 +1,13 @@
-// The bytes on a TCP channel's socket, the same in both directions, as functions over bytes: what
-// comes from the peer is judged here. docs/reference/transport.md describes them.
+// Encodes, decodes and checks the bytes on a TCP channel's socket, which are the same in both
+// directions. docs/reference/transport.md describes the bytes.
 //
 //   frame   magic 4 | type 1 | zero 3 | credits 4 | piece bytes 4
 //   start   frame, Message (128 bytes), first piece of the payload
 //   more    frame, next piece of the payload
 //   control, goodbye   frame
 //
-// Every frame may give credits back. A payload is cut into pieces so that credits of the other
-// direction need not wait for the end of a long one.
+// Every frame may return credits. A payload is cut into pieces so that the credits of the other
+// direction need not wait for the end of a long payload.
 #pragma once
 
 #include <sys/uio.h>
@@ -36,10 +36,10 @@ struct Frame {
 
 void encode_frame(const Frame& frame, std::byte* at) noexcept;
 
-// Throws Error for anything that no sender of this version says.
+// Throws Error for bytes that a sender of this version never sends.
 Frame parse_frame(const std::byte* bytes, int peer);
 
-// What the two ends tell each other before the first frame.
+// The options that the two ends exchange before the first frame.
 struct Offer {
   std::uint64_t job = 0;
   std::uint64_t slot_bytes = 0;
@@ -52,27 +52,29 @@ constexpr std::size_t kOfferBytes = 40;
 
 std::vector<std::uint8_t> encode_offer(const Offer& offer);
 
-// Throws Error for an offer of another version or job, or with numbers that cannot be.
+// Throws Error for an offer of another version or job, or with impossible numbers.
 Offer parse_offer(const std::vector<std::uint8_t>& bytes, std::uint64_t job, int peer);
 
-// Who is told what the bytes mean. Each may throw Error, which ends the channel.
+// The receiver of decoded frames. Each method may throw Error, which ends the channel.
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // A message begins: returns memory for its nbytes, which stays valid until it is complete.
+  // Called at the beginning of a message. Returns memory for its nbytes, which stays valid until
+  // the message is complete.
   virtual std::byte* begin(const Message& message) = 0;
   virtual void complete(const Message& message) = 0;
   virtual void credits(std::uint32_t count) = 0;
   virtual void goodbye() = 0;
 };
 
-// Turns a stream of bytes into messages. Payloads go from the socket into their memory: only what
-// the socket gave together with a header is copied.
+// Converts a stream of bytes into messages. Payloads are read from the socket directly into their
+// memory; only the part that was read together with a header is copied.
 class FrameDecoder {
  public:
   FrameDecoder(std::uint64_t job, std::uint64_t limit_bytes, int peer);
 
-  // Where the next bytes belong: the rest of a piece, if one is due, then what follows it.
+  // Buffers for the next bytes: the rest of the current piece, if there is one, then the following
+  // data.
   struct Room {
     std::array<iovec, 2> parts{};
     int count = 0;
@@ -80,7 +82,7 @@ class FrameDecoder {
   };
   Room room() noexcept;
 
-  // `size_bytes` were put there. Throws Error.
+  // Processes `size_bytes` that were read into these buffers. Throws Error.
   void took(std::size_t size_bytes, FrameSink& sink);
 
  private:

@@ -1,6 +1,6 @@
-// The sending half of a TCP channel: what waits to be written, credits, and the one frame that is
-// half written. Whoever has something to write tries it at once, so that a small message costs no
-// change of threads; what the socket does not take, the reactor writes later.
+// The sending half of a TCP channel: waiting messages, credits, and the partly written frame. A
+// thread with data to write tries to write at once, so that a small message needs no other thread.
+// The reactor later writes the data that the socket did not accept.
 #pragma once
 
 #include <array>
@@ -21,41 +21,43 @@
 
 namespace adaptive::tcp {
 
-// All methods may be called from any thread; send() from one at a time.
+// All methods may be called from any thread; send() only from one thread at a time.
 class Writer {
  public:
-  // `want_write(true)` asks for a call of pump() when the socket is writable; called by whoever
-  // writes, never from two threads at a time. `credits`: messages that the peer has room for;
-  // `slots`: those that this end has room for.
+  // `want_write(true)` requests a call of pump() when the socket is writable. It is called by the
+  // writing thread, never from two threads at a time. `credits` is the number of the peer's free
+  // slots, and `slots` the number of this end's slots.
   Writer(int socket, std::uint32_t credits, std::uint32_t slots,
          std::function<void(bool)> want_write);
 
-  // Queues a message and writes what the socket takes. Throws Error after stop().
+  // Queues a message and writes the data that the socket accepts. Throws Error after stop().
   void send(const Message& message, const void* data, const Keeper& keeper);
 
-  // The peer has room for so many more. Throws Error for more than it can have.
+  // Adds credits from the peer. Throws Error if there are more credits than slots.
   void add_credits(std::uint32_t count);
-  // A message of the peer takes a slot; false when it should have known that there is none.
+  // Takes a slot for a message from the peer. Returns false if no slot is free, which the peer
+  // should have known.
   bool use_slot();
-  // A slot is free. The peer hears of it with the next frame, and where it has half of the slots
-  // or less, with one made for this: true then, and pump() is to be called.
+  // Frees a slot. The next frame tells the peer. If the peer has at most half of the slots, a
+  // separate frame is queued for it; then this returns true, and the caller must call pump().
   bool free_slot();
 
-  // Asks for a frame that says nothing, if none was written since the last call.
+  // Requests an empty frame (a heartbeat) if no frame was written since the last call.
   void beat();
-  // Asks for a goodbye after all messages.
+  // Requests a goodbye after all messages.
   void say_goodbye();
 
   // Writes up to about budget_bytes.
   void pump(std::size_t budget_bytes = kReactorBytes);
 
-  // False when the deadline passed; throws Error when stopped with messages left.
+  // Returns false if the deadline passed. Throws Error if the writer was stopped with unsent
+  // messages.
   bool wait_empty(const Deadline& deadline);
   std::size_t unsent() const noexcept { return unsent_.load(std::memory_order_relaxed); }
 
-  // Lets go of everything that was not written. After the return the socket is not used any more.
+  // Drops all unwritten data. After this returns, the socket is not used any more.
   void stop() noexcept;
-  // errno of the write that failed, 0 if none did. The reader learns of the same end.
+  // Value of errno of the failed write, 0 if no write failed. The reader notices the same failure.
   int broken() const noexcept { return broken_.load(); }
 
  private:
@@ -66,7 +68,7 @@ class Writer {
     const std::byte* data = nullptr;
     std::shared_ptr<void> owner;
   };
-  // Owners may run code of others when they go: never under a lock.
+  // Destroying an owner may run the caller's code, so it must not happen under a lock.
   using Owners = std::vector<std::shared_ptr<void>>;
 
   // Under write_mutex_:
@@ -91,7 +93,7 @@ class Writer {
   std::atomic<bool> wants_{false};
   std::atomic<bool> wrote_{false};
 
-  // Held while writing; only tried by those who would otherwise wait for a long copy.
+  // Held while writing. Threads that must not wait for a long copy only try to lock it.
   std::mutex write_mutex_;
   std::unique_ptr<Waiting> current_;  // begun, not finished
   std::uint64_t written_bytes_ = 0;   // of its payload, in frames that are done

@@ -116,7 +116,10 @@ def test_its_settings_are_those_of_the_class(aurora: Path) -> None:
     assert config.model.norm_epsilon == 1e-5
     assert config.core.softmax_scale == 0.5
     assert config.data.vocab_size == VOCABULARY
-    with pytest.raises(ConfigError, match="--num-layers 3 contradicts the value 2 in config.json of --load-hf model"):
+    with pytest.raises(
+        ConfigError,
+        match="--num-layers 3 contradicts the value 2 in config.json of --load-hf model",
+    ):
         parse([*RUN, *flags, "--num-layers", "3"], world_size=1)
     with pytest.raises(ConfigError, match="model_type 'aurora' is unknown"):
         parse([*RUN, "--load-hf", "model"], world_size=1)

@@ -132,13 +132,13 @@ def test_the_text_form_has_views_and_a_diagnosis(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["traces", "--iteration", "7"], "iteration 7 is not in traces; it has 1-5"),
+        (["traces", "--iteration", "7"], "iteration 7 is not in traces, which has iterations 1-5"),
         (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces; it has 1-5"),
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
         (["traces", "--iterations", "few"], "'few' is no range of iterations: give A-B"),
-        (["traces", "--dp-rank", "2"], "it has data-parallel ranks 0-1"),
-        (["traces", "--format", "xlsx,svg"], "invalid choice 'svg': choose from "),
-        (["traces", "--format", "json:dumps"], "decorate a function with trace_view"),
+        (["traces", "--dp-rank", "2"], "which has data-parallel ranks 0-1"),
+        (["traces", "--format", "xlsx,svg"], "invalid choice 'svg'; choose from "),
+        (["traces", "--format", "json:dumps"], "must be a function decorated with trace_view"),
         (["traces", "--format", "no_such_module:x"], "cannot be imported: ModuleNotFoundError"),
         (["traces", "--format", "html,json:nothing"], "has no 'nothing'"),
         (["nowhere"], "nowhere does not exist"),
@@ -164,7 +164,8 @@ def test_what_is_wrong_with_a_trace_is_said(
     output = capsys.readouterr()
     assert output.err.splitlines()[:3] == [
         "warning: no trace of ranks 2 in traces",
-        "warning: 1 truncated lines at file ends dropped; run killed?",
+        "warning: 1 truncated lines at the ends of files were dropped; the run may have been "
+        "killed",
         "warning: the clock of rank 1 was set back before iterations 6; times across that moment "
         "are meaningless",
     ]

@@ -128,10 +128,7 @@ def test_without_flags_settings_stay(arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ("--pipeline-schedule", "forward-only"),
-            "'forward-only' is not one of 1f1b, adaptive",
-        ),
+        (("--pipeline-schedule", "forward-only"), "'forward-only' is not one of 1f1b, adaptive"),
         (("--split-backward", "maybe"), "'maybe' is not True or False"),
     ],
 )

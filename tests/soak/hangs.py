@@ -34,7 +34,7 @@ CAUSES = {
     "disk": "reads or writes a checkpoint",
     "disk behind": "reads or writes a checkpoint",
     "schedule": "wait for each other",
-    "network": "lost on the way",
+    "network": "the message was lost",
     "lock": "waits for a lock",
     "interpreter lock": "holds the interpreter's lock",
 }

@@ -46,7 +46,7 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
     assert starts(run) == [UNIX + 100, UNIX + 1_200]
     assert run.ranks[1].spans(1)[0].duration_ns == 200
     assert run.notes() == [
-        "the clocks of ranks 1 were not measured; the machines' time of day aligns them"
+        "the clocks of ranks 1 were not measured; they were aligned by the machines' time of day"
     ]
 
 
@@ -115,10 +115,10 @@ def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
     run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
     # The true share of each direction of 300 ns and 100 ns is unknown; 200 ns each are assumed.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
-    assert "messages align them" in run.notes()[0]
+    assert "aligned by messages" in run.notes()[0]
     assert run.alignment.contradiction_ns == 0
 
 
 def test_clocks_that_contradict_their_messages_are_named(tmp_path: Path) -> None:
     notes = conversation(tmp_path, 0, 9000, 5000, 999, 1).notes()
-    assert any("contradict the messages: one arrives 2.5 us before" in note for note in notes)
+    assert any("contradict the messages: a message arrives 2.5 us before" in note for note in notes)

@@ -150,7 +150,7 @@ def test_a_limit_that_is_no_share_is_refused(tmp_path: Path) -> None:
     [
         ({"num_ranks": 2}, "compare runs of the same shape"),
         ({"num_ranks": 4, "layers": 8}, "compare runs of the same shape"),
-        ({"num_ranks": 4, "iterations": 2}, "3 or more"),
+        ({"num_ranks": 4, "iterations": 2}, "at least 3 iterations"),
     ],
     ids=["ranks", "layers", "iterations"],
 )

@@ -91,7 +91,10 @@ def test_without_a_driver_or_the_package_the_reason_is_named(
 ) -> None:
     nvml.failure = "Driver Not Loaded"
     counters = MachineCounters("GPU-1")
-    assert "those of the GPU (NVML does not start: Driver Not Loaded)" in counters.missing
+    assert (
+        "all counters of the GPU (NVML cannot be initialized: Driver Not Loaded)"
+        in counters.missing
+    )
     counters.close()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuCounters("GPU-1").why_not == "the package nvidia-ml-py is missing"

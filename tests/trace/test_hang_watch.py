@@ -52,7 +52,7 @@ def counts(**of: int) -> dict[str, Any]:
         (make_rank(2, state="T", frames=()), "stopped", "kill -CONT 102"),
         (make_rank(2, state="D", frames=()), "file system", "does not return"),
         (make_rank(2, age_s=20.0), "interpreter lock", "no other Python thread"),
-        (make_rank(2, state="", now={}, frames=()), "silent machine", "nor does its machine"),
+        (make_rank(2, state="", now={}, frames=()), "silent machine", "neither does its machine"),
         (make_rank(2, frames=READS), "data reader", "reads data"),
         (make_rank(2, frames=SAVES), "file system", "checkpoint"),
         (make_rank(2, frames=COMPUTES, line="with self._lock:"), "lock", "user.py:7 in forward"),

@@ -73,15 +73,17 @@ def test_other_lines_are_skipped_and_a_cut_action_is_counted(tmp_path: Path) -> 
 def test_bad_files_are_refused(tmp_path: Path, write_run: Callable[..., Path]) -> None:
     empty = tmp_path / "trace_pipeline_2_model_chunks_1.txt"
     empty.write_text("nothing here\n")
-    with pytest.raises(TraceError, match="contains no action"):
+    with pytest.raises(TraceError, match="does not contain actions"):
         read_legacy(empty)
-    with pytest.raises(TraceError, match="does not say its shape"):
+    with pytest.raises(TraceError, match="must be named trace_pipeline"):
         read_legacy(tmp_path / "order.txt")
     with pytest.raises(TraceError, match="cannot read"):
         read_legacy(tmp_path / "trace_pipeline_1_model_chunks_1.txt")
     empty.write_text("2, 0, forward start, 1.0%\n2, 0, forward finished, 2.0%\n")
-    with pytest.raises(TraceError, match="has actions of rank 2, its name says 2 pipeline ranks"):
+    with pytest.raises(
+        TraceError, match="has actions of rank 2, but its name states 2 pipeline ranks"
+    ):
         read_legacy(empty)
-    with pytest.raises(TraceError, match="contains no iteration"):
+    with pytest.raises(TraceError, match="does not contain iterations"):
         write_legacy(read_run(write_run(iterations=0)), tmp_path / "out.txt")
     assert not (tmp_path / "out.txt").exists()

@@ -38,7 +38,7 @@ def test_latest_as_link_and_as_file(checkout: Path) -> None:
 
 def test_a_dead_pointer_is_named(checkout: Path) -> None:
     (checkout / "runs" / "latest").symlink_to("gone")
-    with pytest.raises(TraceError, match="gone, which is gone"):
+    with pytest.raises(TraceError, match="gone, which does not exist"):
         load_run(None)
 
 
@@ -64,7 +64,7 @@ def test_the_text_form_serves_where_there_are_no_json_lines(checkout: Path) -> N
 def test_another_shape_is_refused(checkout: Path) -> None:
     (checkout / "runs" / "latest").symlink_to("second")
     with pytest.raises(
-        TraceError, match=r"has 3 pipeline ranks x 1 chunks, asked for 2 x 1; give .*3 .*1"
+        TraceError, match=r"has 3 pipeline ranks x 1 chunks, not the requested 2 x 1; use .*3 .*1"
     ):
         load_run(None, 2, 1)
 

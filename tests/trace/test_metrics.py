@@ -160,7 +160,7 @@ def test_damage_is_named_whoever_reads(tmp_path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace("\n[", "\n(", 3).replace("\n(", "\n[", 2))
     for workers in (1, 2):
-        with pytest.raises(TraceError, match=r"trace_rank_00002\.jsonl:5 is no span"):
+        with pytest.raises(TraceError, match=r"trace_rank_00002\.jsonl:5 is not a span"):
             run_figures(read_run(tmp_path), workers=workers)
 
 

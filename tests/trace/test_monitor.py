@@ -243,12 +243,12 @@ def test_a_run_without_traces_has_its_progress(tmp_path: Path) -> None:
 
 def test_the_latest_run_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TraceError, match="no run in .*: give the folder of a run"):
+    with pytest.raises(TraceError, match="no run in .*; pass the folder of a run"):
         find_live(None)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("one")
     assert find_live(None) == tmp_path / "runs" / "one"
-    with pytest.raises(TraceError, match="gone does not exist; give the folder of a run"):
+    with pytest.raises(TraceError, match="gone does not exist; pass the folder of a run"):
         find_live(tmp_path / "gone")
 
 
@@ -311,7 +311,7 @@ class TestNow:
         said = capsys.readouterr().err
         assert (
             said.count(
-                "now_rank_00000.json: cannot read the rank's present action: KeyError('step')"
+                "now_rank_00000.json: cannot read the rank's current action: KeyError('step')"
             )
             == 1
         )

@@ -73,7 +73,7 @@ def test_a_run_that_has_only_begun_counts_if_it_may(tmp_path: Path) -> None:
 def test_a_link_to_nothing_is_an_error() -> None:
     Path("runs").mkdir()
     Path("runs/latest").symlink_to("gone")
-    with pytest.raises(TraceError, match="gone, which is gone; name the folder of a run"):
+    with pytest.raises(TraceError, match="gone, which does not exist; pass the folder of a run"):
         newest_run(TRACES)
 
 

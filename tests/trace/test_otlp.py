@@ -134,7 +134,7 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
     assert sender.sent + sender.dropped == number * SPANS + 1
     assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file has all
     said = capfd.readouterr().err
-    assert said.count("Connection refused; its spans are dropped until") == 1
+    assert said.count("Connection refused; spans are dropped until") == 1
     assert said.count("answers again; spans dropped so far:") == 1
     assert said.count(f"{sender.dropped:,} spans were not sent to") == 1
 
@@ -251,9 +251,7 @@ def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
         assert (sender.sent, sender.dropped, collector.gets) == (0, SPANS, 0)
 
 
-@pytest.mark.parametrize(
-    "url", ["http://h/\u00e4", f"http://{'a' * 70}", "http://h/a b"]
-)
+@pytest.mark.parametrize("url", ["http://h/\u00e4", f"http://{'a' * 70}", "http://h/a b"])
 def test_an_address_that_cannot_be_used_costs_only_spans(
     url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

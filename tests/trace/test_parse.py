@@ -53,7 +53,7 @@ def test_what_the_recorder_writes_is_read() -> None:
     ],
 )
 def test_damaged_lines_are_named(line: bytes) -> None:
-    with pytest.raises(TraceError, match="file:11 is no span") as caught:
+    with pytest.raises(TraceError, match="file:11 is not a span") as caught:
         parse_spans(lines(ROW) + line + lines(ROW), place)
     assert "\n" not in str(caught.value)
 

@@ -44,7 +44,7 @@ def test_a_damaged_line_elsewhere_is_named(write_run: Callable[..., Path]) -> No
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:4], "garbage\n", *lines[4:]]))
-    with pytest.raises(TraceError, match=r"trace_rank_00000\.jsonl:5 is no span"):
+    with pytest.raises(TraceError, match=r"trace_rank_00000\.jsonl:5 is not a span"):
         read_run(folder)
 
 
@@ -86,14 +86,16 @@ def test_folders_and_files_that_are_no_traces_of_theirs_are_refused(tmp_path: Pa
         read_run(tmp_path)
     path = write_spans(tmp_path, make_header(0), [])
     other = path.rename(tmp_path / trace_file_name(1))
-    with pytest.raises(TraceError, match=r"header of rank 0.*named after rank 1"):
+    with pytest.raises(TraceError, match=r"header of rank 0.*its name states rank 1"):
         read_run(tmp_path)
     other.unlink()
     write_spans(tmp_path, make_header(0), [Span("F", 1, 0, 1, 2, 1)])
-    with pytest.raises(TraceError, match="chunk 1, the header says 1 chunks"):
+    with pytest.raises(TraceError, match="chunk 1, but its header states 1 chunks"):
         read_run(tmp_path).ranks[0].table()
     path.write_text(path.read_text() + header_line(make_header(0, num_chunks=2)))
-    with pytest.raises(TraceError, match=r"jsonl:\d+ is a second header; keep each start"):
+    with pytest.raises(
+        TraceError, match=r"jsonl:\d+ is a second header, .*; use a separate folder"
+    ):
         read_run(tmp_path)
 
 
@@ -177,7 +179,7 @@ def test_replica_picks_one_pipeline(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [trace.header.rank for trace in run.replica() if trace] == [0, 4]
     assert [trace.header.rank for trace in run.replica(1) if trace] == [2, 6]
-    with pytest.raises(TraceError, match="it has data-parallel ranks 0-1"):
+    with pytest.raises(TraceError, match="which has data-parallel ranks 0-1"):
         run.replica(2)
 
 

@@ -126,7 +126,7 @@ def test_closing_twice_and_recording_after_it_do_nothing(tmp_path: Path) -> None
 def test_the_trace_of_another_start_is_refused(tmp_path: Path) -> None:
     Recorder(tmp_path, HEADER).close()
     before = (tmp_path / "trace_rank_00000.jsonl").read_bytes()
-    with pytest.raises(TraceError, match="has the trace of another start; give an empty folder"):
+    with pytest.raises(TraceError, match="has the trace of another start; use an empty folder"):
         Recorder(tmp_path, HEADER)
     assert (tmp_path / "trace_rank_00000.jsonl").read_bytes() == before
 
@@ -221,7 +221,7 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 from 2 to 9 are missing: its disk accepted no data then"
+        "7 iterations of rank 0 from 2 to 9 are missing: its disk did not accept data at that time"
         in run.notes()
     )
 

@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_of_traces_and_logs_costs_those_alone(
     assert "Traceback" not in said, said
     assert re.search(r"\[\d+ bytes of stdout were lost here\]", output.read_text())
     run = read_run(traces)
-    gaps = [note for note in run.notes() if "its disk accepted no data then" in note]
+    gaps = [note for note in run.notes() if "its disk did not accept data at that time" in note]
     assert len(gaps) == 2, run.notes()
     assert all(len(trace.iterations) > 10 for trace in run.ranks.values())
     tail = ProgressTail(progress_file(traces), None)

@@ -1,9 +1,9 @@
 """Finds the positions of all spans in a trace file, and reads the spans of given iterations.
 
 Each marker contains the size in bytes of the spans that follow. So only the markers are read, which
-is fast even for a large file. If the run was killed, its file may end in the middle of a line,
-which is dropped and counted. If a marker's size is wrong (at the end of such a file, or in a file
-that somebody edited), the lines after it are read one by one.
+is fast even for a large file. If the run was killed, the last line of its file may be truncated;
+the line is dropped and counted. If a marker's size is wrong (in a truncated file or a file that
+somebody edited), the lines after it are read one by one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORTEST_SPAN = 2 * len(COLUMNS) + 2
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describes the position of consecutive spans of one iteration in a file.
+    """Describes where consecutive spans of one iteration are in a file.
 
     Attributes:
         marker: Marker in the line before the spans.
@@ -55,7 +55,7 @@ class Block:
 
     @property
     def num_spans(self) -> int:
-        """Approximate number of spans, at least 1; at most as many as its bytes can hold."""
+        """Approximate number of spans, at least 1, limited by the size of the block."""
         if self.table is not None:
             return max(1, len(self.table))
         return max(1, min(sum(self.marker.counts), self.size_bytes // SHORTEST_SPAN))
@@ -68,7 +68,7 @@ class FileIndex:
     Attributes:
         path: Path of the trace file.
         header: Header of the file; ``None`` if the file is empty.
-        blocks: Positions of the spans: a block per marker, in the order of the file.
+        blocks: Positions of the spans: one block per marker, in the order of the file.
         samples: Clock samples in the file.
         gaps: Iterations that are missing because the disk accepted no data at that time.
         truncated_lines: Number of lines that were cut off at the end of the file, 0 or 1.
@@ -84,7 +84,7 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Reads the file from :attr:`offset` on; adds its header, blocks and clock samples.
+        """Reads the file from :attr:`offset` to its end; adds header, blocks and clock samples.
 
         Args:
             size: Size of the file in bytes.
@@ -105,11 +105,12 @@ class FileIndex:
                 if isinstance(record, TraceHeader):
                     if self.header is not None:
                         raise TraceError(
-                            f"{self} is a second header; keep each start in a separate folder"
+                            f"{self} is a second header, but a trace file must have only one; use "
+                            "a separate folder for each start"
                         )
                     self.header = record
                 elif self.header is None:
-                    raise TraceError(f"{self} is before the header; this is no trace file")
+                    raise TraceError(f"{self} is before the header; this is not a trace file")
                 elif isinstance(record, IterationStart):
                     if is_growing and file.tell() + record.size_bytes > size:
                         break
@@ -129,7 +130,7 @@ def index_file(path: Path) -> FileIndex:
     """Finds the header, the blocks of spans and the clock samples of a trace file.
 
     Raises:
-        TraceError: The file cannot be read, is no trace, is damaged, or has another version.
+        TraceError: The file cannot be read, is not a trace, is damaged, or has another version.
     """
     index = FileIndex(path)
     try:
@@ -197,7 +198,8 @@ def _table(index: FileIndex, blocks: Sequence[Block], parts: Sequence[bytes]) ->
     foreign = chunks[(chunks < 0) | (chunks >= num_chunks)]
     if len(foreign):
         raise TraceError(
-            f"{index.path}: span of chunk {foreign[0]}, the header says {num_chunks} chunks"
+            f"{index.path} has a span of chunk {foreign[0]}, but its header states {num_chunks} "
+            "chunks; remove the damaged file"
         )
     return table
 
@@ -215,7 +217,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end``.
 
-    If so, a line ends there, and the next line, if there is one, is not a span.
+    A complete block ends with a complete line, and the line after it is not a span.
     """
     if end > size:
         return False
@@ -241,8 +243,8 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        A kind that this program does not know is replaced by ``other``; an unknown ``of`` or
-        reason is replaced by none.
+        An unknown kind is replaced by ``other``; an unknown ``of`` or reason is replaced by the
+        value for "none".
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -280,10 +282,10 @@ def _plain(data: bytes) -> Ints | None:
 
 
 def _refusal(data: bytes, where: Callable[[int], str]) -> TraceError:
-    """Returns an error that names the first line that the recorder cannot have written."""
+    """Returns an error for the first line that the recorder cannot have written."""
     pattern = re.compile(rb"\[(-?\d{1,18},){%d}-?\d{1,18}\]" % (len(COLUMNS) - 1))
     wrong = (n for n, line in enumerate(data.splitlines()) if not pattern.fullmatch(line))
     return TraceError(
-        f"{where(next(wrong, 0))} is no span: expected {len(COLUMNS)} whole numbers in "
-        f"brackets for {', '.join(COLUMNS)}; the file is damaged, remove it or that line"
+        f"{where(next(wrong, 0))} is not a span, which must have {len(COLUMNS)} integers in "
+        f"brackets for {', '.join(COLUMNS)}; remove the damaged file or this line"
     )

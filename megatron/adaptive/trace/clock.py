@@ -2,17 +2,17 @@ r"""Compares the clocks of all machines during a job, and puts a trace's ranks o
 
 Every process has a monotonic clock, whose id is in the header of its trace. Ranks of one machine
 share a clock. The clocks of two machines differ by any amount and drift apart by tens of
-microseconds per second. One clock is the reference: that of the rank against which samples were
-taken, or that of the first rank if there are no samples. The offset of any other clock comes from
-the first of these sources that is available:
+microseconds per second. One clock is the reference: the clock of the rank that answered the
+samples, or the clock of the first rank if there are no samples. The offset of any other clock comes
+from the first available source of this list:
 
-- samples, corrected by the run's messages: no message arrives before it was sent,
+- samples, corrected by the run's messages, because no message arrives before it was sent,
 - messages between this clock and one with a known offset,
 - the time of day on both machines.
 
 One rank of every other machine asks rank 0 for its time, in short bursts of requests over a
-separate connection. Both sides first prove that they know a secret of the job. Between bursts the
-threads sleep. A sample is one request with its answer, which bounds the offset::
+separate connection. Both sides first prove that they know the job's secret. Between bursts the
+threads sleep. A sample consists of one request and its answer, which bound the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
@@ -20,11 +20,12 @@ threads sleep. A sample is one request with its answer, which bounds the offset:
 
 If the kernel supports timestamps, it records the arrivals (t1 and t3), so that a thread's wait for
 a processor or for the interpreter lock (GIL) does not change them. Samples are optional: if a
-machine cannot be reached, its trace has no samples, and a warning says so when the trace is read.
+machine cannot be reached, its trace has no samples, and a warning is printed when the trace is
+read.
 
-A delay is long if a thread had to wait for a processor. Therefore only the fastest exchanges of
-each second are used, and the slower ones among them get less weight. A straight line is fitted
-through these samples, or a piecewise linear one if a clock was corrected during the run.
+A delay is long if a thread had to wait for a processor. Therefore only the fastest samples of each
+second are used, and slower samples get less weight. A straight line is fitted through these
+samples, or a piecewise linear function if a clock was corrected during the run.
 
 If a run has several clocks, its times are converted to the reference machine's time of day, so that
 they can be compared with logs. With one clock, times stay unchanged.
@@ -57,7 +58,7 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window to use: the fastest ones, at least one."""
+"""Fraction of the exchanges in a window to use; the fastest are used, at least one."""
 
 STAMP_NS = 2_000.0
 """Minimum error in nanoseconds that is assumed for a clock reading."""
@@ -71,17 +72,17 @@ WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
 MOST_COMPARED = 5_000_000
-"""Maximum number of comparisons of two clocks, over all rounds that shift clocks by messages."""
+"""Maximum number of comparisons of two clocks, summed over all rounds of :func:`settle`."""
 
 LEAST_ROUNDS = 50
-"""Minimum number of these rounds, however many clocks there are."""
+"""Minimum number of rounds of :func:`settle`, even if there are many clocks."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockFit:
-    """Converts readings of one clock into readings of another by linear interpolation.
+    """Converts readings of one clock into readings of another clock by linear interpolation.
 
     Attributes:
         pivot_ns: Reading of the source clock from which ``knots_ns`` are counted.
@@ -89,8 +90,8 @@ class ClockFit:
         knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` at which
             the offset is given.
         offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``, in
-            nanoseconds. Between knots it is interpolated linearly, beyond the first and the last
-            knot it is extrapolated linearly.
+            nanoseconds. Between knots the offset is interpolated linearly; before the first and
+            after the last knot it is extrapolated linearly.
         residual_ns: Median distance in nanoseconds of the samples from the fit; 0 without samples.
         delay_ns: Round-trip time in ns of the fastest exchange; half of it bounds the offset's
             error.
@@ -128,7 +129,7 @@ class ClockFit:
         return moved
 
     def plus(self, offset_ns: int) -> ClockFit:
-        """Returns a fit whose results are larger than this one's by ``offset_ns`` nanoseconds."""
+        """Returns a fit whose results are larger than this fit's by ``offset_ns`` nanoseconds."""
         return replace(self, base_ns=self.base_ns + offset_ns)
 
 
@@ -153,7 +154,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Subtracting the large constant keeps the numbers small enough for a float to hold half
+    # Without the large constant, the numbers are small enough that a float can represent half
     # nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
@@ -187,7 +188,7 @@ def settle(
             clock, receiver's clock). Negative if a message seems to arrive before it was sent.
         num_clocks: Number of clocks; clock 0 is never shifted.
         unsure: Clocks whose offset was not measured. Messages to and from a clock with a known
-            offset give a lower and an upper bound of the offset, and the middle of these is used.
+            offset give a lower and an upper bound; the offset is set to the mean of the bounds.
 
     Returns:
         Nanoseconds to add to each clock, and the largest time by which a message still arrives
@@ -222,10 +223,10 @@ def settle(
 def _place_unsure(
     moves: Floats, slack_ns: Mapping[tuple[int, int], int], unsure: Collection[int]
 ) -> None:
-    """Moves each clock without a measured offset to the middle of the bounds by its messages.
+    """Shifts each clock without a measured offset to the mean of the bounds from its messages.
 
-    A clock can be placed if messages in both directions connect it to a clock that is placed. Of
-    the clocks that can, the lowest comes first.
+    A clock can be placed if messages in both directions connect it to a clock that was placed
+    before. If several clocks can be placed, the clock with the lowest number is placed first.
 
     Args:
         moves: ``[clocks]``, nanoseconds to add to each clock; changed in place.
@@ -276,8 +277,8 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
     knots = np.linspace(times_ns[0], times_ns[-1], count)
     # Row i contains the linear-interpolation weights of the knots at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
-    # One more row per interval between knots pulls its slope towards 0, with a small weight.
-    # Otherwise few samples could not determine all slopes.
+    # One additional row per interval between knots pulls the slope towards 0 with a small weight.
+    # Without these rows, few samples could not determine all slopes.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -335,7 +336,7 @@ class Alignment:
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns text with the number of clocks, their residual error and their drift."""
+        """Returns text that states the number of clocks, their residual error and their drift."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -349,22 +350,23 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line for each problem of the clocks: offsets not measured, contradictions."""
+        """Returns a line for each problem: clocks that were not measured, and contradictions."""
         lines = []
         for how, advice in (
             (
                 "messages",
-                "were not measured; messages align them, with an error up to the travel time",
+                "were not measured; they were aligned by messages, with an error up to the travel"
+                " time",
             ),
-            ("time of day", "were not measured; the machines' time of day aligns them"),
+            ("time of day", "were not measured; they were aligned by the machines' time of day"),
         ):
             ranks = [rank for clock in self.clocks if clock.how == how for rank in clock.ranks]
             if ranks:
                 lines.append(f"the clocks of ranks {_ranks(ranks)} {advice}")
         if self.contradiction_ns:
             lines.append(
-                f"the clocks contradict the messages: one arrives {self.contradiction_ns / 1e3:.1f}"
-                " us before it is sent"
+                "the clocks contradict the messages: a message arrives "
+                f"{self.contradiction_ns / 1e3:.1f} us before it is sent"
             )
         return lines
 
@@ -372,7 +374,7 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns a run's clocks by their samples; a clock without samples by its time of day.
+    """Aligns a run's clocks by their samples, and clocks without samples by their time of day.
 
     Args:
         headers: Trace header of each global rank, in ascending order of ranks.
@@ -383,7 +385,7 @@ def align(
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All samples of a job are taken against the same rank, so the first record names it.
+    # All samples of a job refer to the same rank, so the first record is enough.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -494,11 +496,11 @@ def start_clock_sync(
         clock_id: Id of this rank's monotonic clock; ranks with the same id share a clock.
         address: Address of rank 0 for the other machines.
         gather: All-gather over all ranks: takes this rank's value, returns the values of all ranks.
-        deliver: Callback that gets the samples of each burst, in another thread.
+        deliver: Callback that is called with the samples of each burst, in another thread.
 
     Returns:
-        Stack whose ``close()`` makes a last burst and stops this rank's threads. ``close()`` may be
-        called again, and blocks for at most two seconds.
+        Stack whose ``close()`` makes a last burst and stops this rank's threads. ``close()`` is
+        idempotent and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -525,7 +527,7 @@ class ClockServer:
 
     Attributes:
         port: Port on which the server listens.
-        secret: Secret that clients must prove to know; the constructor generates it.
+        secret: Secret that clients must know; the constructor generates it.
 
     Raises:
         OSError: The server cannot open a port.
@@ -574,7 +576,7 @@ class ClockSampler:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
-        deliver: Callback that gets the samples of each burst, in the thread.
+        deliver: Callback that is called in the thread with the samples of each burst.
         now: Function that returns the time of this rank's clock, in nanoseconds.
         periods_s: Initial and maximum time in seconds between two bursts.
     """
@@ -637,7 +639,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("an answer to another request")
+                raise ConnectionError("rank 0 answered another request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)
@@ -650,10 +652,10 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes (fewer if the connection ends); returns them and their arrival time.
+    """Receives ``size`` bytes (fewer if the connection closes); returns them with the arrival time.
 
     The arrival time is on the clock ``now``. The kernel's timestamp is a time of day, which is
-    another clock. So only the age of the timestamp is used: it is subtracted from a reading of
+    another clock. So only the age of the timestamp is used: the age is subtracted from a reading of
     ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
@@ -663,6 +665,6 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            if 0 <= age_ns < 10**9:  # otherwise the time of day was set meanwhile
+            if 0 <= age_ns < 10**9:  # otherwise somebody has just set the time of day
                 return data, present_ns - age_ns
     return data, present_ns

@@ -1,13 +1,13 @@
-"""Separates the wait of each collective for its slowest member from its transfer.
+"""Splits the time of each collective into the wait for the last member and the transfer.
 
-The members of a process group record when they arrived at a collective and when it ended. On the
+The members of a process group record when they arrived at a collective and when it finished. On the
 run's common clock, a member waits from its own arrival until the last member arrives. The remaining
 time is the transfer::
 
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members keep the times of the same collectives (only of a sample if there are many) and the
+All members record the times of the same collectives (only of a sample if there are many) and the
 total time of all collectives. A group is ignored if one of its members has no trace.
 """
 
@@ -31,7 +31,7 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the collectives of one group and operation whose times all members kept.
+    """Holds the collectives of one group and operation whose times all members recorded.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
@@ -41,8 +41,8 @@ class JoinedCollectives:
         start_ns: ``[collectives, members]``, time in ns on the run's clock at which each member
             arrived at the collective.
         end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
-            ended on each member.
-        per_step: Mean number of collectives in an iteration, including those without kept times.
+            finished on each member.
+        per_step: Mean number of collectives in an iteration, with and without recorded times.
         total_ns: Time in ns that a member spends in these collectives in an iteration; mean over
             members and iterations.
         size_bytes: Mean size in bytes of the inputs and results of a collective on a member.
@@ -70,14 +70,14 @@ class JoinedCollectives:
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, ns from the last member's arrival to the end on a member."""
+        """``[collectives, members]``, ns from the last member's arrival to a member's end."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns for which all others waited only for this member.
+        """``[collectives, members]``, time in ns for which all members waited only for this member.
 
-        For all members except the last to arrive, it is 0.
+        The time is 0 for all members except the last to arrive.
         """
         ordered = np.sort(self.start_ns, axis=1)
         gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
@@ -88,7 +88,7 @@ class JoinedCollectives:
         """Estimates the time in ns of all collectives of each iteration, ``[iterations, ...]``.
 
         Args:
-            times_ns: ``[collectives, ...]``, time in ns of each collective whose times were kept.
+            times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
         """
         means = [times_ns[self.iteration == n].mean(axis=0) for n in np.unique(self.iteration)]
         return np.array(means, dtype=np.float64) * self.per_step
@@ -107,7 +107,7 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
         iterations: Numbers of the iterations.
 
     Returns:
-        An object per process group and operation.
+        List with an object per process group and operation.
     """
     members: dict[tuple[str, int], dict[int, dict[int, GroupCollectives]]] = {}
     for iteration in iterations:
@@ -140,7 +140,7 @@ def _join(
 ) -> JoinedCollectives | None:
     """Joins the members' times of an operation.
 
-    The result is ``None`` if there is no collective whose times all members kept.
+    The result is ``None`` if there is no collective whose times all members recorded.
 
     Args:
         kind: Kind of the group.
@@ -201,10 +201,10 @@ class CollectiveFigures:
         size: Number of members of the largest group.
         count: Number of collectives of a group in the step.
         size_bytes: Size in bytes of the inputs and results of a collective on a member.
-        wait_ms: Time in ms of the step that a member waited for the last member to arrive.
+        wait_ms: Time in ms that a member waited for the last member to arrive.
         transfer_ms: Remaining time in ms that a member spent in these collectives.
         last_rank: Global rank for which the other members of its group waited longest.
-        last_ms: Time in ms of the step for which they waited only for ``last_rank``.
+        last_ms: Time in ms for which these members waited only for ``last_rank``.
     """
 
     kind: str
@@ -232,7 +232,7 @@ def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # Collectives without kept times are assumed to wait for the same share of their time.
+        # Assume that collectives without recorded times wait for the same fraction of their time.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

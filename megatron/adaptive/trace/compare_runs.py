@@ -1,17 +1,17 @@
-"""Compares two traced runs: what became slower or faster, and where.
+"""Compares two traced runs, and finds the parts of the work that became slower or faster.
 
-The computing time of every rank, chunk and kind of action is compared as a logarithm, so that a
-change of some percent is a number that adds up::
+The computing time of every rank, chunk and kind of action is compared as a logarithm, so that
+relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-Changes are picked one after another, starting with the change that explains most of the difference.
+Changes are selected one at a time, starting with the change that explains most of the difference.
 So a rank on which all kinds of action became slower is one change and not three. Each link, and
 each rank that reads data, is compared separately.
 
-If both runs recorded layers and collectives (``--trace-detail``), these are compared too: a layer
-with the other layers of its ranks, the transfers of each process group, and the waits for each
-rank.
+If both runs recorded layers and collectives (``--trace-detail``), these are compared too: each
+layer relative to the other layers of its ranks, the transfers of each process group, and the waits
+for each rank.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ LEAST = 0.02
 """Minimum size of a change as a fraction of the time."""
 
 OF_STEP = 0.002
-"""Minimum change of a message or a read of data, as a fraction of a step."""
+"""Minimum change of the time of messages or data reads, as a fraction of a step."""
 
 RANKS_DIFFER = 0.008
-"""Standard deviation by which the speed of a rank differs between two equal runs, as a fraction."""
+"""Standard deviation of a rank's relative speed between two equal runs."""
 
 FEWEST_LAYERS = 3
-"""Minimum number of layers of a rank to compare one of them with the others."""
+"""Minimum number of layers that a rank must have for a comparison of its layers."""
 
 MOST_CHANGES = 20
 """Maximum number of changes of computing time in a comparison."""
 
 _MEDIAN_ERROR = 1.25
-"""Standard error of a median, relative to that of a mean."""
+"""Ratio of the standard error of a median to the standard error of a mean."""
 
 _LEAST_ERROR = 1e-3
 """Minimum standard error assumed for a logarithm of times."""
@@ -77,7 +77,7 @@ class Change:
         before_ms: Time in ms in the first run. It is the time of a message for ``link``, of a read
             for ``data``, the total time in a step for ``layer``, ``transfers`` and ``waits``, and
             the computing time of a microbatch for all other kinds.
-        after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
+        after_ms: Time in ms in the second run, measured like ``before_ms``.
         confidence: Probability that the change is not a random effect, 0.5 to 0.99.
     """
 
@@ -173,7 +173,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work has changed by more than 2% and than chance")
+            lines.append("  no part of the work has changed by more than 2% and more than noise")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def compare_runs(
     for run, measured in ((before, first), (after, second)):
         if len(measured.iterations) < 3:
             raise TraceError(
-                f"{run.origin} has {len(measured.iterations)} iterations to compare: record 3 or"
-                " more after the first"
+                f"{run.origin} must have at least 3 iterations after the first, got "
+                f"{len(measured.iterations)}; record a longer run"
             )
     changes = [
         *_computing(first, second),
@@ -237,8 +237,8 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
         )
     if shapes[0] != shapes[1] or before.ranks.keys() != after.ranks.keys():
         raise TraceError(
-            f"{before.origin} has {shapes[0]}; {after.origin} has {shapes[1]}: compare runs of the"
-            " same shape"
+            f"{before.origin} has {shapes[0]}, but {after.origin} has {shapes[1]}; compare runs of"
+            " the same shape"
         )
 
 
@@ -334,9 +334,9 @@ If two parts have the same cells, such as a rank with one chunk and its stage, t
 """
 
 _PREFERRED = 1 + 1e-9
-"""Minimum ratio of what a later kind of part explains to what an earlier one explains.
+"""Minimum ratio by which a later kind of part must explain more than an earlier kind.
 
-Sums of the same numbers over other axes may differ in their last digits.
+The factor is needed because sums of the same numbers over different axes may differ by rounding.
 """
 
 
@@ -397,7 +397,7 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds links on which messages take longer or shorter in the second run."""
+    """Finds links on which the time of messages differs between the runs."""
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -446,7 +446,7 @@ def _data(first: Measured, second: Measured) -> Iterator[Change]:
 def _layers(
     runs: tuple[RunTrace, RunTrace], measured: tuple[Measured, Measured]
 ) -> Iterator[Change]:
-    """Finds layers whose time changed by another factor than other layers of the same ranks."""
+    """Finds layers whose time changed by a different factor than other layers of their ranks."""
     times = [_times_of_layers(*both) for both in zip(runs, measured, strict=True)]
     by_ranks: dict[tuple[int, ...], list[int]] = {}
     for layer in sorted(times[0].keys() & times[1].keys()):
@@ -506,7 +506,7 @@ def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
 
 
 def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds groups whose transfers changed, and ranks for which others wait longer or shorter."""
+    """Finds groups whose transfer time changed, and ranks for which the waiting time changed."""
     groups = [{(of.name, of.ranks): of for of in m.collectives} for m in (first, second)]
     for name, ranks in sorted(groups[0].keys() & groups[1].keys()):
         of_runs = [of_run[name, ranks] for of_run in groups]
@@ -555,7 +555,7 @@ def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) 
         before: Times in ns in the first run.
         after: Times in ns in the second run.
         step_ns: Duration of a step in ns.
-        error_ns: Additional error of the difference in ns, such as that of the clocks.
+        error_ns: Additional error of the difference in ns, such as the error of the clocks.
     """
     if min(len(before), len(after)) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Writes results atomically, and writes optional files of a run as long as the disk accepts data.
+"""Writes results atomically, and writes optional files of a run while the disk accepts data.
 
 A run can continue without some of its files: traces, curves, progress, logs. If such an optional
 file cannot be written, as on a full disk, a warning is printed and the data is dropped.
@@ -25,7 +25,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may pass. Any other number means that the path is wrong."""
+"""Error numbers of disk problems that may be temporary. Other numbers mean a wrong path."""
 
 
 _ROOM_BYTES = 1 << 16
@@ -34,8 +34,8 @@ _ROOM_BYTES = 1 << 16
 def _has_room(file: int) -> bool:
     """Returns whether a file's disk has enough free space to try writing again.
 
-    At least 64 KiB must be free. Otherwise, on a full disk, a few bytes freed by another program
-    would end the outage for a moment.
+    At least 64 KiB must be free. With a smaller limit, a few bytes that another program frees on a
+    full disk would end the outage for a moment.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -64,7 +64,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Counts ``count`` lost units, and prints the reason if the outage has just begun."""
+        """Adds ``count`` lost units, and prints the reason if this call begins the outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -87,9 +87,9 @@ class Outage:
 class BestEffortFile:
     """Appends to an optional file, and drops data that cannot be written.
 
-    If the file was deleted, with or without its folder, it is created again. Data are written in
-    full or not at all: if a write fails half-way, the file is truncated to its previous size. Only
-    one process may write the file, from any of its threads.
+    If the file or its folder was deleted, the file is created again. Data are written completely or
+    not at all: if a write fails half-way, the file is truncated to its previous size. Only one
+    process may write the file, from any of its threads.
 
     Args:
         path: Path of the file. Missing folders are created.
@@ -121,11 +121,11 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Appends all of the data, or nothing if the disk does not accept all of it.
+        """Appends all of the data, or nothing if the disk does not accept all the data.
 
         Args:
             data: Bytes to append, such as some lines.
-            count: Number of units in ``data``, to be counted as lost if it cannot be written.
+            count: Number of units in ``data``; they are counted as lost if the write fails.
 
         Returns:
             Whether the data were written.
@@ -198,7 +198,7 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes or drops data. When writing works again, first writes how many bytes were lost.
+        """Writes or drops data. After a failure, first writes the number of lost bytes.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.
@@ -251,8 +251,8 @@ def keep_printing() -> None:
 def drop_closed_terminal() -> bool:
     """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Every write to a closed terminal raises an error. So a log line could end the process before a
-    checkpoint is saved.
+    Every write to a closed terminal raises an error, so a log line could make the process exit
+    before a checkpoint is saved.
 
     Returns:
         Whether standard output or error was a closed terminal.
@@ -295,8 +295,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         return None  # another machine has just renamed the shared folder
     except OSError as error:
         raise TraceError(
-            f"cannot move the traces of an earlier start, {path}, aside: {error.strerror}; let "
-            "this user write there, or name another --trace-dir"
+            f"cannot rename {path}, which has the traces of an earlier start: {error.strerror}; "
+            "give this user write permission, or choose another --trace-dir"
         ) from error
     return kept
 

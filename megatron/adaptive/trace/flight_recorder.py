@@ -4,10 +4,10 @@ torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective
 long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
 ``nccl_trace_rank_0``. Jobs with NVIDIA's resiliency extension (NVRx) name it ``_dump_0``. A dump is
 a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives of each process group,
-with a number that is the same on all ranks of the
-group. The numbers of messages (point-to-point calls) differ between ranks. So this module matches
-the calls of each pair of sender and receiver by their order. Pickles may contain code. Therefore
-only plain values are read, and a pickle with other objects is refused.
+with a number that is the same on all ranks of the group. The numbers of messages (point-to-point
+calls) differ between ranks. So this module matches the calls of each pair of sender and receiver by
+their order. Pickles may contain code. Therefore only plain values are read, and a pickle with other
+objects is rejected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION = re.compile(r"2(\.\d+)*")
 _LIBRARY = re.compile(r"/(torch|site-packages|dist-packages)/")
 _PEERS = re.compile(r"(\d+)(->|<-)(\d+)")
 _BATCH = "coalesced"
-"""Suffix of the name of an entry that stands for a batch of messages, which are listed before."""
+"""Suffix of the name of a batch entry, which follows the entries of the batch's messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +40,12 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, and its description if it has one.
-        number: Number of the collective in its group. The number of a message is counted by each
-            rank on its own.
+        number: Number of the collective in its group, or number of the message, which each rank
+            counts independently.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
-        is_message: Whether the call is one end of a message between two ranks.
-        has_ended: Whether the operation has ended on this rank.
+        is_message: Whether the call is the send or the receive of a message between two ranks.
+        has_ended: Whether the operation has finished on this rank.
         line_of_code: Code that made the call, as ``file:line in function``; empty if not recorded.
         created_ns: Time of the call in ns since 1970; 0 if not recorded.
     """
@@ -72,7 +72,7 @@ class Dump:
             not list are missing.
         begun: Number of the last collective that the rank called in each group, even if its entry
             was overwritten.
-        is_whole: Whether the dump has all calls of the rank, because none was overwritten.
+        is_whole: Whether the dump has all calls of the rank, so that no entry was overwritten.
     """
 
     rank: int
@@ -84,16 +84,16 @@ class Dump:
 
 @dataclass(frozen=True, kw_only=True)
 class StuckCall:
-    """Describes a collective or message that does not end.
+    """Describes a collective or message that does not finish.
 
     Attributes:
         call: Call of the first waiting rank.
         waiting: Global ranks that wait in the call.
         late: Global ranks of the group that have not made the call.
         missing: Global ranks of the group without a dump.
-        mismatch: Ranks that called another operation with this number, and that operation, as
-            text; empty if all ranks called the same operation.
-        is_entered: Whether all ranks have made the call, so that only its transfer does not end.
+        mismatch: Text with the ranks that called another operation with this number, and with that
+            operation; empty if all ranks called the same operation.
+        is_entered: Whether all ranks have made the call, so that only its transfer is stuck.
     """
 
     call: RecordedCall
@@ -118,20 +118,20 @@ class StuckCall:
         if self.missing:
             lines.append(f"  no dump of {_ranks(self.missing)}")
         if self.mismatch:
-            lines.append(f"  other ranks called something else there: {self.mismatch}")
+            lines.append(f"  other ranks called another operation: {self.mismatch}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StuckCalls:
-    """Holds what the dumps of a job say about a hang.
+    """Holds the conclusions about a hang from the dumps of a job.
 
     Attributes:
         ranks: Global ranks with a dump.
-        stuck: Collectives and messages that do not end.
+        stuck: Collectives and messages that do not finish.
         culprits: Global ranks for which the other ranks wait; empty if the dumps do not show them.
         text: Sentence that states the reason for the hang.
-        advice: Remedy in the imperative; empty if nothing is stuck.
+        advice: Remedy in the imperative; empty if no call is stuck.
         notes: Caveats about the dumps.
     """
 
@@ -172,13 +172,13 @@ def read_dumps(folder: Path) -> list[Dump]:
     """Reads all dumps of a folder, by rank.
 
     Raises:
-        TraceError: A file is no dump, or a dump of another version.
+        TraceError: A file is not a dump, or has another version.
     """
     return [_read_dump(rank, path) for rank, path in sorted(dump_files(folder).items())]
 
 
 def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
-    """Finds the collectives and messages that do not end, and the ranks that hold them up."""
+    """Finds the collectives and messages that do not finish, and the ranks that block them."""
     by_rank = {dump.rank: dump for dump in dumps}
     pending: dict[tuple[str, tuple[int, ...], int], list[RecordedCall]] = {}
     for dump in dumps:
@@ -196,7 +196,7 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
     stuck.sort(key=lambda stuck: (stuck.call.created_ns, stuck.call.group))
     culprits, text, advice = _conclude(stuck)
     notes = [
-        f"no dump of {_ranks(missing)}: the process may have ended, or torch wrote none"
+        f"no dump of {_ranks(missing)}: the process may have exited, or torch did not write a dump"
         for missing in [sorted({rank for call in stuck for rank in call.missing})]
         if missing
     ]
@@ -211,10 +211,10 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
 
 
 def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes the collective of some calls, which have not ended."""
+    """Describes the collective that some unfinished calls belong to."""
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo's groups: take the ranks that have used the group.
+    # torch does not list the members of gloo's groups, so use the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
@@ -241,7 +241,7 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
 def _message(
     calls: Sequence[RecordedCall], route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> StuckCall:
-    """Describes the message of some calls, which have not ended.
+    """Describes the message that some unfinished calls belong to.
 
     Args:
         calls: Calls of the sender, of the receiver, or of both.
@@ -272,8 +272,8 @@ def _is_late(
     """Returns whether a rank has not made its call, a send or a receive, for a message.
 
     Args:
-        end: Global rank of the sender or receiver; all its calls on this route have ended.
-        call: Call of the other rank, which has not ended.
+        end: Global rank of the sender or receiver; all its calls on this route have finished.
+        call: Call of the other rank, which has not finished.
         route: Global ranks of the sender and of the receiver.
         dumps: Dump of each rank.
     """
@@ -283,7 +283,7 @@ def _is_late(
     )
     if dumps[call.rank].is_whole and dumps[end].is_whole:
         return len(silent) <= waiting.index(call)
-    return True  # all calls of ``end`` on this route have ended, so it has not made this one
+    return True  # all calls of ``end`` on this route have finished, so it has not made this call
 
 
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
@@ -327,15 +327,15 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
     if free := tuple(sorted(late - waiting)):
         return (
             free,
-            f"{_ranks(free)} {_verb(free, 'hold')} the job up: the others wait, and "
-            f"{'it waits' if len(free) == 1 else 'they wait'} in no collective",
-            f"look at what {_ranks(free)} did then (py-spy dump, its log, its data reader)",
+            f"{_ranks(free)} {_verb(free, 'block')} the job: the other ranks wait, and "
+            f"{'it does' if len(free) == 1 else 'they do'} not wait in a collective",
+            f"find out what {_ranks(free)} did at that time (py-spy dump, log, data reader)",
         )
     if missing:
         return (
             missing,
-            f"{_ranks(missing)} left no dump, while others wait",
-            f"look for the end of {_ranks(missing)} in its log, and for a lost machine",
+            f"{_ranks(missing)} did not write a dump, while other ranks wait",
+            f"look for errors in the log of {_ranks(missing)}, and for a failed machine",
         )
     if entered := next((call for call in stuck if call.is_entered), None):
         return (), *_endless(entered)
@@ -354,23 +354,23 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
         )
     return (
         (),
-        f"{_ranks(sorted(waiting))} wait for messages, and the dumps do not say from whom",
+        f"{_ranks(sorted(waiting))} wait for messages, but the dumps do not show the senders",
         f"look at what {_ranks(sorted(waiting))} do (py-spy dump, their logs)",
     )
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence and advice about a call that all ranks have made and that does not end."""
+    """Returns a sentence and advice about a call that all ranks have made but never finishes."""
     call = stuck.call
     if call.is_message:
         return (
-            f"both ends of the message {call.name.split(':')[-1]} of group {call.group} have called"
-            " it, and its transfer does not end",
+            f"both ranks of the message {call.name.split(':')[-1]} of group {call.group} have made"
+            " the call, but its transfer does not finish",
             f"check the network and the devices of {_ranks(stuck.waiting)}",
         )
     return (
         f"all ranks of group {call.group} have entered collective {call.number}, "
-        "and its transfer does not end",
+        "but its transfer does not finish",
         f"check the network and the devices of {_ranks(stuck.waiting)}",
     )
 
@@ -395,19 +395,19 @@ def _read_dump(rank: int, path: Path) -> Dump:
             content = _PlainUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle may raise any exception
         raise TraceError(
-            f"{path}: no dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
+            f"{path} is not a dump of torch's flight recorder: {printable(str(error)) or 'damaged'}"
         ) from None
     version = content.get("version") if isinstance(content, dict) else None
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise TraceError(
-            f"{path}: version {printable(str(version))[:40]} of torch's flight recorder; versions "
-            "2.x can be read: dump with a torch that writes them"
+            f"{path} must be a dump of version 2.x of torch's flight recorder, got version "
+            f"{printable(str(version))[:40]}; use a version of torch that writes 2.x"
         )
     try:
         return _parse(rank, content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise TraceError(
-            f"{path}: damaged dump of torch's flight recorder, "
+            f"{path} is a damaged dump of torch's flight recorder: "
             f"{type(error).__name__}: {printable(str(error))[:80]}"
         ) from None
 
@@ -432,16 +432,16 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch counts its records from 0, and overwrites the oldest.
+    # torch numbers its records from 0, and overwrites the oldest record.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 
 
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Returns the calls without the entries that stand for whole batches of messages.
+    """Removes the entries that stand for whole batches of messages.
 
-    torch marks only a batch's own entry as ended, not the messages before it. So the mark is copied
-    to these messages.
+    torch marks only the entry of the batch as finished, not the entries of its messages. So the
+    mark is copied to these messages.
     """
     kept: list[RecordedCall] = []
     for call in calls:
@@ -467,7 +467,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
         name=str(entry["profiling_name"]),
         sizes=sizes or "nothing",
         is_message=is_message,
-        # gloo's calls stay "scheduled", and are retired when they end.
+        # gloo's calls stay "scheduled", and are retired when they finish.
         has_ended=bool(entry["retired"]) or entry["state"] == "completed",
         line_of_code=_place(entry.get("frames", ())),
         created_ns=int(entry.get("time_created_ns") or 0),

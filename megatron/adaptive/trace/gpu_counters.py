@@ -1,6 +1,6 @@
-"""Counts, with NVML, what slowed a rank's GPU down: power limit, heat, errors, other processes.
+"""Counts what slowed a rank's GPU down, with NVML: power limit, heat, errors, other processes.
 
-Needs the package ``nvidia-ml-py``. Without it, or without NVIDIA's driver, nothing is counted.
+This requires the package ``nvidia-ml-py`` and NVIDIA's driver; without them nothing is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GPU_ERRORS = "gpu_memory_errors"
 """Counter name: number of errors in the GPU's memory that could not be corrected (ECC)."""
 
 GPU_REPLAYS = "gpu_pcie_replays"
-"""Counter name: number of PCIe packets that the GPU sent again."""
+"""Counter name: number of PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
 """Counter name: clock in MHz of the GPU's processors."""
@@ -31,7 +31,7 @@ GPU_CELSIUS = "gpu_celsius"
 """Counter name: GPU's temperature in degrees Celsius."""
 
 GPU_WATTS = "gpu_watts"
-"""Counter name: power in W that the GPU takes."""
+"""Counter name: power in W that the GPU consumes."""
 
 GPU_OTHERS = "gpu_others"
 """Counter name: number of processes outside the job that compute on the GPU."""
@@ -85,21 +85,21 @@ class GpuCounters:
         except ImportError:
             self.why_not = "the package nvidia-ml-py is missing"
         except Exception as error:  # for example, there is no driver or no permission
-            self.why_not = f"NVML does not start: {error}"
+            self.why_not = f"NVML cannot be initialized: {error}"
         else:
             self._nvml = pynvml
             self._read()
             self.missing = tuple(name for name in GPU_COUNTERS if name not in self._values)
 
     def begin(self) -> None:
-        """Takes the latest reading as the values from which :meth:`end` counts."""
+        """Uses the latest reading as the starting point of the counts in :meth:`end`."""
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
         """Returns the counts since :meth:`begin`, and current clocks, temperature and power.
 
         The GPU is read at most once a second. Until the next reading, counts are 0, and the other
-        values are those of the last reading.
+        values stay the same.
         """
         if self._nvml is None:
             return {}

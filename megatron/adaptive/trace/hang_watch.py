@@ -1,4 +1,4 @@
-"""Watches this machine's ranks from a separate process, and names the rank that blocks the job.
+"""Watches this machine's ranks from a separate process, and reports the rank that blocks the job.
 
 The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
 It imports only the standard library, so it starts fast. It works even if no rank responds::
@@ -10,7 +10,7 @@ It imports only the standard library, so it starts fast. It works even if no ran
 
 The culprit is the rank that waits for no other rank. It may be stopped, in a disk system call,
 holding the interpreter lock (GIL), reading data, or late to enter a collective. If all ranks wait,
-a message was lost, or the ranks are in a deadlock. This process ends when its parent ends.
+a message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ STEPS = 10.0
 """Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
-"""Multiple of the hang limit for which ranks may compute between steps without other progress."""
+"""Multiple of the hang limit for which ranks may compute outside of steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Least use per second of a rank that is working: processor seconds, processor seconds plus seconds
+"""Minimum usage per second of a rank that works: processor seconds, processor seconds plus seconds
 in the run queue, and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
 """Age in seconds above which a rank's status file is out of date; ranks write it each second."""
 _OTHERS_S = 11.0
-"""Seconds to wait for the watchers of other machines to notice the same hang and report it."""
+"""Seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0
-"""Seconds without a report after which another machine's watcher is considered lost."""
+"""Seconds without a report after which another machine's hang detector is considered lost."""
 
 JOB_FILE, _ENDED = "job.json", "ended"
 
@@ -74,7 +74,7 @@ class RankEvidence:
         pid: Process id on the rank's machine.
         now: Last status report that the rank's monitoring thread wrote; empty if there is none.
         age_s: Age of that report in seconds.
-        state: Letter for the process state (proc(5)): ``X`` if gone, empty if not reported.
+        state: Letter for the process state (proc(5)): ``X`` if it has exited, empty if unknown.
         wchan: Kernel function in which the main thread sleeps, from /proc; empty if unreadable.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
         line: Line of source code that the innermost frame executes.
@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Phrase for the rank's current activity: action, microbatch, chunk and iteration."""
+        """Text with the rank's current action, microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,7 +106,7 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Phrase for the code line that the main thread runs; skips ``threading`` and ``queue``."""
+        """Text with the code line that the main thread runs, skipping ``threading``, ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
             return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
@@ -145,15 +145,15 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Names the ranks that block a job, the cause, and what the user can do.
+    """Holds the ranks that block a job, the cause, and advice for the user.
 
     Attributes:
         ranks: Global ranks that block the job; empty if none could be determined.
         cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``, ``silent
             machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
-        text: Sentence that names the ranks, their state and the code that they execute.
-        advice: Instruction for the user, such as the command that ends the hang.
+        text: Sentence with the ranks, their state and the code that they execute.
+        advice: Instruction for the user, such as a command that resolves the hang.
     """
 
     ranks: tuple[int, ...]
@@ -189,8 +189,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{item}, which {peer.name} sent: it is lost on the way between them",
-                    advice="check the network between the two (cable, firewall, interface)",
+                    f"{item}, which {peer.name} sent, so the message was lost",
+                    advice="check the network between both ranks (cable, firewall, interface)",
                 )
     circle = _circle(edges)
     if circle and any(by_rank[member].needs for member in circle):
@@ -199,8 +199,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="their orders contradict each other: check that all ranks have the same "
-            "--schedule-file, or take another --pipeline-schedule",
+            advice="the ranks' orders of actions contradict each other, so check that all ranks "
+            "have the same --schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
@@ -245,14 +245,14 @@ _SYMPTOMS = (
     _Symptom(
         "silent machine",
         lambda rank: not rank.state,
-        "does not report, nor does its machine",
+        "does not report, and neither does its machine",
         "check that machine and the network to it",
     ),
 )
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ``Culprit`` for a rank that waits for no other rank, with cause and advice."""
+    """Returns the ``Culprit`` for a rank that waits for no other rank."""
     missed = next(
         (
             f", while others wait in collective {max(waiting_in)} of the group of ranks "
@@ -281,7 +281,7 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     else:
         cause = "collective" if missed else "code"
         activity = "does something else" if missed else "waits for no rank"
-        advice = "look at the code it is in"
+        advice = "look at the code that it runs"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),
@@ -294,8 +294,8 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
     """Returns how many ranks have begun more collectives than the candidate.
 
-    A rank is counted if it is ahead in some process group and behind in none. If background threads
-    wait for each other, only these numbers of collectives show which rank is late.
+    A rank is counted if it is ahead in a process group and not behind in any group. If background
+    threads wait for each other, only these numbers of collectives show which rank is late.
     """
 
     def is_behind(rank: RankEvidence, other: RankEvidence) -> bool:
@@ -314,7 +314,7 @@ def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
 
 
 def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
-    """Maps each rank to those that it waits for: senders of inputs, or late collective members."""
+    """Maps each rank to the ranks it waits for: senders of inputs, or late collective members."""
     by_rank = {rank.rank: rank for rank in ranks}
     edges: dict[int, set[int]] = {}
     for rank in ranks:
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for a rank directly or through others, plus itself."""
+    """Returns the number of ranks that wait for a rank directly or indirectly, plus the rank."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -373,8 +373,8 @@ class Stillness:
     """Measures for how long no rank of this machine has made progress.
 
     Within a step, only the end of an action or of a collective is progress. Between steps, in
-    evaluations, in checkpoints and before the third iteration (imports, compilation), reading,
-    writing and, for up to ten times the hang limit, computing are progress too.
+    evaluations, in checkpoints and before the third iteration (imports, compilation), reading and
+    writing are progress too. Computing is progress there for up to ten times the hang limit.
 
     Args:
         limit_s: Value of ``--hang-after-s`` in seconds; ``None`` for the default limit.
@@ -459,7 +459,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives begun per group if all ranks agree; else ``None``."""
+    """Returns the number of collectives begun per group; ``None`` if the ranks do not agree."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -480,7 +480,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _work(pid: int) -> tuple[float, float, float]:
-    """Returns how much of each resource in :data:`_BUSY` a process has used since it started."""
+    """Returns the usage of each resource in :data:`_BUSY` since a process started."""
     stat = _stat(pid)
     moved = 0
     waited_ns = 0
@@ -508,7 +508,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # Without a handler the signal would kill the rank; a rank that has reported has one.
+        # The signal would kill a rank without a handler. A rank that has reported has a handler.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -532,7 +532,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may be in a disk call (D) briefly, so D must be seen twice.
+                # A healthy process may briefly be in a disk call (D), so require D twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -570,7 +570,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # py-spy pauses and then resumes a process; use no pause if somebody stopped it on purpose.
+    # py-spy pauses and then resumes a process, so do not pause a process that somebody stopped.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -594,7 +594,7 @@ def _source(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Returns each rank's last status report; empty if its file is left from an earlier process."""
+    """Returns each rank's last status report; empty if an earlier process wrote its file."""
     nows: dict[int, dict[str, Any]] = {}
     for rank, pid in pids.items():
         now = _read_json(folder / f"now_rank_{rank:05d}.json")
@@ -636,7 +636,7 @@ def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float)
 
 
 class _Watch:
-    """Checks this machine's ranks every second until the parent process ends."""
+    """Checks this machine's ranks every second until the parent process exits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -651,14 +651,14 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # Compare with the id in the job file: the parent may have ended before this process began.
+        # The parent may have exited before this process started, so use the id in the job file.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
             last_s = now_s
             nows = _read_nows(self._folder, self._pids)
             if any(now.get("doing") == _ENDED for now in nows.values()):
-                return  # the job is over, or the rank has printed an error: nothing to watch
+                return  # the job has finished, or the rank has printed an error
             work = {rank: _work(pid) for rank, pid in self._pids.items()}
             moved = [
                 any(after[n] - self._work[r][n] > _BUSY[n] * elapsed_s for r, after in work.items())
@@ -666,7 +666,7 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended, and perhaps the ranks too: measure from 0 again.
+                # This process was suspended, and perhaps the ranks were too, so measure from 0.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # Another machine's watcher that sends evidence has found a hang and waits for an answer.
+        # Another machine's hang detector that sends evidence has found a hang and waits for this.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine's watcher; empty if it is too old."""
+        """Returns the last report of each other machine's hang detector; empty if too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the evidence of the other machines' watchers and returns it."""
+        """Waits some seconds for the evidence from other machines' detectors, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:
@@ -782,12 +782,12 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Runs the watcher until its parent process ends, then deletes the folder of reports."""
+    """Runs the hang detector until its parent exits, then deletes the folder of reports."""
     folder = Path(sys.argv[1])
     with contextlib.suppress(OSError):
         os.nice(10)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Terminals and launchers signal the whole process group, but the watcher must outlive it.
+        # Terminals and launchers signal the whole process group, but this process must exit last.
         signal.signal(number, signal.SIG_IGN)
     try:
         _Watch(folder).run()

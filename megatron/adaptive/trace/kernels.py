@@ -1,9 +1,9 @@
 """Defines the files with the operators and kernels of single steps, for ``--trace-detail kernels``.
 
-A rank that records them has a file ``kernels_rank_00000.jsonl`` beside its trace, with a line per
-step. A step has the totals of all its kernels by action and name, and start and length of its
-longest :data:`MOST_KEPT` kernels. Their times are those of the rank's monotonic clock, as in its
-trace. A name is an index in ``names``::
+A rank that records kernels has a file ``kernels_rank_00000.jsonl`` next to its trace, with one line
+per step. A step has the totals of all its kernels by action and name, and start and length of its
+longest :data:`MOST_KEPT` kernels. Times are on the rank's monotonic clock, as in its trace. A name
+is an index into ``names``::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
      "totals": [["F", name, number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
@@ -26,18 +26,18 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
-"""Maximum number of kernels of a step whose times are kept; they take less than a megabyte."""
+"""Maximum number of kernels of a step whose times are kept; this takes less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals of a step; the rest are added up by action as :data:`OTHERS`."""
+"""Maximum number of totals of a step; further totals are summed by action as :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name in place of an action for kernels that begin in no action."""
+"""Name that replaces the action for kernels that begin outside of all actions."""
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
-"""Limit of the numbers in a file: times beyond it cannot be moved to the run's clock."""
+"""Maximum number in a file, because larger times cannot be converted to the run's clock."""
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
 
 
@@ -50,13 +50,13 @@ class TimedKernel(NamedTuple):
 
 
 class KernelTotal(NamedTuple):
-    """Contains the number and time of the kernels of a name within one kind of action in a step.
+    """Contains the number and time of the kernels with one name in one kind of action of a step.
 
     Attributes:
         action: Kind of action (``F``, ``B``, ``W``, ``reduce``, ``optimizer``) or ``outside``.
         name: Name of the kernels.
         number: Number of kernels.
-        total_ns: Time of all of them in ns.
+        total_ns: Total time of these kernels in ns.
     """
 
     action: str
@@ -85,13 +85,13 @@ class StepKernels:
 def summed(
     iteration: int, device: str, kernels: Iterable[TimedKernel], spans: Iterable[Span]
 ) -> StepKernels:
-    """Returns the totals of a step's kernels, and the longest of them.
+    """Returns the totals of a step's kernels, and the longest kernels.
 
     Args:
         iteration: Number of the iteration.
         device: Kind of device, ``cpu`` or ``cuda``.
         kernels: All kernels of the step.
-        spans: Spans of the step on the same rank, with times of the same clock.
+        spans: Spans of the step on the same rank and the same clock.
     """
     listed = [kernel._replace(name=kernel.name[:_LONGEST_NAME]) for kernel in kernels]
     sums: dict[tuple[str, str], tuple[int, int]] = {}
@@ -115,7 +115,7 @@ def summed(
 def _add(
     sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
 ) -> None:
-    """Adds a number of kernels and their time in ns to those of an action and name."""
+    """Adds a number of kernels and their time in ns to the totals of an action and name."""
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]
 
@@ -126,9 +126,9 @@ def kernels_path(folder: Path, rank: int) -> Path:
 
 
 class KernelFile:
-    """Writes the file of a rank, which is created with its first step.
+    """Writes the kernels of a rank to its file, which is created with the first step.
 
-    A step that the disk does not accept in full is dropped with a warning.
+    If the disk does not accept a whole step, the step is dropped with a warning.
 
     Args:
         folder: Folder of the traces.
@@ -143,7 +143,7 @@ class KernelFile:
         """Adds a step.
 
         Raises:
-            OSError: The file cannot be opened for another reason than a full or failing disk.
+            OSError: The file cannot be opened. A full or failing disk does not raise this error.
         """
         names = list(dict.fromkeys(total.name for total in step.totals))
         number_of = {name: number for number, name in enumerate(names)}
@@ -170,7 +170,7 @@ class KernelFile:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns the end of a line that a killed process has left without one, or nothing."""
+        """Returns a newline if a killed process left the last line unfinished, else nothing."""
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
@@ -180,7 +180,7 @@ class KernelFile:
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
     """Reads the kernels of a rank, step by step, with times on the run's common clock.
 
-    Damaged lines are left out, see :func:`kernel_notes`. If a step was recorded twice, the second
+    Damaged lines are skipped, see :func:`kernel_notes`. If a step was recorded twice, the second
     record is used.
     """
     trace = run.ranks[rank]
@@ -197,7 +197,7 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
 
 
 def kernel_notes(run: RunTrace) -> list[str]:
-    """Returns a line for each file of kernels that is damaged."""
+    """Returns a note for each damaged file of kernels."""
     notes = []
     for rank, trace in run.ranks.items():
         _, note = _read(kernels_path(trace.index.path.parent, rank))
@@ -206,16 +206,16 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in a file, and a note if other lines are damaged, else an empty text.
+    """Returns the steps in a file, and a note if lines are damaged, else an empty string.
 
-    A last line that was cut off is left out without a note.
+    A truncated last line is skipped without a note.
     """
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return [], ""
     except OSError as error:
-        return [], f"{path} cannot be read: {error.strerror or error}; its kernels are left out"
+        return [], f"{path} cannot be read: {error.strerror or error}; its kernels are omitted"
     steps = []
     damaged = []
     for number, line in enumerate(lines, 1):
@@ -229,8 +229,8 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
         f"line {damaged[0]} is" if len(damaged) == 1 else f"lines {describe_numbers(damaged)} are"
     )
     return steps, (
-        f"{path}: {where} damaged and left out, because a line holds the kernels of a step; delete "
-        "what is damaged, or record the run again"
+        f"{path}: {where} damaged, so the kernels of these steps are omitted; delete the damaged "
+        "lines, or record the run again"
     )
 
 
@@ -238,8 +238,8 @@ def _step(record: Any) -> StepKernels:
     """Returns the step in a record.
 
     Raises:
-        ValueError: A number or text is none, or is out of range; other errors if the record has
-            another form.
+        ValueError: A value has the wrong type or is out of range. A record of another form may
+            also raise other errors.
     """
     names = [_text(name) for name in record["names"]]
     return StepKernels(
@@ -259,17 +259,17 @@ def _step(record: Any) -> StepKernels:
 
 
 def _whole(value: Any) -> int:
-    """Returns a whole number from 0 up to :data:`_LIMIT`; raises ``ValueError`` for others."""
+    """Returns an integer from 0 up to :data:`_LIMIT`; raises ``ValueError`` for other values."""
     if type(value) is int and 0 <= value < _LIMIT:
         return value
-    raise ValueError("no whole number, or out of range")
+    raise ValueError("the value is not an integer, or is out of range")
 
 
 def _text(value: Any) -> str:
-    """Returns a text; raises ``ValueError`` for other values."""
+    """Returns a string; raises ``ValueError`` for other values."""
     if isinstance(value, str):
         return value
-    raise ValueError("no text")
+    raise ValueError("the value is not a string")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns all kernels of a step by rank, action and name, those with the most time first.
+    """Returns all kernels of a step by rank, action and name, in descending order of total time.
 
     Args:
         run: Trace of the run.
@@ -315,7 +315,7 @@ def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
 
 
 def actions_of(spans: Iterable[Span], kernels: Sequence[TimedKernel]) -> list[Span | None]:
-    """Returns for each kernel the action in which it begins, ``None`` if it begins in no action.
+    """Returns the action in which each kernel begins; ``None`` for kernels outside of actions.
 
     Args:
         spans: Spans of the step on the same rank.

@@ -1,6 +1,6 @@
 """Writes and reads traces in an older text format, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 
-The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format, with a record per line::
+The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format. Each line is a record::
 
     rank 0 iteration starts at timestamp 12.500000% iteration 7
     0, 3, forward start, 12.500000%
@@ -15,9 +15,9 @@ the interleaved schedule with p ranks and c chunks::
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
 Pauses between iterations are not written. This module adds ``#`` lines with the names of run,
-schedule and placement, and the iteration's number at the end of a marker; the script ignores both.
-``weight start`` and ``weight finished`` stand for W. The format cannot express waits, message sizes
-and memory, which the JSON-lines files contain.
+schedule and placement, and the iteration's number at the end of a marker; the script ignores these
+additions. ``weight start`` and ``weight finished`` stand for W. The format cannot express waits,
+message sizes and memory, which the JSON-lines files contain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file, because ``process_trace.py`` reads no more."""
+"""Maximum number of iterations in a text file, which is the limit of ``process_trace.py``."""
 
 NS_PER_MS = 1_000_000
 
@@ -108,7 +108,8 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     shape = legacy_shape(path)
     if shape is None:
         raise TraceError(
-            f"{path} does not say its shape; name it trace_pipeline_<p>_model_chunks_<c>.txt"
+            f"{path} must be named trace_pipeline_<p>_model_chunks_<c>.txt, because the name states"
+            " the numbers of ranks and chunks"
         )
     num_ranks, num_chunks = shape
     contents = _Contents(num_ranks, num_chunks)
@@ -120,12 +121,13 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
         raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
     if not contents.rows:
         raise TraceError(
-            f"{path} contains no action; expected lines such as '0, 3, forward start, 12.500000%'"
+            f"{path} does not contain actions, which are lines such as"
+            " '0, 3, forward start, 12.500000%'"
         )
     if max(contents.rows) >= num_ranks:
         raise TraceError(
-            f"{path} has actions of rank {max(contents.rows)}, its name says {num_ranks} pipeline "
-            "ranks; restore its name"
+            f"{path} has actions of rank {max(contents.rows)}, but its name states {num_ranks} "
+            "pipeline ranks; restore the original name"
         )
     traces = {}
     for rank, by_iteration in sorted(contents.rows.items()):

@@ -1,4 +1,4 @@
-"""Finds the trace of the run that the user names, or of the newest run if the user names none.
+"""Finds the trace of the run that the user names, or of the newest run by default.
 
 A run's folder contains a folder ``traces`` with a JSON-lines file per rank. It may also contain the
 trace in the older text format (``legacy_text``). The newest run is the one that wrote its files
@@ -52,13 +52,14 @@ def load_run(
         num_chunks: Number of chunks per rank that the trace must have; ``None`` for any.
 
     Raises:
-        TraceError: No trace exists, or it cannot be read, or its numbers of ranks or chunks differ.
+        TraceError: The trace does not exist, cannot be read, or has other numbers of ranks or
+            chunks.
     """
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
     if source is None:
         raise TraceError(
-            f"no run with a trace in {searched()}: train with --trace-dir, or give the folder of a"
-            " run"
+            f"there is no run with a trace in {searched()}; train with --trace-dir, or pass the "
+            "folder of a run"
         )
     if not source.exists():
         raise TraceError(f"{source} does not exist; give the folder of a run")
@@ -71,10 +72,10 @@ def newest_run(
     """Returns the folder of the newest run, and prints its path to stderr.
 
     Args:
-        patterns: Patterns of files, relative to a run's folder. The run with the latest change in
-            such files is the newest.
+        patterns: Patterns of files, relative to a run's folder. The newest run is the run whose
+            matching files changed last.
         parents: Folders that contain runs.
-        may_be_empty: Whether a run in ``runs`` is considered even if it contains no such file yet.
+        may_be_empty: Whether to consider a run in ``runs`` that has no matching file yet.
 
     Returns:
         Path of the folder; ``None`` if there is no run.
@@ -98,16 +99,16 @@ def newest_run(
 
 
 def searched(parents: Sequence[Path] = PARENTS) -> str:
-    """Returns the folders that :func:`newest_run` searches as text for an error message."""
+    """Returns text for error messages that lists the folders searched by :func:`newest_run`."""
     *others, last = (str(parent.resolve()) for parent in parents)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of a folder among which the newest run is searched.
+    """Returns the subfolders of a folder that may be the newest run.
 
-    The list is empty if the folder cannot be read. For ``runs``, it is only the run that
-    ``runs/latest`` names, if that run has the required files.
+    The list is empty if the folder cannot be read. For ``runs``, the list contains only the target
+    of ``runs/latest``, if that run has the required files.
     """
     if parent == _HERE:
         return [parent]
@@ -134,8 +135,8 @@ def _latest_run() -> Path | None:
         return None
     if not folder.is_dir():
         raise TraceError(
-            f"{_LATEST} points to {folder.resolve()}, which is gone; name the folder of a run, or"
-            " run again"
+            f"{_LATEST} points to {folder.resolve()}, which does not exist; pass the folder of a "
+            "run, or run again"
         )
     return folder
 
@@ -170,9 +171,9 @@ def _read(source: Path, num_ranks: int | None, num_chunks: int | None) -> RunTra
     shape = (num_ranks or run.num_ranks, num_chunks or run.num_chunks)
     if shape != (run.num_ranks, run.num_chunks):
         raise TraceError(
-            f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, asked for "
-            f"{shape[0]} x {shape[1]}; give --pipeline_parallel {run.num_ranks} --model_chunks "
-            f"{run.num_chunks}, or the --run-dir of another run"
+            f"{run.origin} has {run.num_ranks} pipeline ranks x {run.num_chunks} chunks, not the "
+            f"requested {shape[0]} x {shape[1]}; use --pipeline_parallel {run.num_ranks} "
+            f"--model_chunks {run.num_chunks}, or the --run-dir of another run"
         )
     return run
 

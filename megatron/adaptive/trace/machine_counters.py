@@ -1,16 +1,16 @@
-"""Counts what kept a rank from computing: other programs, quotas, lack of memory, disks, networks.
+"""Counts causes that keep a rank from computing: other programs, quotas, memory, disks, networks.
 
 The Linux kernel counts these causes for every process or for the whole machine::
 
-    /proc/self/task/*/schedstat      time that a thread was ready and had no processor, and
-                                     how often it then got one
+    /proc/self/task/*/schedstat      time that a thread waited for a processor, and the number of
+                                     times that it got a processor
     cpu.stat of the control groups   time that a quota on processor time stopped the process
     /proc/stat                       time that all programs used, and that the host of a virtual
                                      machine took ("steal")
     /proc/pressure/{memory,io}       time that programs waited for memory or disks
     /proc/self/stat                  pages that had to be read from disk
     /proc/self/io                    bytes that this process and its children read from a disk
-    TCP_INFO of open connections     TCP segments that were sent, and that were sent again
+    TCP_INFO of open connections     TCP segments that were sent, and that were retransmitted
     /sys/devices/system/cpu          clock of a processor and its limit
     /sys/class/{net,infiniband}      errors and speed of network ports
 
@@ -54,10 +54,10 @@ Only the thread that waited longest is counted.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the mean time in ns that a thread waited before each turn on a processor.
+"""Name of the mean time in ns that a thread waited each time before it got a processor.
 
-It is the thread that waited longest of those that run actions, send or receive. So it is how late a
-message may be seen because its receiver had no processor.
+Of the threads that run actions, send or receive, only the thread that waited longest is counted. So
+this is the time by which a message may be noticed late because its receiver had no processor.
 """
 
 THROTTLED = "throttled_ns"
@@ -135,7 +135,7 @@ _EXPECTED = (
     DISK_READ,
     CLOCK,
 )
-"""Names of the counters that most machines have; quotas and RDMA ports are rare."""
+"""Names of the counters that most machines have; many machines have no quotas or RDMA ports."""
 
 _CLOCKS = {
     CLOCK: "scaling_cur_freq",
@@ -159,9 +159,9 @@ _MESSAGE_THREADS = (
     "receive-from-",
     "send-to-",
 )
-"""Beginnings of the names of threads that run actions, send or receive, beside the main thread.
+"""Prefixes of the names of threads, besides the main thread, that run actions, send or receive.
 
-They are those of this package's lanes and transports, and of the libraries behind these.
+These threads belong to this package's lanes and transports, and to the libraries that they use.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
@@ -182,7 +182,7 @@ _Value = TypeVar("_Value")
 
 
 class _Turns(NamedTuple):
-    """Holds the time in ns that a thread waited for a processor, and how often it then got one."""
+    """Holds a thread's total wait for a processor in ns, and how often it got a processor."""
 
     waited_ns: int
     number: int
@@ -216,7 +216,7 @@ class MachineCounters:
 
     Attributes:
         missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
-            can be read, the reason stands for all of them.
+            can be read, one entry with the reason replaces all GPU counters.
         message_threads: Ids of this process's threads that run actions, send or receive.
     """
 
@@ -240,11 +240,11 @@ class MachineCounters:
         counted |= {name for name, value in self._read_clocks().items() if value}
         missing = [name for name in _EXPECTED if name not in counted]
         if self._gpu.why_not:
-            missing.append(f"those of the GPU ({self._gpu.why_not})")
+            missing.append(f"all counters of the GPU ({self._gpu.why_not})")
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters, from whose values :meth:`end` counts."""
+        """Reads all counters as the starting point of the counts in :meth:`end`."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
@@ -300,11 +300,11 @@ class MachineCounters:
         return {key: value for key, value in values.items() if value is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns what threads waited for a processor since :meth:`begin`, in ns.
+        """Returns for how long threads waited for a processor since :meth:`begin`, in ns.
 
         Returns:
-            Time of all waits of the thread that waited longest; mean of one wait of the thread that
-            waited longest of those that run actions, send or receive.
+            Total wait of the thread that waited longest; mean time of a single wait of the thread
+            that waited longest among the threads that run actions, send or receive.
         """
         waits = {}
         for thread, turns in self._turns.items():
@@ -331,9 +331,9 @@ class MachineCounters:
         return {name: source.value() or 0 for name, source in self._clocks.items()}
 
     def _open_clocks(self, processor: int) -> None:
-        """Opens the files of a processor's clocks, and closes those of the previous processor.
+        """Opens the files of a processor's clocks, and closes the previous processor's files.
 
-        The files of all processors may be more than a process may have open.
+        The files of all processors together may exceed the limit of open files.
         """
         for source in self._clocks.values():
             source.file.close()
@@ -347,13 +347,13 @@ class MachineCounters:
         self._processor = processor
 
     def _list_threads(self) -> None:
-        """Opens the files of new threads, and closes the files of threads that have ended."""
+        """Opens the files of new threads, and closes the files of threads that have exited."""
         try:
             listed = set(sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS])
         except OSError:
             return
         _renew(self._threads, listed, _TASKS + "/{}/schedstat", _turns)
-        # The thread that calls runs the actions; Linux has no names of Python's threads.
+        # The calling thread runs the actions. Linux does not know the names of Python's threads.
         names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
         self.message_threads = {str(threading.get_native_id())} | {
             thread
@@ -364,7 +364,7 @@ class MachineCounters:
     def _list_readers(self) -> None:
         """Opens the files of this process and of its children, which may read data for it.
 
-        The files of children that have ended are closed.
+        The files of children that have exited are closed.
         """
         listed = {"self"}
         for thread in self._threads:
@@ -381,7 +381,7 @@ def _renew(
     path: str,
     parse: Callable[[bytes], _Value],
 ) -> None:
-    """Opens the files of listed threads or processes, and closes those of all others.
+    """Opens the files of listed threads or processes, and closes the files of all others.
 
     Args:
         sources: Open files by thread or process; changed in place.
@@ -432,7 +432,7 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name of a thread of this process, empty if it has ended."""
+    """Returns the kernel's name of a thread of this process; empty if the thread has exited."""
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
         return ""

@@ -1,8 +1,8 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
-Each process that reads a trace file reduces the file's spans to these statistics ("figures") at
-once. So no process has the spans of more than one file in memory, even if a run has ten million.
-The files can be read in parallel.
+Each process that reads a trace file immediately reduces the file's spans to these statistics
+("figures"). So no process has the spans of more than one file in memory, even if a run has ten
+million spans. The files can be read in parallel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARTS = {
 """Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports.
 
 ``before`` is the time from the step's start to the rank's first action, ``after`` the time from the
-rank's last action to the step's end, and ``rest`` the time that belongs to no other part.
+rank's last action to the step's end, and ``rest`` the time that is not in any other part.
 """
 
 NS_PER_MS = 1e6
@@ -55,7 +55,7 @@ NS_PER_MS = 1e6
 SERIAL_BYTES = 48 << 20
 """Maximum total size in bytes of the files that one process reads alone.
 
-For files smaller than this, several processes would take longer.
+Below this size, several processes would take longer.
 """
 
 HANDED_OVER_NS = 100_000
@@ -90,8 +90,8 @@ class RankFigures:
         median_ns: ``[iterations, chunks, 3]``, median duration of the actions in ns, without the
             time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
-        peak_microbatches: Maximum number of microbatches in flight: their forward pass has run and
-            their backward pass has not. Slices are added up to whole microbatches, rounded up.
+        peak_microbatches: Maximum number of microbatches in flight, which have run their forward
+            but not their backward pass. Slices are summed to whole microbatches, rounded up.
         peak_in_flight_bytes: Maximum total size of the activations held, in bytes.
         transfer_bytes: Total size of all messages that actions received and sent, in bytes.
     """
@@ -253,7 +253,7 @@ def run_figures(
     only = None if iterations is None else frozenset(iterations)
     parts = list(_parts(chosen, only, run.num_chunks, workers))
     if not any(len(part.iterations) for part in parts):
-        raise TraceError(f"{run.origin} contains no spans of these iterations and ranks")
+        raise TraceError(f"{run.origin} does not contain spans of these iterations and ranks")
     return stack_figures(parts, [trace.header for trace in chosen])
 
 
@@ -328,8 +328,8 @@ def compute_ns(table: TraceTable) -> Ints:
 def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
     """Finds the spans of a kind that are part of an action (F, B or W) of the same rank.
 
-    A send is only part of an action that ends with it. If an action was timed on the GPU, a send by
-    the CPU may seem to be in the middle of the action, but is not part of it.
+    A send is part of an action only if the action ends with the send. If an action was timed on the
+    GPU, a send by the CPU may seem to be in the middle of the action, but is not part of it.
 
     Returns:
         Row of each such span in the table, and the row of the action that contains it.
@@ -389,7 +389,8 @@ def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Applies ``function`` (such as ``np.maximum``) to each group of consecutive values.
 
-    Group i has ``sizes[i]`` values from index ``begins[i]`` on. The result of an empty group is 0.
+    Group i has ``sizes[i]`` values that begin at index ``begins[i]``. The result of an empty group
+    is 0.
     """
     result = np.zeros(len(sizes), dtype=np.int64)
     if len(values):
@@ -400,7 +401,7 @@ def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Int
 def _covered(actions: TraceTable) -> Ints:
     """Returns for each action the time in ns during which no earlier action was still running.
 
-    So the sum is the time during which at least one action ran.
+    The sum of these times is the time during which at least one action ran.
     """
     if not len(actions):
         return actions.start_ns
@@ -486,7 +487,8 @@ def medians(group: Ints, values: Floats, number: Ints) -> Floats:
 def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Returns, per iteration, the maximum number of forward passes without their backward pass.
 
-    A forward pass of a slice counts as its ``share`` of a microbatch. Sums are rounded up.
+    The forward pass of a slice counts as the fraction ``share`` of a microbatch. Sums are rounded
+    up.
     """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step * share)
@@ -497,7 +499,7 @@ def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints)
 
 
 _ROUNDING = 1e-6
-"""Error up to which a sum of shares of microbatches counts as a whole number."""
+"""Maximum rounding error of a sum of fractions of microbatches that is taken for an integer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,13 +40,13 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes to read first from the end of a large file; more if they hold no whole step."""
+"""Number of bytes to read first from the end of a large file; more if a step is larger."""
 
 ALL_TAILS_BYTES = 1 << 28
-"""Number of bytes to read first from the ends of all files together; of many files, less each."""
+"""Maximum number of bytes to read first from the ends of all files together."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Number of bytes to read first from the end of a large file, however many files there are."""
+"""Minimum number of bytes to read first from the end of a large file, even if there are many."""
 
 LOOKED_AT = 8
 """Number of latest iterations whose medians are displayed."""
@@ -73,7 +73,7 @@ class LiveRank:
         header: Header of the rank's trace; ``None`` if the rank has no trace yet.
         now: Last status report of the rank; ``None`` if there is none.
         age_s: Seconds since the rank last wrote to its files; ``None`` if it never wrote.
-        is_gone: Whether the rank's process has ended.
+        is_gone: Whether the rank's process has exited.
         iteration: Number of the latest iteration in the rank's trace, 0 for none.
         held_bytes: Maximum total size of the activations held in the latest iteration, in bytes.
         busy: Fraction of the step time in which the rank computes; ``None`` if unknown.
@@ -99,7 +99,7 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the rank has closed its trace, which means that it ended normally."""
+        """Whether the rank has closed its trace, which means that it exited normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
@@ -111,7 +111,7 @@ class Snapshot:
         folder: Folder of the run's traces; it may not exist yet.
         ranks: State of each rank of the run, with or without a trace; empty if no file exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
-        detail: Reason for the state, such as the silent ranks; may be empty.
+        detail: Reason for the state, such as a list of silent ranks; may be empty.
         age_s: Seconds since any rank last wrote to its files; ``None`` if no rank ever wrote.
         iteration: Number of the latest iteration in any file, 0 for none.
         total_iterations: Number of iterations of the whole training run, 0 if unknown.
@@ -187,11 +187,13 @@ def find_live(folder: Path | None) -> Path:
     if folder is None:
         newest = newest_run(_LIVE, may_be_empty=True)
         if newest is None:
-            raise TraceError(f"no run in {searched()}: give the folder of a run or its traces")
+            raise TraceError(
+                f"there is no run in {searched()}; pass the folder of a run or its traces"
+            )
         return newest.resolve()  # a run that starts later changes the link, not this path
     if not folder.is_dir():
-        problem = "is no folder" if folder.exists() else "does not exist"
-        raise TraceError(f"{folder} {problem}; give the folder of a run or its traces")
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
     return folder
 
 
@@ -293,7 +295,7 @@ class RankTail:
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads the data that the rank has added to the file; returns whether there was any."""
+        """Reads new data from the file; returns whether there was new data."""
         try:
             status = self.path.stat()
         except OSError:
@@ -423,7 +425,7 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # the rank has just reported, or runs on another machine, where /proc differs
+        return False  # the rank has just reported, or runs on a machine with another /proc
     return not os.path.exists(f"/proc/{header.pid}")
 
 
@@ -444,7 +446,7 @@ def _state(ranks: Sequence[LiveRank], progress: ProgressTail) -> tuple[str, str]
         if (rank.age_s or 0.0) > (LONG_S if rank.now is None else SILENT_S) and not rank.is_ended
     ]
     if len(silent) == len(started):
-        return "silent", "no rank reports; stopped, or killed on another machine?"
+        return "silent", "no rank reports; the ranks may be stopped, or killed on another machine"
     return "running", f"no report from {_ranks(silent)}" if silent else ""
 
 

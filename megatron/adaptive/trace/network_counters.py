@@ -8,7 +8,7 @@ down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
-    /sys/class/infiniband/*/ports/*/         packets sent again, ticks without credits
+    /sys/class/infiniband/*/ports/*/         retransmitted packets, ticks without credits
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SENT_SEGMENTS = "sent_segments"
 """Counter name: number of TCP segments that this process sent."""
 
 RESENT_SEGMENTS = "resent_segments"
-"""Counter name: number of TCP segments that this process sent again (retransmitted)."""
+"""Counter name: number of TCP segments that this process retransmitted."""
 
 LINK_ERRORS = "link_errors"
-"""Counter name: number of packets with errors or of dropped packets, on the port with the most."""
+"""Counter name: number of faulty or dropped packets, on the port with the highest number."""
 
 LINK_RETRIES = "link_retries"
-"""Counter name: number of packets that an RDMA port sent again, for the most frequent reason."""
+"""Counter name: number of packets that an RDMA port retransmitted for the most common reason."""
 
 LINK_PAUSES = "link_pauses"
 """Counter name: number of ticks in which an RDMA port had data to send but no credits."""
@@ -42,7 +42,7 @@ _INFO_BYTES = 144
 _RESENT_OFFSET = 100
 """Offset in bytes of ``tcpi_total_retrans`` in ``struct tcp_info``."""
 _SENT_OFFSET = 136
-"""Offset in bytes of ``tcpi_segs_out``, which has existed since Linux 4.2."""
+"""Offset in bytes of ``tcpi_segs_out``, which exists since Linux 4.2."""
 _MOST_CONNECTIONS = 64
 _MOST_PORTS = 16
 _NETWORKS = Path("/sys/class/net")
@@ -81,7 +81,7 @@ class TcpCounters:
                 self._connections.append(int(name))
 
     def read(self) -> dict[int, tuple[int, int]]:
-        """Returns (segments sent, segments sent again) by file descriptor."""
+        """Returns (segments sent, segments retransmitted) by file descriptor."""
         counts = ((number, self._counts(number)) for number in self._connections)
         return {number: of_one for number, of_one in counts if of_one is not None}
 
@@ -111,11 +111,11 @@ def _c_library() -> ctypes.CDLL | None:
 def increase(
     before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns how many segments were sent, and sent again, between two readings.
+    """Returns how many segments were sent, and how many retransmitted, between two readings.
 
     Args:
         before: First reading.
-        after: Second reading. A connection does not count if it was not open at the first reading,
+        after: Second reading. A connection is not counted if it was not open at the first reading,
             or if its file descriptor now belongs to another connection.
     """
     sent = resent = 0
@@ -128,17 +128,17 @@ def increase(
 
 
 def error_files() -> list[Path]:
-    """Returns the files with counts of errors of the machine's Ethernet ports."""
+    """Returns the files with the error counters of this machine's Ethernet ports."""
     return [port / "statistics" / name for port in _ethernet() for name in _ERRORS]
 
 
 def retry_files() -> list[Path]:
-    """Returns the files with counts of packets that the machine's RDMA ports sent again."""
+    """Returns the files with the retransmission counters of this machine's RDMA ports."""
     return [port / "hw_counters" / name for port in _rdma() for name in _RETRIES]
 
 
 def pause_files() -> list[Path]:
-    """Returns the files with counts of ticks in which RDMA ports had data but no credits."""
+    """Returns the files that count ticks in which an RDMA port had data but no credits."""
     return [port / "counters" / "port_xmit_wait" for port in _rdma()]
 
 
@@ -152,7 +152,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Iterates over the folders of ports that are devices, which ``lo`` and bridges are not."""
+    """Iterates over the folders of ports of real devices, which excludes ``lo`` and bridges."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port
@@ -171,7 +171,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the first word of a file as a whole number; 0 if it is not a number."""
+    """Returns the first word of a file as an integer; 0 if it is not a number."""
     try:
         return int(float(path.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

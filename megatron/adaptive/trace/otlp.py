@@ -2,8 +2,8 @@
 
 A rank is a resource with one OpenTelemetry trace. The span of a step is the parent of all other
 spans of the step. The spans of steps, forwards, backwards, messages and the optimizer have the same
-names as in Megatron-LM. Ids depend only on run, rank, iteration and position, so that spans that
-were sent during training have the same ids as those that are exported afterwards.
+names as in Megatron-LM. Ids depend only on run, rank, iteration and position. So a span has the
+same id whether it is sent during training or exported afterwards.
 
 :class:`SpanSender` sends the spans of a training job as they are recorded. Training never waits for
 the collector::
@@ -43,19 +43,19 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 LIMIT_S = 10.0
-"""Time in seconds to wait for an answer of a collector."""
+"""Timeout in seconds for the answer of a collector."""
 
 BATCH = 1000
 """Maximum number of spans in a request."""
 
 QUEUE_ITERATIONS = 64
-"""Maximum number of iterations that wait to be sent; further ones are dropped."""
+"""Maximum number of iterations in the queue; further iterations are dropped."""
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
-"""Pause in seconds after a failure; it doubles with each further failure up to the second value."""
+"""Initial and maximum pause in seconds after a failure; the pause doubles with each failure."""
 
 CLOSE_S = 5.0
-"""Maximum time in seconds for which the end of a job waits for the last spans to be sent."""
+"""Maximum time in seconds that a job waits at its end until the last spans are sent."""
 
 _PREFIX = "megatron."
 _NAMES = {
@@ -73,7 +73,7 @@ _INTERNAL = 1  # kind of a span in OTLP
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Returns a rank's OTLP resource; sizes have the names of Megatron-LM.
+    """Returns a rank's OTLP resource, with sizes named as in Megatron-LM.
 
     Args:
         header: Header of the rank's trace.
@@ -135,7 +135,7 @@ def otlp_spans(
         rank: Global rank.
         spans: Spans of the iteration.
         unix_ns: Time to add to the spans' times to get the time since 1970, in ns.
-        first: Number of spans of the iteration that were converted before.
+        first: Number of spans of the iteration that earlier calls converted.
         has_step: Whether the iteration has a span of the step; ``None`` to look for it in
             ``spans``.
         slices: Number of slices of each microbatch of the iteration.
@@ -160,7 +160,7 @@ def otlp_spans(
 
 
 def _id(size_bytes: int, *parts: object) -> str:
-    """Returns an id in hexadecimal that is equal whenever the same run is exported."""
+    """Returns a hexadecimal id that is the same for every export of a run."""
     text = " ".join(map(str, parts)).encode()
     return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
 
@@ -234,7 +234,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
     Args:
         url: Address of the collector; a user and a password in it become an HTTP header.
         request: Request with spans.
-        limit_s: Time in seconds to wait for each part of the answer.
+        limit_s: Timeout in seconds for each part of the answer.
     """
     body = json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
@@ -256,7 +256,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         refused = max(0, int(partial.get("rejectedSpans", 0)))
         return Answer(refused=refused, reason=str(partial.get("errorMessage", "")) * (refused > 0))
     except (ValueError, AttributeError, TypeError, OverflowError):
-        return Answer()  # an answer in another form says nothing about refused spans
+        return Answer()  # an answer in another form does not count refused spans
 
 
 _Batch = tuple[IterationStart, Sequence[SpanRow]]
@@ -277,20 +277,20 @@ class _SentBefore(NamedTuple):
 
 
 class SpanSender:
-    """Sends the spans of one rank to a collector while the job runs, from a thread of its own.
+    """Sends the spans of one rank to a collector while the job runs, from a separate thread.
 
-    Thread safety: :meth:`add` is called from one thread and never waits, :meth:`close` from any
-    thread. Times are those of the time of day of the rank's machine.
+    Thread safety: :meth:`add` never waits and must always be called from the same thread.
+    :meth:`close` may be called from any thread. Times are the time of day of the rank's machine.
 
     Args:
-        target: URL of the collector, as a user gives it.
+        target: URL of the collector, as the user wrote it.
         header: Header of the rank's trace.
         flag: Name of the flag with the URL, for error messages.
-        limit_s: Time in seconds to wait for an answer.
+        limit_s: Timeout in seconds for an answer.
 
     Attributes:
         sent: Number of spans that the collector accepted.
-        dropped: Number of spans that it did not get or accept.
+        dropped: Number of spans that were not sent or not accepted.
 
     Raises:
         ConfigError: The target is not an HTTP URL.
@@ -330,7 +330,7 @@ class SpanSender:
             self._count(dropped=len(rows))
 
     def close(self) -> None:
-        """Sends the remaining spans within :data:`CLOSE_S`, and says how many were dropped."""
+        """Sends the remaining spans within :data:`CLOSE_S`, and prints how many were dropped."""
         if self._closing.is_set():
             return
         end_s = time.monotonic() + CLOSE_S
@@ -342,8 +342,8 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown},"
-                f" {self.sent:,} were; the file of the trace has all of them"
+                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown}, "
+                f"and {self.sent:,} spans were sent; the trace file contains all spans"
             )
 
     def _run(self) -> None:
@@ -381,18 +381,18 @@ class SpanSender:
         self._count(dropped=left)
 
     def _fails(self, reason: str) -> None:
-        """Makes the next attempt wait, and says once that the collector is down."""
+        """Delays the next attempt, and prints a warning at the first failure."""
         self._next_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         if not self._is_down:
             self._is_down = True
             say(
-                f"warning: rank {self._header.rank}: {self._shown}: {reason}; its spans are dropped"
+                f"warning: rank {self._header.rank}: {self._shown}: {reason}; spans are dropped"
                 " until the collector answers, and training continues"
             )
 
     def _answers(self) -> None:
-        """Notes that the collector is up, and says so if it was down."""
+        """Resets the pause, and prints a note if the collector was down before."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False

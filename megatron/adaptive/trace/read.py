@@ -3,7 +3,7 @@
 A folder contains one file per rank. When a folder is read, the positions of the spans in its files
 are found (``block_index``), and all ranks are put on one clock (``clock``). The spans themselves
 are read only on request, as a table per rank, for all or some iterations. If an iteration was run
-twice, the second run is used. Any damage is an error, except a line cut off at the end of a file.
+twice, the second run is used. Damage is an error, except a truncated line at the end of a file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 REFINED_ITERATIONS = 5
-"""Number of iterations, evenly spaced over the run, whose messages serve to correct the clocks."""
+"""Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
 """Maximum number of spans in these iterations, unless a single iteration has more."""
@@ -69,7 +69,7 @@ class RankTrace:
         Args:
             path: Path of the file that was read.
             tables: Spans by iteration.
-            truncated_lines: Number of lines that were cut off in the file.
+            truncated_lines: Number of truncated lines in the file.
             header: Fields of :class:`~megatron.adaptive.trace.trace_format.TraceHeader`.
         """
         blocks = []
@@ -117,7 +117,7 @@ class RankTrace:
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns an iteration's counts of what kept the rank from computing; empty if unknown."""
+        """Returns an iteration's counters of ``machine_counters``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
@@ -196,7 +196,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans by iteration; of an iteration that ran twice, those of its last run."""
+        """Blocks of spans by iteration; only the last run of an iteration that ran twice."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -237,7 +237,7 @@ class RunTrace:
 
     @cached_property
     def truncated_lines(self) -> int:
-        """Total number of lines that were cut off at the ends of the ranks' files."""
+        """Total number of truncated lines at the ends of the ranks' files."""
         return sum(trace.index.truncated_lines for trace in self.ranks.values())
 
     @cached_property
@@ -266,8 +266,8 @@ class RunTrace:
         if not by_pp_rank:
             dp_ranks = sorted({trace.header.dp_rank for trace in self.ranks.values()})
             raise TraceError(
-                f"no trace of data-parallel rank {dp_rank} (tensor-parallel rank {tp_rank}) in "
-                f"{self.origin}; it has data-parallel ranks {describe_numbers(dp_ranks)}"
+                f"data-parallel rank {dp_rank} (tensor-parallel rank {tp_rank}) is not in "
+                f"{self.origin}, which has data-parallel ranks {describe_numbers(dp_ranks)}"
             )
         return tuple(by_pp_rank.get(pp_rank) for pp_rank in range(self.num_ranks))
 
@@ -297,11 +297,11 @@ class RunTrace:
         """Raises an error if no rank recorded the given iteration.
 
         Raises:
-            TraceError: The iteration was not recorded; the message lists those that were.
+            TraceError: The iteration was not recorded; the message lists the recorded iterations.
         """
         if iteration not in self._numbers:
             raise TraceError(
-                f"iteration {iteration} is not in {self.origin}; it has "
+                f"iteration {iteration} is not in {self.origin}, which has iterations "
                 f"{describe_numbers(self.iterations)}"
             )
 
@@ -340,12 +340,13 @@ class RunTrace:
             )
         if self.truncated_lines:
             lines.append(
-                f"{self.truncated_lines} truncated lines at file ends dropped; run killed?"
+                f"{self.truncated_lines} truncated lines at the ends of files were dropped; the run"
+                " may have been killed"
             )
         for rank, trace in self.ranks.items():
             lines += [
                 f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
-                " its disk accepted no data then"
+                " its disk did not accept data at that time"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
@@ -378,16 +379,16 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
     files = trace_files(folder)
     if not files:
         state = "contains no trace_rank_*.jsonl file" if folder.is_dir() else "does not exist"
-        raise TraceError(f"{folder} {state}; give the folder into which the run wrote its traces")
+        raise TraceError(f"{folder} {state}; pass the folder into which the run wrote its traces")
     indexes = {rank: index_file(path) for rank, path in files.items()}
     headers = {rank: index.header for rank, index in sorted(indexes.items()) if index.header}
     if not headers:
-        raise TraceError(f"the trace files in {folder} are empty; the run wrote nothing")
+        raise TraceError(f"the trace files in {folder} are empty; record the run again")
     for rank, header in headers.items():
         if header.rank != rank:
             raise TraceError(
-                f"{files[rank]} has the header of rank {header.rank}, the file is named after rank "
-                f"{rank}; restore its name"
+                f"{files[rank]} has the header of rank {header.rank}, but its name states rank "
+                f"{rank}; restore the original name"
             )
     _check_one_run(folder, headers)
     traces, alignment = _on_one_clock(indexes, headers)
@@ -430,7 +431,7 @@ def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
                 for name in different
             )
             raise TraceError(
-                f"{folder} mixes {kind}: {listed}; keep the files of one and move the rest"
+                f"{folder} mixes {kind}: {listed}; keep the files of one and move all other files"
             )
 
 

@@ -73,8 +73,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         Args:
             folder: Path of the folder for the trace files; no other run may use it.
             header: Description of the rank, which becomes the first line of the file.
-            sender: Sender that also gets all spans, even while the disk accepts none; ``None`` for
-                none. :meth:`close` closes it.
+            sender: Sender that also receives all spans, even while the disk accepts no data.
+                :meth:`close` closes it. ``None`` for no sender.
 
         Raises:
             TraceError: The folder already has a trace of this rank, or the file cannot be written.
@@ -85,7 +85,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             if self._path.exists() and self._path.stat().st_size:
                 raise TraceError(
-                    f"{self._path} has the trace of another start; give an empty folder"
+                    f"{self._path} has the trace of another start; use an empty folder"
                 )
             self._file = BestEffortFile(self._path, "iterations", lambda: line)
         except OSError as error:
@@ -156,7 +156,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Adds the number of tokens that each of the rank's experts got in this iteration.
+        """Adds the number of tokens that each of the rank's experts received in this iteration.
 
         Args:
             exchange_ns: Time in ns that actions waited for all-to-all exchanges of tokens.
@@ -168,7 +168,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def add_machine(self, counts: Mapping[str, int]) -> None:
-        """Adds counts of what kept the rank from computing in this iteration.
+        """Adds the counters of causes that kept the rank from computing in this iteration.
 
         Args:
             counts: Counts by the names in ``machine_counters``.
@@ -197,8 +197,9 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s. If the queue is still full then, this
-        iteration is dropped. Later iterations are dropped without a wait until the queue has space.
+        Blocks only if the queue is full, for at most 10 s. If the queue is full after this time,
+        the iteration is dropped. Later iterations are dropped without waiting until the queue has
+        space.
         """
         begun, rows = self._begun, self._rows
         self._begun, self._rows = None, None
@@ -223,7 +224,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer(samples)
 
     def watch(self, read_state: ReadState) -> None:
-        """Starts to update the status file ``now_rank_*.json`` twice a second, until :meth:`close`.
+        """Updates the status file ``now_rank_*.json`` twice a second until :meth:`close`.
 
         Args:
             read_state: Function that returns fields of
@@ -241,8 +242,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The wait is limited, because the thread may hang while it writes to a disk. The thread is
-        # a daemon thread, so the process can exit even then.
+        # The wait has a timeout, because the thread may hang while it writes to a disk. The thread
+        # is a daemon thread, so it does not prevent the process from exiting.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
         if self._sender is not None:
@@ -263,7 +264,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put(batch, timeout=0.0 if self._delay.lost else WRITER_PATIENCE_S)
         except queue.Full:
-            self._delay.begins(f"the disk accepted no data for {WRITER_PATIENCE_S:.0f} s")
+            self._delay.begins(f"the disk did not accept data for {WRITER_PATIENCE_S:.0f} s")
             return False
         self._delay.ends()
         return True

@@ -31,7 +31,7 @@ REASON = {word: number for number, word in enumerate(REASONS)}
 """Maps each reason to its number in the column ``reason``."""
 
 OTHER = len(KINDS)
-"""Number that stands for any kind of span that only newer versions of this program know."""
+"""Number that represents all kinds of span that this version of the program does not know."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
@@ -53,8 +53,8 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 
 SlicesOf: TypeAlias = Callable[[int], SliceCounts]
-"""Function that takes an iteration's number, and returns the number of slices of each of its
-microbatches on a rank."""
+"""Function that takes an iteration's number, and returns the number of slices of each microbatch
+on a rank."""
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
@@ -100,8 +100,9 @@ class TraceTable:
     on the run's common clock, and ``end_ns`` is never before ``start_ns``. Values of ``kind`` and
     ``of`` are numbers from :data:`KIND`, those of ``reason`` are numbers from :data:`REASON`.
 
-    Spans of an iteration are consecutive, except those recorded late. Within an iteration, spans
-    are in the order in which they were written, and actions are in the order in which they ran.
+    Spans of an iteration are consecutive, except spans that were recorded late. Within an
+    iteration, spans are in the order in which they were written, and actions in the order in which
+    they ran.
     """
 
     iteration: Ints
@@ -151,7 +152,7 @@ class TraceTable:
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """Joins tables: the rows of the first, then those of the second, and so on."""
+        """Concatenates the rows of several tables."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -211,7 +212,7 @@ def wait_before(table: TraceTable) -> Ints:
 def row_keys(columns: Sequence[Ints]) -> Ints:
     """Encodes each row as a number, ``[rows] int64``.
 
-    Two numbers are equal if the rows are equal, and the numbers sort in the same order as the rows.
+    Equal rows have equal numbers, and the numbers have the same order as the rows.
     """
     keys = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
@@ -238,7 +239,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # A key beyond the largest one gets the position of the extra key -1, which equals no key.
+    # A key beyond the largest key gets the position of the extra key -1, which equals no key.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]

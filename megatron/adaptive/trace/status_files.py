@@ -1,9 +1,9 @@
 """Reads and writes each rank's report of its current action, and reads a run's progress file.
 
-An iteration's spans reach the trace file only when the iteration ends. To show what happens in a
-long iteration, or in one that hangs, the recorder's thread also writes a status file, such as
-``now_rank_00000.json``. The file contains one line of JSON, usually of a fixed length, which a
-single write replaces::
+An iteration's spans are written to the trace file only when the iteration ends. To show the
+progress of an iteration that is long or hangs, the recorder's thread also writes a status file,
+such as ``now_rank_00000.json``. The file contains one line of JSON, usually of a fixed length,
+which a single write replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
@@ -14,8 +14,8 @@ If the rank is killed, its status file stays, and the file's age shows that the 
 
 ``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
 One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and managers
-read it. No line is read twice. A line that is still being written is read later. A line that a full
-disk cut short is skipped.
+read it. No line is read twice. A line that is still being written is read later. A line that was
+truncated because of a full disk is skipped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Now:
         microbatch: Microbatch of the current action, -1 for none.
         slice: Slice of that microbatch, -1 if microbatches are whole.
         cause: Cause of the current wait, empty if unknown.
-        since_s: Seconds since the activity began, exact to about :data:`PERIOD_S`.
+        since_s: Seconds since the activity began, accurate to about :data:`PERIOD_S`.
         done: Number of finished forward passes, backward passes and separate weight-gradient passes
             in the current iteration, over all chunks; each slice counts.
         held_bytes: Total size of the activations held, in bytes.
@@ -125,11 +125,11 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # for example a full disk: the warning about the trace file is enough
+                self._close()  # if the disk is full, the warning about the trace file is enough
             except Exception as error:  # expected once, while the run shuts down
                 if self._failed and not self._is_said:
                     self._is_said = True
-                    reason = f"cannot read the rank's present action: {error!r}"
+                    reason = f"cannot read the rank's current action: {error!r}"
                     say(f"warning: {self._path.name}: {reason}; the trace continues")
                 self._failed = True
         return self._due_s - now_s
@@ -292,7 +292,7 @@ def _is_whole(value: Any) -> bool:
 def _parsed(line: bytes) -> list[dict[str, Any]]:
     """Parses a line; returns its record in a list, or an empty list if the line is damaged.
 
-    A line is damaged if it was cut short or if a field has the wrong type.
+    A line is damaged if it is truncated or if a field has the wrong type.
     """
     try:
         record = parse_json(line, strict=False)

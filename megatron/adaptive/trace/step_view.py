@@ -117,7 +117,7 @@ class PipelineStep:
 
 
 def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
+    """Returns text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
 
     If numbers of slices differ, the text has the smallest and the largest: ``in 1 to 4 slices``.
     """
@@ -138,7 +138,7 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
     """Lists a pipeline rank's stages as text, such as ``stages 0, 5``.
 
     Args:
-        header: Object that states the pipeline's numbers of ranks and chunks, and its placement.
+        header: Object with the pipeline's number of ranks, number of chunks, and placement.
         pp_rank: Pipeline rank whose stages are listed.
         most: Maximum number of stages to list; ``None`` for all.
     """
@@ -163,7 +163,9 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     """
     ranks = run.replica(dp_rank)
     if not run.iterations:
-        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     if iteration is None:
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
     run.require_iteration(iteration)
@@ -172,7 +174,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
-            f"iteration {iteration} in {run.origin} contains no F, B or W; it has nothing to draw"
+            f"iteration {iteration} in {run.origin} does not contain F, B or W to draw"
         )
     start = int(drawn.start_ns.min())
     end = int(drawn.end_ns.max())

@@ -29,8 +29,8 @@ marker above it. A marker contains the size in bytes of the spans that follow, s
 skip iterations. On a rank with experts (MoE), the marker also has the experts' load.
 
 New kinds and reasons are added at the end of their lists. Readers ignore kinds, reasons, fields and
-objects that they do not know. So the version rises only if existing data change their meaning; a
-file of another version is refused.
+objects that they do not know. So the version changes only if existing data change their meaning;
+readers reject files of other versions.
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ class TraceHeader:
             work. Empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
         order: Setting ``order`` of a ``Pipeline``; empty in traces of other programs.
-        dealing: Setting ``dealing`` of a ``Pipeline``; empty in traces of other programs.
+        dealing: Setting ``dealing`` of a ``Pipeline``, which distributes microbatches over
+            replicas; empty in traces of other programs.
     """
 
     run: str
@@ -359,14 +360,14 @@ class IterationStart:
         exchange_ns: Time in ns that actions waited for all-to-all exchanges of experts' tokens.
         tokens: Load of the experts, a row per MoE layer: index of the layer in the model (layers of
             multi-token prediction come last), index of this rank's first expert, then the number of
-            tokens that each expert of this rank got.
+            tokens that each expert of this rank received.
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
             same size.
         slices: Number of slices of each microbatch, if microbatches may have different numbers;
             empty if the header's ``num_slices`` applies.
-        machine: Counts of what kept the rank from computing, by the names in ``machine_counters``.
-            A counter that is missing here is 0, or this machine does not have it. Empty if nothing
-            was counted.
+        machine: Counters of causes that kept the rank from computing, by the names in
+            ``machine_counters``. A missing counter is 0, or this machine does not have the counter.
+            Empty if nothing was counted.
         layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
             all forward passes, of all backward passes, and number of forward passes.
         layer_passes: First passes of layers in the iteration, a row each: index of the layer in the
@@ -609,7 +610,7 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Parses a line of a trace file that contains a JSON object (any line but those of spans).
+    """Parses a line of a trace file that contains a JSON object (any line except spans).
 
     Args:
         line: Text of the line, with or without the newline.
@@ -626,10 +627,10 @@ def parse_line(
         record = parse_json(line)
     except ValueError as error:
         raise TraceError(
-            f"{origin} is not a line of JSON ({error}); the file is damaged, remove it or that line"
+            f"{origin} is not a line of JSON ({error}); remove the damaged file or this line"
         ) from None
     if not isinstance(record, dict):
-        raise TraceError(f"{origin} is not a JSON object; this is no trace file")
+        raise TraceError(f"{origin} is not a JSON object; this is not a trace file")
     if "format" in record or "version" in record:
         return _header(record, origin)
     for key in ("begin_iteration", "after_iteration"):
@@ -637,8 +638,8 @@ def parse_line(
             iteration = value_of(record, key, "int", origin)
             if not 0 <= iteration <= MAX_ITERATION:
                 raise TraceError(
-                    f"{origin}: field {key!r} is {iteration}, expected 0 to {MAX_ITERATION:,}; the"
-                    " file is damaged, remove it or that line"
+                    f"{origin}: field {key!r} must be from 0 to {MAX_ITERATION:,}, got {iteration};"
+                    " remove the damaged file or this line"
                 )
             start_ns = value_of(record, "start_ns", "int", origin)
             groups = value_of(record, "collectives", "collectives", origin, [])
@@ -670,7 +671,7 @@ def parse_line(
     if "missing" in record:
         numbers = value_of(record, "missing", "counts", origin)
         if len(numbers) != 3:
-            raise TraceError(f"{origin}: field 'missing' is {numbers}, expected three numbers")
+            raise TraceError(f"{origin}: field 'missing' must be three numbers, got {numbers}")
         return Gap(*numbers)
     return None
 
@@ -679,13 +680,15 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     name = record.get("format")
     version = record.get("version")
     if name != FORMAT_NAME:
-        raise TraceError(f"{origin} has format {name!r}, expected {FORMAT_NAME!r}; no trace file")
+        raise TraceError(
+            f"{origin}: format must be {FORMAT_NAME!r}, got {name!r}; this is not a trace file"
+        )
     if type(version) is not int or version < 1:
-        raise TraceError(f"{origin} has version {version!r}, expected {FORMAT_VERSION}")
+        raise TraceError(f"{origin}: version must be {FORMAT_VERSION}, got {version!r}")
     if version != FORMAT_VERSION:
         remedy = "use a newer version of it" if version > FORMAT_VERSION else "record it again"
         raise TraceError(
-            f"{origin} has format version {version}, this program reads version "
+            f"{origin} has format version {version}, but this program reads version "
             f"{FORMAT_VERSION}; {remedy}"
         )
     values = {
@@ -695,7 +698,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
-            f"{origin}: placement is {values['placement']!r}, this program knows "
+            f"{origin}: placement is {values['placement']!r}, but this program knows only "
             f"{' and '.join(PLACEMENTS)}; use a newer version of it"
         )
     for name, default in _ADDED.items():
@@ -710,19 +713,22 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     columns = value_of(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:
         raise TraceError(
-            f"{origin}: columns are {reprlib.repr(columns)}, this program knows "
+            f"{origin}: columns are {reprlib.repr(columns)}, but this program knows only "
             f"{', '.join(COLUMNS)}; use a newer version of it"
         )
     header = TraceHeader(**values)
     for size, most in MAX_SIZES.items():
         if not 1 <= getattr(header, size) <= most:
-            raise TraceError(f"{origin}: {size} is {getattr(header, size)}, expected 1 to {most:,}")
+            raise TraceError(
+                f"{origin}: {size} must be from 1 to {most:,}, got {getattr(header, size)}"
+            )
     if header.num_ranks * header.num_chunks > MAX_STAGES:
-        raise TraceError(f"{origin}: num_ranks times num_chunks is more than {MAX_STAGES:,}")
+        raise TraceError(f"{origin}: num_ranks times num_chunks must be at most {MAX_STAGES:,}")
     check_layers(values, origin)
     for position, limit in (("rank", header.world_size), ("pp_rank", header.num_ranks)):
         if not 0 <= getattr(header, position) < limit:
             raise TraceError(
-                f"{origin}: {position} is {getattr(header, position)}, expected 0..{limit - 1}"
+                f"{origin}: {position} must be from 0 to {limit - 1}, got "
+                f"{getattr(header, position)}"
             )
     return header

@@ -10,7 +10,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.errors import TraceError
 
 MAX_SLICES = 1 << 20
-"""Maximum number of slices of a microbatch. A damaged file may state a larger one."""
+"""Maximum number of slices of a microbatch. Larger numbers mean that the file is damaged."""
 
 MAX_SIZES = {
     "world_size": 1 << 17,
@@ -21,7 +21,7 @@ MAX_SIZES = {
 }
 """Maximum sizes of a run that a header may state.
 
-Readers loop over all ranks, even those without a file. So a damaged header with a huge number would
+Readers loop over all ranks, with or without a file. So a damaged header with a huge number would
 take very long.
 """
 
@@ -29,7 +29,7 @@ MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum number of an iteration; its product with the number of ranks still fits 64 bits."""
+"""Maximum number of an iteration; multiplied by the number of ranks, it still fits 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -77,39 +77,42 @@ def _is_group(value: Any) -> bool:
 
 
 EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_int, "a whole number"),
-    "str": (lambda value: isinstance(value, str), "text"),
-    "words": (lambda value: _is_list(value, lambda word: isinstance(word, str)), "a list of words"),
-    "counts": (lambda value: _is_list(value, _is_int), "whole numbers"),
+    "int": (_is_int, "an integer"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+    "words": (
+        lambda value: _is_list(value, lambda word: isinstance(word, str)),
+        "a list of strings",
+    ),
+    "counts": (lambda value: _is_list(value, _is_int), "integers"),
     "slices": (
         lambda value: _is_list(value, lambda count: _is_int(count) and 1 <= count <= MAX_SLICES),
-        f"numbers of slices from 1 to {MAX_SLICES:,}",
+        f"integers from 1 to {MAX_SLICES:,}",
     ),
     "numbers": (
         lambda value: _is_list(value, lambda n: type(n) in (int, float) and n >= 0),
-        "numbers from 0",
+        "non-negative numbers",
     ),
     "lengths": (
         lambda value: _is_list(value, lambda row: bool(row) and _is_list(row, _is_int)),
-        "lists of whole numbers, none empty",
+        "non-empty lists of integers",
     ),
     "counters": (
         lambda value: (
             isinstance(value, dict) and all(_is_int(n) and n >= 0 for n in value.values())
         ),
-        "whole numbers from 0 by name",
+        "non-negative integers by name",
     ),
     "samples": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_int) and len(row) == 4),
-        "lists of four whole numbers",
+        "lists of four integers",
     ),
     "tokens": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) > 2),
-        "lists of at least three whole numbers from 0",
+        "lists of at least three non-negative integers",
     ),
     "layers": (
         lambda value: _is_list(value, lambda row: _is_list(row, _is_count) and len(row) == 4),
-        "lists of four whole numbers from 0",
+        "lists of four non-negative integers",
     ),
     "passes": (
         lambda value: _is_list(
@@ -123,14 +126,14 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
                 and abs(row[2]) < 1 << 53
             ),
         ),
-        "lists of four whole numbers, the second 0 or 1",
+        "lists of four integers, with the second 0 or 1",
     ),
     "collectives": (
         lambda value: _is_list(value, _is_group),
         "a list of process groups with the times of their collectives",
     ),
 }
-"""Maps each type of field to a check of its value, and a description for error messages."""
+"""Maps each type of field to a check of its value and a description for error messages."""
 
 
 def value_of(
@@ -145,7 +148,7 @@ def value_of(
     is_sound, expected = EXPECTED[kind]
     if not is_sound(value):
         shown = reprlib.repr(value)
-        raise TraceError(f"{origin}: field {name!r} is {shown}, expected {expected}")
+        raise TraceError(f"{origin}: field {name!r} must be {expected}, got {shown}")
     # Tables and sheets show this text, and cannot contain control characters.
     return printable(value) if isinstance(value, str) else value
 
@@ -156,8 +159,8 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:
         raise TraceError(
-            f"{origin}: num_microbatches is {number}, expected 0 to {most:,}; the file is damaged,"
-            " remove it or that line"
+            f"{origin}: num_microbatches must be from 0 to {most:,}, got {number}; remove the"
+            " damaged file or this line"
         )
     return number
 
@@ -174,16 +177,16 @@ def check_layers(values: Mapping[str, Any], origin: object) -> None:
     """
     if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
         shown = reprlib.repr(values["layers"])
-        raise TraceError(f"{origin}: layers are {shown}, expected at most {_MAX_LAYERS:,} in all")
+        raise TraceError(f"{origin}: layers must be at most {_MAX_LAYERS:,} in total, got {shown}")
     for name in _OF_LAYERS:
         if len(values[name]) > _MAX_LAYERS:
             raise TraceError(
-                f"{origin}: {name} has {len(values[name]):,} values, expected at most"
-                f" {_MAX_LAYERS:,}"
+                f"{origin}: {name} must have at most {_MAX_LAYERS:,} values, got"
+                f" {len(values[name]):,}"
             )
     for name in ("work", "layer_work"):
         if max(values[name], default=0) > _MAX_WORK:
             raise TraceError(
-                f"{origin}: {name} is {reprlib.repr(values[name])}, expected numbers up to"
-                f" {_MAX_WORK:g}"
+                f"{origin}: {name} must be numbers up to {_MAX_WORK:g}, got"
+                f" {reprlib.repr(values[name])}"
             )

@@ -95,9 +95,9 @@ def test_a_cause_of_the_user_is_found_and_costed(diagnose: Diagnose) -> None:
     ("name", "message"),
     [
         ("my_causes:Damaged", "cause damaged: "),
-        ("my_causes:np", "make it a subclass of Cause"),
+        ("my_causes:np", "must be a subclass of .*Cause with a name"),
         ("my_causes:none", "has no 'none'"),
-        ("nothing", "'nothing' is not package.module:Class"),
+        ("nothing", "must be package.module:Class .*, got 'nothing'"),
     ],
 )
 def test_a_cause_that_cannot_be_searched(diagnose: Diagnose, name: str, message: str) -> None:

@@ -206,5 +206,5 @@ def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
     write_synthetic(tmp_path, SyntheticRun(iterations=1))
     for path in tmp_path.iterdir():
         path.write_text(path.read_text().split("\n", 1)[0] + "\n")
-    with pytest.raises(TraceError, match="contains no iteration"):
+    with pytest.raises(TraceError, match="does not contain iterations"):
         diagnose(read_run(tmp_path))

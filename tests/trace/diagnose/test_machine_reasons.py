@@ -127,9 +127,9 @@ def only(rank: int, **counts: float) -> Count:
         ({STEAL: 0.25}, "takes its processors away for 25%", "does not share its processors"),
         ({GPU_HOT: 0.3}, "the temperature of its GPU", "cooling"),
         ({GPU_POWER_LIMITED: 0.3}, "the power limit of its GPU", "nvidia-smi -pl"),
-        ({GPU_OTHERS: 2}, "2 other processes of host0 use its GPU", "end the other processes"),
-        ({GPU_ERRORS: 1}, "cannot be corrected: 1 per step", "leave host0 out"),
-        ({GPU_REPLAYS: 40}, "sends 40 PCIe packets per step again", "PCIe link"),
+        ({GPU_OTHERS: 2}, "2 other processes of host0 use its GPU", "stop the other processes"),
+        ({GPU_ERRORS: 1}, "cannot be corrected: 1 per step", "exclude host0"),
+        ({GPU_REPLAYS: 40}, "retransmits 40 PCIe packets per step", "PCIe link"),
         ({MEMORY_WAIT: 0.3, DISK_PAGES: 400}, "is short of memory", "free memory"),
         (
             {DISK_WAIT: 0.3, DISK_PAGES: 400},
@@ -243,7 +243,7 @@ def test_a_rank_with_two_waits_has_two_reasons(tmp_path: Path) -> None:
         (
             {CLOCK: 2_000_000, CLOCK_LIMIT: 2_000_000},
             "cpu",
-            "2.00 GHz, not 3.00 GHz, where a limit of 2.0",
+            "2.00 GHz, not 3.00 GHz, because its limit is 2.0",
         ),
         ({CLOCK: 2_000_000}, "cpu", "has a clock of 2.00 GHz, not 3.00 GHz"),
         ({CLOCK: 2_990_000}, "cpu", ""),
@@ -283,8 +283,8 @@ def test_counters_that_a_machine_lacks_are_named_once(tmp_path: Path) -> None:
         text = path.read_text()
         path.write_text(text.replace('"uncounted": []', '"uncounted": ["clock_khz"]', 1))
     said = diagnose(read_run(tmp_path))
-    (note,) = (note for note in said.notes if "not counted" in note)
-    assert "forbid it: clock_khz;" in note
+    (note,) = (note for note in said.notes if "lack or forbid" in note)
+    assert "forbid these counters: clock_khz;" in note
 
 
 @pytest.mark.parametrize("size_bytes", [8_000_000, 0])
@@ -318,7 +318,7 @@ def test_messages_that_are_late_when_packets_are_lost(tmp_path: Path, resent: in
     for finding in findings:
         if finding.cause == "lossy link":
             assert finding.reason is not None
-            assert "of its TCP segments again" in finding.reason.text
+            assert "of its TCP segments" in finding.reason.text
             assert finding.cost_fraction > 0.02
 
 
@@ -352,7 +352,7 @@ def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
     (finding,) = diagnosed(tmp_path / "tcp", lossy, fault, transport="tcp").findings
     assert (finding.cause, finding.ranks) == ("slow link", (1, 2))
     assert finding.reason is not None
-    assert "sends 4.0% of its TCP segments again" in finding.reason.text
+    assert "retransmits 4.0% of its TCP segments" in finding.reason.text
     within = {LINK_RETRIES: 7, SENT_SEGMENTS: 100, RESENT_SEGMENTS: 4}
     (finding,) = diagnosed(tmp_path / "memory", only(1, **within), fault).findings
     assert (finding.cause, finding.reason) == ("slow link", None)
@@ -363,11 +363,11 @@ def test_a_slow_link_that_loses_packets_says_so(tmp_path: Path) -> None:
     [
         (
             {LINK_SPEED: 10_000},
-            "that the job uses runs at 10,000 Mbit/s, those of other machines at 25,000 Mbit/s",
+            "runs at 10,000 Mbit/s, but the interfaces of other machines run at 25,000 Mbit/s",
         ),
-        ({LINK_RETRIES: 7}, "sends 7 packets per step again"),
+        ({LINK_RETRIES: 7}, "retransmits 7 packets per step"),
         ({LINK_ERRORS: 3}, "counts 3 faulty or dropped packets per step"),
-        ({LINK_PAUSES: 900}, "may not send for 900 ticks per step"),
+        ({LINK_PAUSES: 900}, "cannot send for 900 ticks per step"),
         ({}, ""),
     ],
     ids=["speed", "retries", "errors", "pauses", "sound"],

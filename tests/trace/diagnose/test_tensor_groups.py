@@ -80,7 +80,7 @@ def waiting_for(m: Measured, rank: int | None) -> Measured:
 def test_without_evidence_the_group_is_named(tmp_path: Path) -> None:
     (finding,) = slow_ranks(measured(tmp_path))
     assert finding.ranks == SLOW
-    assert "one of ranks 2-3 (stage 1, host0), which share each layer" in finding.headline
+    assert "one of ranks 2-3 (stage 1, host0), which share every layer" in finding.headline
 
 
 @pytest.mark.parametrize("rank", SLOW)

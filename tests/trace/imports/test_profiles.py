@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_off_is_used_as_far_as_it_goes(copied: Path) -> None:
     path = copied / "rank0.json.gz"
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     run = read_profiles(copied)
-    assert "rank0.json.gz ends in the middle; the events before that are used" in run.notes()
+    assert "rank0.json.gz is truncated; the events before its end are used" in run.notes()
     assert run.ranks[0].iterations
 
 
@@ -121,7 +121,7 @@ def test_a_loop_without_names_is_advised(copied: Path, capsys: pytest.CaptureFix
     for path in copied.iterdir():
         edit(path, lambda text: text.replace(b"back_thing", b"backward_step"))
     assert import_run([str(copied), "--output", str(copied / "traces")]) == 0
-    assert "of no known kind: for_thing (24)" in capsys.readouterr().err
+    assert "kinds of ranges are unknown: for_thing (24)" in capsys.readouterr().err
 
 
 def range_of(name: str, start_us: float, length_us: float, category: str, **more: Any) -> Any:
@@ -224,9 +224,11 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     loaded = load_run(
         spans_with(tmp_path / "other", lambda text: text.replace("grad_sync.finish", "new.thing"))
     )
-    assert any("of no known kind: megatron.new.thing (6)" in note for note in loaded.notes())
+    assert any(
+        "kinds of ranges are unknown: megatron.new.thing (6)" in note for note in loaded.notes()
+    )
     cut = load_run(spans_with(tmp_path / "cut", lambda text: text[: len(text) * 3 // 4]))
-    assert "spans.jsonl ends in the middle; the events before that are used" in cut.notes()
+    assert "spans.jsonl is truncated; the events before its end are used" in cut.notes()
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 
@@ -308,17 +310,17 @@ def test_an_unreadable_event_is_named_and_the_rest_taken(name: str, tmp_path: Pa
     assert run.complete_iterations() == (0, 1)
     (note,) = run.notes()
     shown = name.replace("\x01", "\\x01")
-    assert note == f"rank0.json: 1 events that are unreadable are left out: {shown} (1)"
+    assert note == f"rank0.json: 1 events that cannot be read are left out: {shown} (1)"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
         ("dur", -1, "with a negative duration"),
-        ("dur", float("nan"), "whose times are no numbers"),
-        ("dur", "soon", "whose times are no numbers"),
-        ("ts", 1e300, "whose times are no numbers"),
-        ("ts", None, "whose times are no numbers"),
+        ("dur", float("nan"), "whose times are not numbers"),
+        ("dur", "soon", "whose times are not numbers"),
+        ("ts", 1e300, "whose times are not numbers"),
+        ("ts", None, "whose times are not numbers"),
     ],
 )
 def test_events_with_impossible_times_are_counted(
@@ -370,5 +372,5 @@ def test_a_refusal_lists_the_ranges(tmp_path: Path) -> None:
 )
 def test_an_impossible_head_is_named(head: dict[str, Any], tmp_path: Path) -> None:
     _write(tmp_path / "rank0.json", _loop(), **head)
-    with pytest.raises(TraceError, match="rank0.json: the data on its rank and job are unreadable"):
+    with pytest.raises(TraceError, match="rank0.json: its rank and job cannot be read"):
         read_profiles(tmp_path)

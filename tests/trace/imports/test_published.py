@@ -88,13 +88,13 @@ def test_chunks_and_unnumbered_microbatches() -> None:
     ("change", "message"),
     [
         ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
-        ({"duration": -1.0}, "duration that are missing or below 0"),
-        ({"step": -1}, "step that are missing or below 0"),
-        ({"rank": -2}, "rank that are missing or below 0"),
+        ({"duration": -1.0}, "duration that are missing or negative"),
+        ({"step": -1}, "step that are missing or negative"),
+        ({"rank": -2}, "rank that are missing or negative"),
         ({"start_ts": np.nan}, "start_ts that are missing"),
-        ({"stage": "first"}, "holds no numbers"),
+        ({"stage": "first"}, "is not numeric"),
         ({"gmc": 7}, "gmc .chunk in the model. is not mc"),
-        ({"optype": "sleep"}, "no forward-compute"),
+        ({"optype": "sleep"}, "does not contain forward-compute"),
     ],
 )
 def test_bad_tables_are_refused_by_name(
@@ -125,7 +125,7 @@ def test_unknown_kinds_are_counted_and_the_command_says_so(
     said = capsys.readouterr()
     assert "unknown kinds are left out: moe-dispatch (2)" in said.err
     assert "6 ranks (3 pipeline ranks x 2 replicas), iterations 5-6" in said.out
-    with pytest.raises(TraceError, match="holds the traces of a run"):
+    with pytest.raises(TraceError, match="already contains the traces of a run"):
         import_run([str(path), "--output", str(tmp_path / "traces")])
 
 
@@ -155,5 +155,7 @@ def test_parquet_holds_the_same_table(make_job: Job, tmp_path: Path) -> None:
 def test_what_is_no_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.parquet"
     path.write_bytes(b"PAR1")
-    with pytest.raises((SetupError, TraceError), match=r"parquet\]|no Parquet file"):
+    with pytest.raises(
+        (SetupError, TraceError), match=r"parquet\]|cannot be read as a Parquet file"
+    ):
         read_table(path)

@@ -1,7 +1,7 @@
-"""Finds causes of slow steps: a rank, a link, the reading of data, spikes, uneven stages.
+"""Finds causes of slow steps: slow ranks, links or data reads, spikes, uneven stages.
 
 - ``find_causes``  searches for all causes; computes each finding's cost by simulation
-- ``cause``        interface of a cause, and search for causes
+- ``cause``        interface of a cause, and lookup of causes by name
 - ``causes``       the causes of this package, one per module: test, text, remedies
 - ``finding``      results of a diagnosis, as text and as JSON
 - ``samples``      measured times of a run as arrays; robust statistics; search for changes

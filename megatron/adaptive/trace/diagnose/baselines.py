@@ -1,4 +1,4 @@
-"""Compares each rank's computing time with that of other ranks, with the plan and with its past.
+"""Compares each rank's computing time with other ranks, with the plan and with earlier times.
 
 The plan is each stage's expected work, from the header of the trace. A single statistical model
 combines all evidence. A rank's computing time in an iteration is divided by the planned work. The
@@ -10,10 +10,10 @@ logarithm of this ratio is modelled as the sum of
                                                           (long microbatches; shared by stages)
                            +  noise                       (estimated from the run)
 
-A slow rank shows as a shift: its ratio is higher in all or some iterations. Generalized least
+A slow rank appears as a shift: its ratio is higher in all or some iterations. Generalized least
 squares gives the size of the shift and its standard error. The method weights the evidence from
 peers, from other stages and from the rank's other iterations by its certainty. Missing evidence (no
-peers, no plan or no past) gets no weight.
+peers, no plan or no earlier times) gets no weight.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ ALIKE = 0.015
 """Assumed relative standard deviation of the speeds of equal machines (prior)."""
 
 SEEN_BEFORE = 16
-"""Weight of the prior :data:`ALIKE`, expressed as a number of observed ranks."""
+"""Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
 
 UNSURE_OF_PLAN = 0.25
 """Relative uncertainty of the planned work for embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation that stands for "unknown"; it is so large that the value gets no weight."""
+"""Standard deviation of unknown values; it is so large that these values get no weight."""
 
 LEAST_NOISE = 0.004
-"""Minimum relative standard deviation to assume for a rank's time from iteration to iteration."""
+"""Minimum relative standard deviation of a rank's time over iterations to assume."""
 
 OF_TIME = 0.1
 """Minimum fraction of the computing time that a kind of action (F, B, W) must take to be used."""
@@ -74,7 +74,7 @@ class Shift:
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
         doubt: Significance threshold for ``(size / error) ** 2``: the value that noise alone may
-            reach, given how many intervals were tried.
+            reach with the number of intervals that were tried.
     """
 
     column: int
@@ -118,7 +118,7 @@ class RankBaselines:
         """Makes the lasting deviations of ranks more uncertain.
 
         Args:
-            variances: ``[ranks]``, variance to add to that of each rank's own deviation.
+            variances: ``[ranks]``, variance to add to the variance of each rank's own deviation.
         """
         self.lasting = self.lasting.with_own(variances)
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
@@ -172,8 +172,8 @@ class RankBaselines:
         Args:
             least: Minimum size of a shift, as a logarithm.
             sure: Minimum size of a significant shift in standard errors, if the shift lasts for all
-                iterations and the ranks are few. The threshold rises with the numbers of ranks and
-                intervals tried, because noise has more chances.
+                iterations and there are few ranks. The threshold rises with the numbers of ranks
+                and intervals, because noise then causes more false findings.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
@@ -279,8 +279,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also results in a common part. So the weight is the fraction of the common
-        # part's variance that noise does not explain.
+        # Noise alone also causes a common part. So the weight is the fraction of the common part's
+        # variance that noise does not explain.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -291,7 +291,7 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
 def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
     """Returns the covariance of the deviations that vary between iterations.
 
-    These are each rank's own noise, and the deviation that all ranks of a replica share.
+    These deviations are each rank's own noise, and the deviation shared by a replica's ranks.
 
     Args:
         m: Measured times of the run.
@@ -318,7 +318,7 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Returns the noise of a rank's time per iteration that results from the noise of its actions.
+    """Returns the noise of a rank's time per iteration that the noise of its actions causes.
 
     Returns:
         ``[ranks]``, standard deviation. The mean of n actions has their noise divided by sqrt(n).

@@ -1,4 +1,4 @@
-"""Defines causes of slow steps: how each is found, described, left out in simulation, and remedied.
+"""Defines the interface of causes of slow steps: how to find, describe, remove and remedy them.
 
 A cause is a subclass of :class:`Cause`. The modules of the folder ``causes`` contain the causes of
 this package, which need no registration. Your own cause can be in any module: pass it as ``trace
@@ -49,7 +49,7 @@ class Remedy:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Contains the measured times in which causes are searched.
+    """Contains the measured times that causes examine.
 
     Attributes:
         measured: Measured times of the run as arrays; ``measured.finding`` makes a finding.
@@ -63,7 +63,7 @@ class Evidence:
         """Returns the advice to move layers between stages; empty if that would save too little."""
         m, times = self.measured, self.times
         if times is None:
-            advice = f"give stage {finding.stages[0]} fewer layers (--partition)"
+            advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
             return Remedy((advice,))
         if finding.period.kind == "passed":
             return Remedy()
@@ -82,12 +82,12 @@ class Evidence:
 class RecordedSteps:
     """Contains the operations of recorded steps, to simulate them without the cause of a finding.
 
-    The simulation has one worker per tensor-parallel group, which stands for all ranks of the
+    The simulation has one worker per tensor-parallel group, which represents all ranks of the
     group. So a finding on any rank of the group is applied to that worker.
 
     Attributes:
         evidence: Measured times of the run.
-        finding: Finding whose cause is left out.
+        finding: Finding whose cause is removed.
         operations: Operations of the recorded steps.
         duration_s: Duration of each operation in seconds; a copy that may be changed.
     """
@@ -104,7 +104,7 @@ class RecordedSteps:
 
     @cached_property
     def workers(self) -> list[int]:
-        """Worker that stands for each affected rank; -1 if the rank is not simulated."""
+        """Worker that represents each affected rank; -1 if the rank is not simulated."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -157,13 +157,13 @@ class Cause:
     is_rare: ClassVar[bool] = False
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> Iterable[Finding]:
-        """Returns the findings of this cause, made by ``evidence.measured.finding``.
+        """Returns the findings of this cause, created with ``evidence.measured.finding``.
 
         A finding must be statistically significant and large enough to matter.
 
         Args:
             evidence: Measured times of the run.
-            earlier: Findings of the causes that were searched before, in that order.
+            earlier: Findings of the causes that were searched before this cause, in that order.
         """
         raise NotImplementedError
 
@@ -180,12 +180,12 @@ class Cause:
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         """Returns the duration of each operation in seconds without the cause.
 
-        The difference that this makes to the simulated step time is the cost of the finding.
+        The resulting reduction of the simulated step time is the cost of the finding.
         """
         return steps.duration_s
 
     def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
-        """Returns whether a finding is reported, now that its cost is known.
+        """Returns whether to report a finding whose cost is known.
 
         Args:
             finding: Finding with its cost.
@@ -219,12 +219,12 @@ def find_cause(name: str) -> Cause:
     loaded = find_object(name, group=ENTRY_POINTS, subject="cause")
     if loaded is None:
         raise ConfigError(
-            f"argument --cause: {name!r} is not package.module:Class of a cause of yours, and not "
-            f"an entry point of the group {ENTRY_POINTS}"
+            f"argument --cause: must be package.module:Class of your own cause, or an entry point "
+            f"of the group {ENTRY_POINTS}, got {name!r}"
         )
     if not (isinstance(loaded, type) and issubclass(loaded, Cause) and hasattr(loaded, "name")):
         raise ConfigError(
-            f"cause {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of Cause "
-            "of megatron.adaptive.trace.diagnose, with a name"
+            f"cause {name} must be a subclass of megatron.adaptive.trace.diagnose.Cause with a "
+            f"name, got {type(loaded).__name__} {loaded!r:.60}"
         )
     return loaded()

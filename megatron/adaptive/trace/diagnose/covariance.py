@@ -1,15 +1,13 @@
 """Defines covariances between ranks, and their inverses, without a matrix of all pairs of ranks.
 
-Each rank has a deviation of its own. A group of ranks, such as a replica, may also share a
-deviation::
+Each rank has its own deviation. A group of ranks, such as a replica, may also share a deviation::
 
     covariance = diagonal of the own variances + sum over kinds of group of (u u' within a group)
 
-So memory and time grow with the number of ranks, and not with its square or cube. The inverse is
-computed in two steps. The kind with the most groups is inverted group by group (Sherman-Morrison
-formula), because its groups have no rank in common. All groups of other kinds are added as one
-update of low rank (Woodbury identity). If 10,000 ranks are 100 replicas of 100 stages, the matrix
-of the update is 101 x 101.
+So memory and time grow linearly with the number of ranks. The inverse is computed in two steps. The
+kind with the most groups is inverted group by group (Sherman-Morrison formula), because its groups
+have no rank in common. All groups of other kinds are added as one low-rank update (Woodbury
+identity). If 10,000 ranks are 100 replicas of 100 stages, the matrix of the update is 101 x 101.
 
 Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
 """
@@ -26,7 +24,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations that the ranks of a group share; a rank is in one group of a kind.
+    """Describes deviations shared by the ranks of a group; the groups of a kind are disjoint.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group, from 0 without gaps.
@@ -50,7 +48,7 @@ class Covariance:
     shared: tuple[Shared, ...] = ()
 
     def plus(self, other: Covariance, factor: float = 1.0) -> Covariance:
-        """Returns the sum of this covariance and ``factor`` times another one."""
+        """Returns the sum of this covariance and ``factor`` times another covariance."""
         scaled = [replace(each, size=each.size * factor**0.5) for each in other.shared]
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 

@@ -81,22 +81,22 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a line with the counters that machines of the run lack; empty if none is lacking."""
+    """Returns a line with the counters that are missing on some machines, or no line."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
     return [
-        f"not counted, as machines of the run lack or forbid it: {', '.join(sorted(names))}; no "
-        "cause is named by these"
+        f"machines of the run lack or forbid these counters: {', '.join(sorted(names))}; the "
+        "diagnosis cannot use them"
     ]
 
 
 class _Search:
-    """Searches a run for causes, and simulates its steps without them.
+    """Searches a run for causes, and simulates its steps without the causes.
 
     Args:
         run: Trace of the run.
-        evidence: Measured times of the run, in which causes are searched.
+        evidence: Measured times of the run.
     """
 
     def __init__(self, run: RunTrace, evidence: Evidence) -> None:
@@ -117,8 +117,8 @@ class _Search:
         worst = sorted(bare_findings, key=_badness)[:MOST_FINDINGS]
         if len(worst) < len(bare_findings):
             self.notes.append(
-                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} further findings are left"
-                f" out; the {MOST_FINDINGS} worst are examined"
+                f"{cause.name}: {len(bare_findings) - MOST_FINDINGS:,} findings are omitted, and "
+                f"the {MOST_FINDINGS} worst are examined"
             )
             bare_findings = [bare for bare in bare_findings if any(bare is each for each in worst)]
         for bare in bare_findings:
@@ -196,7 +196,7 @@ class _Recorded:
 
 
 def _badness(finding: Finding) -> tuple[float, float]:
-    """Returns a key by which the worst findings of a cause come first."""
+    """Returns a sort key that puts the worst findings of a cause first."""
     return -(finding.delay_ms or 0.0), -(finding.factor or 0.0)
 
 

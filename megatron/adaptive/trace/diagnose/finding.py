@@ -17,7 +17,7 @@ class Period:
         first: Number of the first affected iteration.
         last: Number of the last affected iteration.
         kind: ``lasting`` (all examined iterations), ``begun`` (from ``first`` to the end),
-            ``passed`` (from ``first`` to ``last``, then over) or ``spikes`` (now and then).
+            ``passed`` (only from ``first`` to ``last``) or ``spikes`` (occasionally).
     """
 
     first: int
@@ -39,7 +39,7 @@ class Reason:
 
     Attributes:
         counter: Name of the counter in ``machine_counters``.
-        text: Measured values and what they mean, a sentence about the ranks or the machine.
+        text: Sentence about the ranks or the machine, with the measured values.
         remedy: Action that users can take, in the imperative.
     """
 
@@ -69,12 +69,12 @@ class Finding:
         detail: Further numbers, as a line of text.
         cost_ms: Time in ms that a step would save without the cause, by simulation.
         cost_fraction: ``cost_ms`` as a fraction of the step time.
-        description: Affected rank and effect, as the text in the middle of the headline; filled in
-            by the diagnosis.
+        description: Text with the affected rank and the effect, for the middle of the headline;
+            filled in by the diagnosis.
         advice: Remedies, one sentence each, with the best first.
         partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
             better than the current partition.
-        reason: Reason of the slowdown in the machine's counters; ``None`` if they show none.
+        reason: Reason of the slowdown according to the machine's counters; ``None`` if unknown.
         more_reasons: Further reasons, each of which explains less of the lost time than ``reason``.
     """
 

@@ -1,7 +1,7 @@
-"""Finds, in the counters of a rank's machine, what kept the rank from computing.
+"""Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
 A counter explains a slow rank if its excess over the usual value is a large part of the time that
-the rank lost. The usual value is that of other ranks, or of the same rank in other iterations.
+the rank lost. The usual value comes from other ranks, or from the same rank in other iterations.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.adaptive.trace.network_counters import (
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that the counters of the reasons must show together."""
+"""Minimum fraction of the lost time that the counters of the reasons must explain together."""
 
 STARVED = 0.5
 """Minimum fraction of the step time that a rank waits for a processor, to call it starved.
@@ -58,42 +58,42 @@ Differences between the times of starved ranks may be due to chance.
 """
 
 EXPLAINS_TOO = 0.2
-"""Minimum fraction of the lost time that a counter must show to be one of the reasons."""
+"""Minimum fraction of the lost time that a counter must explain to be one of the reasons."""
 
 COUNTS = 0.05
-"""Minimum fraction of the step time that a counter must show to be named as a reason."""
+"""Minimum fraction of the step time that a counter must have to be reported as a reason."""
 
 OTHERS_USE = 0.1
-"""Minimum number of processors that other processes keep busy, to be named as the reason."""
+"""Minimum number of processors that other processes must keep busy to be reported as a reason."""
 
 SLOWER_CLOCK = 0.95
-"""Maximum ratio of a processor's clock to the usual clock, for a low clock to be the reason."""
+"""Maximum ratio of a processor's clock to the usual clock for the clock to be the reason."""
 
 LOSES = 0.005
-"""Minimum fraction of TCP segments that a machine sends again, to say that packets are lost."""
+"""Minimum fraction of retransmitted TCP segments to report that packets are lost."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of segments sent again, or of a port's faults, per iteration to be the reason."""
+"""Minimum number of retransmitted segments, or of a port's faults, per iteration."""
 
 FAULT_TIMES = 4.0
-"""Minimum ratio of a port's faults to those of other machines, to be the reason."""
+"""Minimum ratio of a port's faults to the faults on other machines."""
 
 SLOWER_PORT = 0.6
-"""Maximum ratio of an interface's speed to those of other machines, to be the reason."""
+"""Maximum ratio of an interface's speed to the speed on other machines."""
 
 OVER_TCP = ("gloo", "tcp")
 """Names of transports that use TCP even between ranks of one machine."""
 
 OWN_PAGES = 4.0
-"""Minimum ratio of a rank's page reads to those of the other ranks of its machine.
+"""Minimum ratio of a rank's page reads to the page reads of other ranks on its machine.
 
-A rank with a higher ratio is taken for the cause of the machine's waits.
+A rank with a higher ratio is considered the cause of the machine's waits.
 """
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """Describes a counter of lost time in words.
+    """Contains the texts that describe a counter of lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
@@ -102,7 +102,7 @@ class _Wait:
 
     Attributes:
         counter: Name of the counter.
-        text: Measured values and what they mean.
+        text: Sentence with the measured values.
         remedy: Action that users can take, in the imperative.
     """
 
@@ -126,12 +126,12 @@ _WAITS = (
     _Wait(
         GPU_HOT,
         "the temperature of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "look at the cooling of {host} (nvidia-smi -q -d TEMPERATURE)",
+        "check the cooling of {host} (nvidia-smi -q -d TEMPERATURE)",
     ),
     _Wait(
         GPU_POWER_LIMITED,
         "the power limit of its GPU on {host} lowers the GPU's clock for {share:.0%} of the time",
-        "raise the power limit on {host} (nvidia-smi -pl), or give all GPUs the same",
+        "raise the power limit on {host} (nvidia-smi -pl), or set the same limit for all GPUs",
     ),
     _Wait(
         PROCESSOR_WAIT,
@@ -148,7 +148,7 @@ _WAITS = (
         DISK_WAIT,
         "its memory or its files are read from disk, and programs on {host} wait for disks in"
         " {share:.0%} of the time",
-        "free memory on {host}, and look for programs that read or write much",
+        "free memory on {host}, and look for programs that read or write a lot",
     ),
 )
 _PINNED = _Wait(
@@ -168,19 +168,19 @@ _CROWDED = _Wait(
 _FAULTS = (
     (
         LINK_RETRIES,
-        "an RDMA port of {host} sends {count:.3g} packets per step again",
-        "look at the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
+        "an RDMA port of {host} retransmits {count:.3g} packets per step",
+        "check the cable and the port of {host} (perfquery, ibdiagnet, rdma statistic)",
     ),
     (
         LINK_ERRORS,
         "a port of {host} counts {count:.3g} faulty or dropped packets per step",
-        "look at the cable and the port of {host} (ip -s link, ethtool -S)",
+        "check the cable and the port of {host} (ip -s link, ethtool -S)",
     ),
     (
         LINK_PAUSES,
-        "an RDMA port of {host} has data and may not send for {count:.3g} ticks per step: the "
-        "network behind it is full",
-        "look for other jobs on the network of {host}, and at its routes",
+        "an RDMA port of {host} has data but cannot send for {count:.3g} ticks per step, because "
+        "the network is congested",
+        "look for other jobs on the network of {host}, and check its routes",
     ),
 )
 """Counter, text and remedy of each fault of a port."""
@@ -189,12 +189,12 @@ _GPU_FAULTS = (
     (
         GPU_ERRORS,
         "errors in the memory of its GPU on {host} that cannot be corrected: {count:.3g} per step",
-        "leave {host} out, and look at its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
+        "exclude {host}, and check its GPU (nvidia-smi -q -d ECC,ROW_REMAPPER)",
     ),
     (
         GPU_REPLAYS,
-        "its GPU on {host} sends {count:.3g} PCIe packets per step again",
-        "look at the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
+        "its GPU on {host} retransmits {count:.3g} PCIe packets per step",
+        "check the slot and the PCIe link of the GPU on {host} (nvidia-smi -q, lspci -vv)",
     ),
 )
 """Counter, text and remedy of each fault of a GPU."""
@@ -203,13 +203,13 @@ _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
 """Counters that count the waits of all programs of a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters of which the second also counts the time of the first."""
+"""Pairs of counters; the time of the first counter is included in the second counter."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
 
 def shares(m: Measured, counter: str) -> Floats:
-    """Returns a counter of time as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
+    """Returns a time counter as a fraction of the iteration, ``[iterations, ranks]`` or NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
         result: Floats = m.machine[counter] / m.machine[ELAPSED]
     return result
@@ -265,14 +265,14 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
-        # The waits for disks are those of all programs, and this rank may not be among them.
+        # The waits for disks include all programs, so this rank may not have waited.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # The sort is stable: reasons that each explain enough alone keep the order of the table.
+        # The sort is stable, so reasons that explain enough alone keep the order of the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -336,7 +336,7 @@ def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if the ranks of a link send many TCP segments again; else ``None``."""
+    """Returns a reason if the ranks of a link retransmit many TCP segments; else ``None``."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -347,8 +347,8 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
         return None
     return Reason(
         counter=RESENT_SEGMENTS,
-        text=f"{host} sends {worst:.1%} of its TCP segments again: packets are lost or come late",
-        remedy=f"look for a faulty cable or port and for full queues at {host} "
+        text=f"{host} retransmits {worst:.1%} of its TCP segments: packets are lost or late",
+        remedy=f"look for a faulty cable or port and for full queues of {host} "
         "(ip -s link, ethtool -S, tc -s qdisc)",
     )
 
@@ -370,7 +370,7 @@ def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
 
 
 def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a link's interface is slower than those of other machines."""
+    """Returns a reason if a link's interface is slower than the interfaces of other machines."""
     speeds = np.where(m.machine[LINK_SPEED] > 0, m.machine[LINK_SPEED], np.nan)[chosen]
     measured = [column for column in columns if np.isfinite(speeds[:, column]).any()]
     if not measured:
@@ -385,9 +385,9 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
         return None
     return Reason(
         counter=LINK_SPEED,
-        text=f"the interface of {host} that the job uses runs at {speed:,.0f} Mbit/s, those of "
-        f"other machines at {usual:,.0f} Mbit/s",
-        remedy=f"look at the cable and the port of {host} (ethtool, ibstat)",
+        text=f"the interface of {host} that the job uses runs at {speed:,.0f} Mbit/s, but the "
+        f"interfaces of other machines run at {usual:,.0f} Mbit/s",
+        remedy=f"check the cable and the port of {host} (ethtool, ibstat)",
     )
 
 
@@ -452,7 +452,7 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's processor explains enough of its slowness.
+    """Returns a reason if the clock of a rank's processor explains enough of its slowdown.
 
     Ranks that compute on a GPU are skipped, because their processor's clock matters little.
     """
@@ -464,7 +464,7 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     host = m.headers[column].host
     limit, full = (float(np.nanmedian(m.machine[name][chosen, column])) for name in _LIMITS)
     is_capped = 0 < limit < SLOWER_CLOCK * full
-    cap = f", where a limit of {limit / 1e6:.2f} GHz is set" if is_capped else ""
+    cap = f", because its limit is {limit / 1e6:.2f} GHz" if is_capped else ""
     return Reason(
         counter=CLOCK,
         text=f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
@@ -472,13 +472,13 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
         remedy=(
             f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
             if is_capped
-            else f"look at temperature, power limit and governor of {host}"
+            else f"check temperature, power limit and governor of {host}"
         ),
     )
 
 
 def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
-    """Returns a reason if the clock of a rank's GPU explains enough of its slowness."""
+    """Returns a reason if the clock of a rank's GPU explains enough of its slowdown."""
     clocks = _clocks(m, GPU_CLOCK, column, chosen, factor)
     if clocks is None:
         return None
@@ -486,7 +486,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
     return Reason(
         counter=GPU_CLOCK,
         text=f"its GPU on {host} has a clock of {clocks[0]:.0f} MHz, not {clocks[1]:.0f} MHz",
-        remedy=f"look at limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
+        remedy=f"check limits, power and temperature of the GPU on {host} (nvidia-smi -q)",
     )
 
 
@@ -501,12 +501,12 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
     return Reason(
         counter=GPU_OTHERS,
         text=f"{count:.0f} other process{'es' * (count != 1)} of {host} use its GPU",
-        remedy=f"end the other processes on the GPU of {host} (nvidia-smi)",
+        remedy=f"stop the other processes on the GPU of {host} (nvidia-smi)",
     )
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU counts far more faults than those of other ranks."""
+    """Returns a reason if a rank's GPU counts far more faults than the GPUs of other ranks."""
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
@@ -527,9 +527,9 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock of a rank and the usual clock, if these explain enough of its slowness.
+    """Returns the clock of a rank and the usual clock, if these explain enough of its slowdown.
 
-    The usual clock is that of other ranks or of other iterations, whichever is higher.
+    The usual clock is the clock on other ranks or in other iterations, whichever is higher.
     """
     clocks = np.where(m.machine[counter] > 0, m.machine[counter], np.nan)
     if not np.isfinite(clocks[chosen, column]).any():

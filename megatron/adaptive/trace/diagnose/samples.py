@@ -73,7 +73,8 @@ class Measured:
         read_ns: ``[iterations, ranks]``, total time of reading data in ns.
         reads: ``[iterations, ranks]``, number of reads of data.
         step_ns: ``[iterations]``, time in ns from first to last action in the slowest pipeline.
-        messages: Messages between ranks in the iterations, or in some of them if there are many.
+        messages: Messages between ranks in the iterations, or in a sample of the iterations if
+            there are many.
         clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
         experts: For each rank, by iteration, the markers that contain the load of its experts.
         machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
@@ -138,7 +139,7 @@ class Measured:
     def peers(self) -> dict[tuple[int, ...], list[int]]:
         """Maps (pipeline rank, tensor-parallel rank) to the columns of the ranks at that position.
 
-        These ranks do the same work on other data.
+        These ranks do the same work on different data.
         """
         return self._grouped("pp_rank", "tp_rank")
 
@@ -235,7 +236,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} contains no F, B or W in these iterations")
+        raise TraceError(f"{run.origin} does not contain F, B or W in these iterations")
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)
@@ -272,7 +273,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _count(trace: RankTrace, iteration: int) -> int:
-    """Returns the number of a rank's microbatches in an iteration, at most that of its spans."""
+    """Returns a rank's number of microbatches in an iteration, at most its number of spans."""
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
@@ -291,8 +292,8 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     """Returns the iterations to read.
 
-    By default, these are all complete iterations except the first (warm-up), or an evenly spaced
-    sample of them if there are too many.
+    The default is all complete iterations except the first (warm-up), or an evenly spaced sample of
+    these iterations if there are too many.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -303,7 +304,9 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
         if len(candidates) > 2 * FIRST_STEPS:
             candidates = candidates[FIRST_STEPS:]
     if not candidates:
-        raise TraceError(f"{run.origin} contains no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     sample = thinned(np.array(candidates), len(candidates), MOST_ITERATIONS)
     kept: list[int] = thinned(sample, run.num_spans(sample.tolist()), MOST_SPANS).tolist()
     return kept
@@ -375,18 +378,18 @@ FROM_END = 4
 """Minimum number of values in a series before and after a change."""
 
 PASSED = 6
-"""Minimum number of values in an interval that does not last to the end of the series."""
+"""Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
 """Minimum score of an interval up to the end of the series, as a fraction of the best score.
 
-If its score is that high, this interval is preferred to the one with the best score.
+An interval with this score is preferred to the interval with the best score.
 """
 
 APART = 0.2
-"""Minimum gap between the lower quartile inside an interval and the upper quartile outside it.
+"""Minimum gap between the lower quartile inside an interval and the upper quartile outside.
 
-The unit is the rise, which is the difference between the median inside and outside.
+The unit is the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
@@ -395,7 +398,7 @@ TAME = 1.75
 
 @dataclass(frozen=True)
 class Interval:
-    """Describes an interval of a series in which the values are higher than outside it.
+    """Describes an interval of a series in which the values are higher than in the rest.
 
     Attributes:
         inside: Indices of the values in the interval.
@@ -424,7 +427,7 @@ def spread(values: Floats, axis: int | None = None) -> Any:
 
 
 def tame_mean(values: Floats) -> Floats:
-    """Returns the mean over the last axis, after outliers were clipped.
+    """Clips outliers, and returns the mean over the last axis.
 
     This estimate has a smaller error than the median, and is as robust to a few outliers.
 
@@ -477,7 +480,7 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """Returns the interval in which a series is most certainly higher than outside it.
+    """Returns the interval in which a series is most certainly higher than in the rest.
 
     Args:
         series: ``[n]`` without NaN.

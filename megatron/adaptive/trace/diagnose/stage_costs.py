@@ -55,7 +55,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
     for column, header in enumerate(m.headers):
         for chunk, stage in enumerate(m.stages[column]):
             chunk_ns = float(np.nansum(middle(m.median_ns[:, column, chunk], axis=0)))
-            # Data-parallel replicas wait for each other, so use the slowest one.
+            # Data-parallel replicas wait for each other, so use the slowest replica.
             stage_ns[stage] = max(stage_ns[stage], chunk_ns)
             rank_of[stage] = header.pp_rank
     return split_costs(stage_ns, m.layers, m.work, rank_of)
@@ -64,7 +64,7 @@ def stage_costs(m: Measured) -> StageCosts | None:
 def split_costs(
     stage_ns: Floats, layers_of: Sequence[int], work: Sequence[float], rank_of: Sequence[int]
 ) -> StageCosts:
-    """Splits each stage's time into that of its layers, and that of embedding and loss.
+    """Splits each stage's time into the time of its layers and the time of embedding and loss.
 
     Args:
         stage_ns: ``[stages]``, time in ns of a microbatch.
@@ -78,8 +78,8 @@ def split_costs(
     pure = (layers > 0) & (extra_work <= 0)
     pure = pure if pure.any() else layers > 0
     usual = float(np.median(stage_ns[pure] / layers[pure]))
-    # Attribute the time beyond that of the stage's layers to embedding and loss, up to twice the
-    # planned amount. If there is more, the stage's layers are slow.
+    # Attribute the time beyond the usual time of the stage's layers to embedding and loss, up to
+    # twice the planned amount. If the excess is larger, the stage's layers are slow.
     extra_ns = np.where(
         extra_work > 0, np.clip(stage_ns - layers * usual, 0, 2 * extra_work * usual), 0.0
     )
@@ -90,8 +90,8 @@ def split_costs(
 def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     """Returns the number of layers per stage that makes the slowest rank as fast as possible.
 
-    Layers are assigned one by one (greedy algorithm). Each goes to the stage whose rank then has
-    the lowest total time; if there is a tie, to the stage with the fewest layers.
+    A greedy algorithm assigns each layer to the stage whose rank then has the lowest total time. In
+    case of a tie, it chooses the stage with the fewest layers.
 
     Args:
         times: Time of a layer on each stage, and of embedding and loss.
@@ -108,7 +108,7 @@ def best_partition(times: StageCosts, num_layers: int) -> tuple[int, ...]:
     heapq.heapify(ready)
     placed = 0
     while placed < num_layers:
-        # The time of a rank only grows. So the first entry is the best one if it is up to date.
+        # The time of a rank only grows, so the first entry is the best if it is up to date.
         entry = ready[0]
         stage = entry[2]
         if entry == candidate(stage):

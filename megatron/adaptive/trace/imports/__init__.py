@@ -1,5 +1,5 @@
 """Reads traces that other programs wrote.
 
-- ``published``  tables with a row per operation, as published with arXiv 2505.05713
+- ``published``  tables with one row per operation, in the format published with arXiv 2505.05713
 - ``profiles``   JSON files of torch.profiler (one per rank), and spans of Megatron-LM
 """

@@ -7,7 +7,7 @@ them with ``torch.profiler.record_function("forward_step")`` around the forward 
 ``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to those of
 the host. The files do not state which microbatch a message belongs to. So a received message is
 assigned to the computation after it, and a sent message to the computation before it. All other
-rules are those for published tables (see ``published``).
+rules are the same as for published tables (see ``published``).
 
 OpenTelemetry spans are recognized by the names that Megatron-LM gives them (:data:`_SPANS`).
 """
@@ -42,9 +42,9 @@ MOST_HEAD_BYTES = 64 << 20
 """Maximum size in bytes of a file's head before the first event, which lists process groups."""
 
 MOST_NS = 1 << 62
-"""Largest plausible time in nanoseconds. A larger one means that the file is damaged."""
+"""Largest plausible time in nanoseconds. A larger time means that the file is damaged."""
 MOST_RANKS = 1 << 20
-"""Largest plausible number of ranks. A larger one means that the file is damaged."""
+"""Largest plausible number of ranks. A larger number means that the file is damaged."""
 
 _COMPUTES = {
     "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
@@ -125,7 +125,7 @@ class _Event:
         microbatch: Index of the microbatch in its step.
         root: Lowest rank of a collective's process group.
         step: Index of the training step.
-        seq: Index of the operation among those of the same kind in its step.
+        seq: Index of the operation among the operations of the same kind in its step.
     """
 
     kind: str
@@ -146,7 +146,7 @@ class _Event:
 
 @dataclass
 class _RankFile:
-    """Contains what was read from the trace file of one rank.
+    """Contains the data from the trace file of one rank.
 
     Attributes:
         path: Path of the file.
@@ -156,9 +156,9 @@ class _RankFile:
         base_ns: Base time of the file in nanoseconds; the times of its events are relative to it.
         events: Ranges and kernels whose kind of operation is known.
         steps: (Number, category, start time) of each step that the profiler marked.
-        unknown: Counts ranges whose name is not recognized, by name.
-        left_out: Counts the events that were left out, by reason and then by name.
-        is_cut: Whether the file is incomplete, because its end is missing.
+        unknown: Counts of ranges whose name is not recognized, by name.
+        left_out: Counts of omitted events, by reason and then by name.
+        is_cut: Whether the file is truncated.
         sizes: Pipeline, tensor-parallel and data-parallel size, empty if unknown.
         only_group: Lowest rank of the process group if the file lists only one, otherwise -1.
         process: Host and process id from a default file name, otherwise the file name.
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is left out of the trace; the run's caveats report it later."""
+        """Counts an event that is omitted from the trace; the run's caveats report the counts."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -192,7 +192,7 @@ class _Span:
         name: Name of the span.
         start: Start in nanoseconds.
         end: End in nanoseconds.
-        attributes: Attributes of the span itself, by name.
+        attributes: Attributes of the span, by name.
     """
 
     resource: Mapping[str, Any]
@@ -207,12 +207,12 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
-        pipeline: Number of pipeline ranks, or ``None`` to take it from the files. If given, the
-            ranks of a stage are assumed to be consecutive, as in Megatron-LM.
+        pipeline: Number of pipeline ranks; ``None`` to use the number in the files. If it is not
+            ``None``, the ranks of a stage are assumed to be consecutive, as in Megatron-LM.
 
     Raises:
-        TraceError: If a file cannot be read, the files are of two jobs, or no range is named like a
-            forward or backward pass.
+        TraceError: If a file cannot be read, the files belong to two jobs, or no range has the name
+            of a forward or backward pass.
     """
     kineto, spans = [], []
     for path in sorted(source.iterdir()) if source.is_dir() else [source]:
@@ -226,7 +226,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         return None
     _check_same_job(source, files)
     cut = dict.fromkeys(rank_file.path.name for rank_file in files if rank_file.is_cut)
-    notes = [f"{name} ends in the middle; the events before that are used" for name in cut]
+    notes = [f"{name} is truncated; the events before its end are used" for name in cut]
     notes += [
         f"{rank_file.path.name}: {names.total()} events {reason} are left out: {_listed(names)}"
         for rank_file in files
@@ -244,7 +244,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         )
         names = sum((rank_file.unknown for rank_file in files), Counter[str]())
         listed = f" (its ranges are {_listed(names)})" if names else ""
-        raise TraceError(f"{source}: no range is named as a forward or backward{listed}; {advice}")
+        raise TraceError(f"{source} has no range for a forward or backward{listed}; {advice}")
     starts, first = table["start_ts"], min(table["start_ts"])
     table["start_ts"] = np.array([start - first for start in starts]) / 1e9
     table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
@@ -252,7 +252,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
     run = run_of_columns(table, source, world_size=world)
     unknown = sum((rank_file.unknown for rank_file in files), Counter[str]())
     if unknown:
-        notes.append(f"{len(unknown)} kinds of ranges are of no known kind: {_listed(unknown)}")
+        notes.append(f"{len(unknown)} kinds of ranges are unknown: {_listed(unknown)}")
     return replace(run, caveats=(*run.caveats, *notes))
 
 
@@ -262,14 +262,14 @@ def _listed(names: Counter[str]) -> str:
 
 
 def _is_array(head: bytes) -> bool:
-    """Returns whether the file is a bare list of events in Chrome's format, without a head."""
+    """Returns whether the file is only a list of events in Chrome's format, without a head."""
     return head.lstrip(_BLANK).startswith(b"[") and b'"ph"' in head
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
     """Merges the files of each process and returns one entry for each rank.
 
-    Files that do not state their rank get the unused ranks, in the natural order of the file names
+    Files without a rank are assigned the unused ranks, in the natural order of the file names
     (``rank2`` before ``rank10``).
     """
     by_process: dict[tuple[str, int], _RankFile] = {}
@@ -312,7 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the file's bytes in parts, decompressed; sets ``is_cut`` if the end is missing."""
+    """Yields the file's decompressed bytes in parts; sets ``is_cut`` if the file is truncated."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -346,7 +346,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
             jobs.setdefault(str(resource.get("nemo.run.id")), path.name)
             if len(jobs) > 1:
                 both = " and ".join(f"{job} ({name})" for job, name in jobs.items())
-                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one")
+                raise TraceError(f"{path.parent} mixes jobs {both}; keep the spans of one job")
             named = _RANK.findall(f"{path.name} {resource.get('service.instance.id')}")
             rank = _number(resource, "dl.rank", int(named[-1]) if named else 0)
             if rank not in ranks:
@@ -356,8 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations, which are left out. Give these
-                # spans the step -1.
+                # Spans between two steps belong to evaluations, which are omitted, so assign the
+                # step -1 to these spans.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -386,8 +386,8 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
     """Yields the OpenTelemetry spans in a file.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
-    of the console exporter. In the latter, a span covers one or several lines, and other lines of a
-    log may lie between spans.
+    of the console exporter. In console output, a span covers one or several lines, and log lines
+    may appear between spans.
     """
     for text in _objects(file):
         try:
@@ -420,7 +420,7 @@ def _objects(file: _RankFile) -> Iterator[bytes]:
         *lines, held = (held + chunk).split(b"\n")
         if len(held) + sum(map(len, parts)) > MOST_LINE_BYTES:
             most = f"more than {MOST_LINE_BYTES >> 20} MiB"
-            raise TraceError(f"{file.path} has a line of {most}; give each batch of spans its own")
+            raise TraceError(f"{file.path} has a line of {most}; write one batch of spans per line")
         for line in lines:
             if parts or line.rstrip() == b"{":
                 parts.append(line)
@@ -467,7 +467,7 @@ def _read(path: Path) -> _RankFile:
             held = held[cut:]
         ended = held[-64:]
     if not has_head:
-        raise TraceError(f"{path} has no traceEvents; it is not written by torch.profiler")
+        raise TraceError(f"{path} has no traceEvents, so it was not written by torch.profiler")
     file.is_cut |= b"]" not in ended
     _take_events(file, held, tokens, decode, is_cut=file.is_cut)
     return file
@@ -503,7 +503,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
             file.only_group = min(map(int, groups[0]["ranks"]))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(
-            f"{file.path}: the data on its rank and job are unreadable ({error}); record it again"
+            f"{file.path}: its rank and job cannot be read ({error}); record the file again"
         ) from None
 
 
@@ -531,7 +531,7 @@ def _take_events(
         tokens: Byte strings that mark the events to read. An event that contains none of them is
             skipped.
         decode: Function that decodes the JSON object at the beginning of a text.
-        is_cut: Whether this is the last chunk of an incomplete file.
+        is_cut: Whether this is the last chunk of a truncated file.
     """
     starts = set()
     for token in tokens:
@@ -547,7 +547,7 @@ def _take_events(
         except (ValueError, RecursionError):
             if end >= 0 or not is_cut:
                 name = _NAME.search(text)
-                file.leave_out("that are unreadable", name[1] if name else "without a name")
+                file.leave_out("that cannot be read", name[1] if name else "without a name")
             continue
         if event.get("ph") == "X" and "ts" in event:
             _take_event(file, event)
@@ -560,7 +560,7 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
     try:
         since_ns, length = (_ns(event.get(key, 0)) for key in ("ts", "dur"))
     except (ValueError, TypeError, OverflowError):
-        file.leave_out("whose times are no numbers", name)
+        file.leave_out("whose times are not numbers", name)
         return
     if length < 0:
         file.leave_out("with a negative duration", name)
@@ -587,8 +587,8 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
         int(rank) for rank in re.findall(r"\d{1,9}", str(arguments.get("Process Group Ranks", "")))
     ]
     root = min(group) if group else file.only_group
-    # NCCL uses one kernel to send, to receive and to do both, so the kernel's name does not show
-    # the direction. The event's arguments may.
+    # NCCL uses the same kernel to send, to receive and to do both, so the kernel's name does not
+    # show the direction. The event's arguments may show it.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -614,14 +614,14 @@ def _check_same_job(folder: Path, files: list[_RankFile]) -> None:
     for file in files:
         if file.rank in seen:
             raise TraceError(
-                f"{seen[file.rank].name} and {file.path.name} in {folder} are both of rank "
+                f"{seen[file.rank].name} and {file.path.name} in {folder} both belong to rank "
                 f"{file.rank}; keep the files of one job"
             )
         seen[file.rank] = file.path
     sizes = {file.world_size for file in files if file.world_size}
     if len(sizes) > 1:
         both = " and ".join(map(str, sorted(sizes)))
-        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one")
+        raise TraceError(f"{folder} mixes jobs of {both} ranks; keep the files of one job")
 
 
 def _ranks(file: _RankFile, pipeline: int | None) -> tuple[int, int, int]:
@@ -730,8 +730,8 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
     """Returns messages without their own span, which exist if one call both sends and receives.
 
-    Their times are estimated: the wait for an input begins at the end of the previous computation,
-    and a result is sent at the end of its computation.
+    The times of these messages are estimated. The wait for an input begins at the end of the
+    previous computation, and a result is sent at the end of its computation.
     """
     has_span = {(e.step, e.direction, e.seq) for e in messages if e.kind.endswith(f"-{end}")}
     missing = []
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Returns computations not nested in one of the same kind, and numbers them within the step."""
+    """Removes computations nested in another of the same kind; numbers the rest in each step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -770,9 +770,9 @@ def _messages(
 ) -> list[_Event]:
     """Returns the messages, each with the direction and number of the computation it belongs to.
 
-    A received message without a label belongs to the next computation, a sent one to the previous.
-    If an input arrives during its computation's range, the computation's start is moved to the
-    arrival.
+    A received message without a label belongs to the next computation, and a sent message to the
+    previous computation. If an input arrives during its computation's range, the computation's
+    start is moved to the arrival.
 
     Args:
         end: Side of the messages, ``send`` or ``recv``.

@@ -43,14 +43,16 @@ from megatron.adaptive.trace.trace_format import (
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns of a table.
 
-They are: replica, pipeline rank, global rank, iteration, kind of operation, start and duration in
-seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and rank.
+The columns contain replica, pipeline rank, global rank, iteration, kind of operation, start and
+duration in seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and
+rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
 
-They are: index of the chunk on its rank, index of the chunk in the model, microbatch, and lowest
-rank of a collective's group. Without the first two, each rank has one chunk.
+The columns contain the index of the chunk on its rank, the index of the chunk in the model, the
+microbatch, and the lowest rank of a collective's group. Without the first two columns, each rank
+has one chunk.
 """
 _FROM_0 = ("dp_rank", "stage", "rank", "step")
 ENDINGS = (".parquet", ".csv")
@@ -106,15 +108,15 @@ def _parquet_columns(path: Path) -> dict[str, Any]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise SetupError(
-            f"{path.name} is Parquet, and pyarrow, which reads it, is not installed; pip install "
-            "'megatron-adaptive[trace]', or give the table as CSV"
+            f"{path.name} is a Parquet file, but pyarrow is not installed; pip install "
+            "'megatron-adaptive[trace]', or use a CSV file"
         ) from error
     try:
         file = parquet.ParquetFile(path)
         names = [name for name in file.schema_arrow.names if name in (*COLUMNS, *OPTIONAL)]
         table = file.read(names, use_threads=False)
     except ArrowException as error:
-        raise TraceError(f"{path} is no Parquet file that can be read: {error}") from error
+        raise TraceError(f"{path} cannot be read as a Parquet file: {error}") from error
     columns: dict[str, Any] = {}
     for name in names:
         column = table[name].combine_chunks()
@@ -150,10 +152,10 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
             if name != "optype" and name in columns
         }
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{origin} has a column that holds no numbers: {error}") from None
+        raise TraceError(f"{origin} has a column that is not numeric: {error}") from None
     names, kind = np.unique(np.asarray(columns["optype"]).astype(str), return_inverse=True)
     if not len(kind):
-        raise TraceError(f"{origin} holds no operation; was the job traced?")
+        raise TraceError(f"{origin} does not contain operations; check that the job was traced")
     broken = [
         name
         for name, values in numbers.items()
@@ -162,7 +164,7 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     if broken or numbers["duration"].min() < 0:
         raise TraceError(
             f"{origin} has values of {' and '.join(broken) or 'duration'} that are missing or "
-            "below 0"
+            "negative"
         )
     times_ns = {name: np.rint(numbers.pop(name) * 1e9) for name in ("start_ts", "duration")}
     table = {name: values.astype(np.int64) for name, values in numbers.items()}
@@ -177,8 +179,8 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
     """Shifts the times of ranks whose clock seems to differ; returns start times and notes.
 
-    A rank's clock seems to differ if the rank's first step begins far from that of the others. All
-    arguments are columns of the table, with times in nanoseconds.
+    A rank's clock seems to differ if the rank's first step begins at a very different time than on
+    other ranks. All arguments are columns of the table, with times in nanoseconds.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -200,7 +202,7 @@ def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tup
 
 
 def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
-    """Shifts each step to begin after the previous step, because all may begin at 0 in a table."""
+    """Shifts each step to begin after the previous step, because all steps may begin at 0."""
     _, number = np.unique(step, return_inverse=True)
     first = np.full(int(number.max()) + 1, np.inf)
     last = np.full(len(first), -np.inf)
@@ -268,7 +270,7 @@ class _Table:
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
-            raise TraceError(f"{origin} holds no forward-compute and no backward-compute")
+            raise TraceError(f"{origin} does not contain forward-compute or backward-compute")
         num_ranks = int(self._stage.max()) + 1
         num_chunks = int(self._chunk[computes].max(initial=0)) + 1
         placement = self._placement(origin, computes, num_ranks, num_chunks)
@@ -442,14 +444,14 @@ class _Table:
 
 
 def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
-    """Writes the trace of a run into a folder, as one file per rank.
+    """Writes the trace of a run into a folder, with one file per rank.
 
     Raises:
         TraceError: If the folder already contains traces, or cannot be written.
     """
     folder = Path(folder)
     if trace_files(folder):
-        raise TraceError(f"{folder} holds the traces of a run; give a folder without any")
+        raise TraceError(f"{folder} already contains the traces of a run; use another folder")
     for rank, trace in run.ranks.items():
         with (
             replaced(folder / trace_file_name(rank)) as temporary,

@@ -1,7 +1,7 @@
-"""Draws a trace in several forms, the values of ``trace --format``.
+"""Draws a trace in several forms, which are the values of ``trace --format``.
 
-- ``view``      interface of a view, and search for views
-- ``formats``   the views of this package, a module each, which may call one of the modules below
+- ``view``      interface of a view, and lookup of views by name
+- ``formats``   the views of this package, one per module; a view may call a module below
 - ``palette``   the colours shared by the views
 - ``workbook``  ``.xlsx`` with timelines, tables of statistics, and charts
 - ``picture``   ``.png`` of a step, for papers

@@ -4,7 +4,7 @@ The page contains plotly.js, its own scripts and the trace's spans (named time i
 nothing else. Its timeline has a row per rank with actions and waits, and arrows from sends to
 receives. The page can also show the ideal step, in which no rank is slower than others, and the
 size of the activations in memory. A slider selects the iteration. For a large run, the page
-contains only some iterations and replicas, so that it opens quickly, and it lists the omitted ones.
+contains only some iterations and replicas, so that it opens quickly; the page lists the omissions.
 
 A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
 iterations. If a single step has too many spans, its shortest spans are omitted. The visible spans
@@ -57,7 +57,7 @@ SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 @dataclass(frozen=True)
 class _Group:
-    """Contains the rows that a page shows at the same time: the ranks of a replica, or all ranks.
+    """Contains the rows that a page shows at the same time: one replica's ranks, or all ranks.
 
     Attributes:
         name: Name by which the user selects the group on the page.
@@ -96,7 +96,7 @@ def write_page(
             select a node. Only used with ``labels``.
 
     Returns:
-        Lines that state what the page leaves out.
+        Lines that list the omitted parts of the run.
 
     Raises:
         TraceError: If an iteration or the replica does not exist or has no actions, or the file
@@ -117,8 +117,8 @@ def write_page(
     return notes
 
 
-# JSON escapes of unprintable characters. One more backslash before each makes the page show the
-# escape instead of the character.
+# JSON escapes of unprintable characters. An additional backslash before each escape makes the page
+# show the escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
@@ -288,7 +288,7 @@ def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, in
 
     Returns:
         Start of the first action, end of the last bar, and time from the start of the first action
-        to the end of the last, all in nanoseconds.
+        to the end of the last action, all in nanoseconds.
     """
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     bars = rows["start"]
@@ -324,7 +324,7 @@ def choose(
         labels: Row label of each global rank, as in :func:`write_page`, or ``None``.
 
     Returns:
-        Chosen iterations in ascending order; groups of ranks; lines that state what is left out.
+        Chosen iterations in ascending order; groups of ranks; lines that list the omissions.
 
     Raises:
         TraceError: If nothing was recorded in these iterations.
@@ -333,8 +333,8 @@ def choose(
     asked = sorted(set(iterations) & recorded)
     if not asked:
         raise TraceError(
-            f"iterations {describe_numbers(iterations)} in {run.origin} hold no F, B or W; "
-            "there is nothing to draw"
+            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain F, B or W "
+            "to draw"
         )
     groups, notes = _groups(run, figures, dp_rank, labels)
     ranks = [trace.header.rank for group in groups for trace in group.traces if trace]
@@ -350,7 +350,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks that a page shows, and notes on what was left out."""
+    """Returns the groups of ranks that a page shows, and notes on omitted ranks."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -373,7 +373,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest ones, and others that are evenly spaced."""
+    """Returns up to ``most`` iterations: the slowest, and evenly spaced iterations."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -496,7 +496,7 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns the ``budget`` longest bars (or all), and the number of bars left out."""
+    """Returns the ``budget`` longest bars (or all bars), and the number of omitted bars."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out

@@ -1,9 +1,9 @@
 """Defines the colours of the views: F (forward) blue, B (backward) green, W orange, idle grey.
 
-An action's lightness depends on the number of its chunk, from dark (chunk 0) to light. People with
-the common kinds of colour blindness can distinguish the hues: blue stays blue, and this green looks
-yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle time
-without a recorded wait is grey.
+An action's lightness depends on the number of its chunk, from dark (chunk 0) to light. The hues can
+be distinguished with the common kinds of colour blindness, in which blue stays blue and this green
+looks yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle
+time without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text for each cause of a wait (``Span.reason``). The empty text means any other cause."""
+"""Legend text for each cause of a wait (``Span.reason``). The empty key means any other cause."""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",
@@ -45,7 +45,7 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend; if there are more, it lists evenly spaced ones."""
+"""Maximum number of chunks in the legend; if there are more, it lists evenly spaced chunks."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
@@ -65,12 +65,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait; an empty text if the cause has no colour of its own."""
+    """Returns the cause of a wait; empty if the cause does not have its own colour."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns a span's fill colour as ``RRGGBB``, or that of idle time for ``None``."""
+    """Returns a span's fill colour as ``RRGGBB``, or the colour of idle time for ``None``."""
     if span is None:
         return IDLE
     if span.action == "wait":

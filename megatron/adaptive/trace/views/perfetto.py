@@ -9,9 +9,9 @@ microbatches in flight and the queued inputs. Times are in microseconds on the r
 and the first span starts at 0.
 
 The format has the following rules. Slices (drawn spans) of a thread must nest, so spans that
-overlap otherwise are on additional threads of the same name. The end of a flow is attached to the
-slice that is open on its thread at that time. So a slice lasts at least a nanosecond and is written
-before its flow. Process and thread ids are above 0, because 0 is the idle process.
+overlap without nesting are on additional threads of the same name. The end of a flow is attached to
+the slice that is open on its thread at that time. So a slice lasts at least a nanosecond and is
+written before its flow. Process and thread ids are above 0, because 0 is the idle process.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -79,7 +79,7 @@ def write_perfetto(
         dp_rank: Data-parallel replica whose ranks are written; ``None`` for all.
 
     Returns:
-        Lines that state what was left out to stay within :data:`MAX_SPANS` spans.
+        Lines that list what was omitted to stay within :data:`MAX_SPANS` spans.
 
     Raises:
         TraceError: If an iteration or the replica does not exist or has no spans, or the file
@@ -105,7 +105,8 @@ def perfetto_events(
         ranks: Global ranks to convert; ``None`` for all.
 
     Yields:
-        Events; those of a thread are ordered by time, and a slice comes before slices nested in it.
+        Events. The events of a thread are ordered by time, and a slice comes before the slices
+        nested in it.
     """
     chosen_ranks = sorted(run.ranks if ranks is None else ranks)
     starts = [run.ranks[rank].table([min(iterations)]).start_ns for rank in chosen_ranks]
@@ -166,7 +167,7 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the iterations and ranks within the limit of spans, and notes on those left out."""
+    """Returns the iterations and ranks within the limit of spans, and notes on omissions."""
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -177,8 +178,8 @@ def _within_limit(
         ranks = [r for r in ranks if run.ranks[r].header.dp_rank == dp_rank]
     if not run.num_spans(chosen, ranks):
         raise TraceError(
-            f"iterations {describe_numbers(iterations)} in {run.origin} hold no spans; there is "
-            "nothing to write"
+            f"iterations {describe_numbers(iterations)} in {run.origin} do not contain spans to "
+            "write"
         )
     asked = len(chosen)
     counts = _num_slices(run, chosen, ranks)
@@ -234,7 +235,7 @@ def _tid(rank: int, number: int) -> int:
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads on which spans that overlap are independent, so that none is nested in another."""
+"""Threads on which overlapping spans are independent, so that they are never nested."""
 
 
 def _thread(
@@ -253,7 +254,7 @@ def _thread(
         name: Name of the thread.
         slices: Spans in the order of :func:`_by_start`, each with its name, category, arguments.
         origin_ns: Time at the file's time 0, in nanoseconds.
-        flows: Flows that have not been yielded yet; those that this function yields are removed.
+        flows: Flows that have not been yielded yet; this function removes the flows it yields.
     """
     spans = [span for span, _ in slices]
     lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
@@ -329,7 +330,7 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Assigns each span to the first lane (thread) where it overlaps no other span or nests in one.
+    """Assigns each span to the first lane (thread) in which it overlaps no span or nests in one.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
@@ -426,8 +427,8 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
             passes = [row for row in trace.layer_passes(iteration) if row[1] == kind]
             passes.sort(key=lambda row: row[2])
             ends_ns = [row[3] for row in passes]
-            # A backward pass may begin slightly before the previous layer's pass ends. So end the
-            # previous pass there, because slices must nest.
+            # A backward pass may begin slightly before the previous layer's pass ends. Slices must
+            # nest, so end the previous pass at that time.
             for index, (row, following) in enumerate(pairwise(passes)):
                 if row[2] < following[2] < ends_ns[index] < following[3]:
                     ends_ns[index] = following[2]
@@ -438,7 +439,7 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
 
 
 def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
-    """Yields a rank's collectives whose times all members kept, each with its wait and transfer.
+    """Yields a rank's collectives whose times all members recorded, with wait and transfer.
 
     Args:
         joined: Collectives of all groups, from ``join_collectives``.
@@ -475,7 +476,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
 ) -> Iterator[Slice]:
-    """Yields the kernels of a rank whose times were kept.
+    """Yields the kernels of a rank whose times were recorded.
 
     Args:
         run: Trace of the run.
@@ -490,7 +491,7 @@ def _kernel_slices(
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
             end_ns = kernel.end_ns
             if action is not None:
-                # The clocks of action and profiler differ by microseconds, so cut off the excess.
+                # The clocks of action and profiler differ by microseconds, so clip the kernel.
                 end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
             kind = OUTSIDE if action is None else action.action
             arguments = {"iteration": step.iteration, "action": kind}

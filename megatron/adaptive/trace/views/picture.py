@@ -1,4 +1,4 @@
-"""Draws pictures of a step (time to the right, a row per rank), and maps of lost time.
+"""Draws pictures of a step, with one row per rank and time to the right, and maps of lost time.
 
 Waits have a tint that depends on their cause; other idle time is grey.
 """
@@ -44,7 +44,7 @@ AROUND_IN = 1.5
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
-"""Maximum number of rows with the height ``ROW_IN_FEW``; more rows have less height each."""
+"""Maximum number of rows with the height ``ROW_IN_FEW``; if there are more, rows are lower."""
 MAX_ROWS_IN = 100.0
 """Maximum total height of the rows in inches, because viewers are limited to 65,536 pixels."""
 BAR = 0.80
@@ -55,9 +55,9 @@ DIGIT_EM = 0.64
 """Width of a digit as a multiple of the font size."""
 DIGIT_HEIGHT_EM = 1.15
 SMALLEST_PT = 4.5
-"""Minimum font size of the text in a bar, in points; smaller text is left out."""
+"""Minimum font size of the text in a bar, in points; smaller text is omitted."""
 UPRIGHT_BELOW_PT = 5.5
-"""Font size in points below which the text in bars is turned by 90 degrees."""
+"""Font size in points below which the text in bars is rotated by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
 """Ratio of the step time to the shortest wait whose cause is listed in the legend."""
@@ -68,7 +68,7 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
 
     Args:
         step: Step to draw.
-        path: Path of the file. Its ending, such as ``.png``, determines the format.
+        path: Path of the file. Its suffix, such as ``.png``, determines the format.
 
     Raises:
         TraceError: If the file cannot be written.
@@ -91,7 +91,8 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # Use edges that are thin compared with the bars, or they would hide the bars of a dense chart.
+    # Use edges that are much thinner than the bars, because they would hide the bars of a dense
+    # chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
     _write_texts(axes, step, points_per_ns, row_in, min(9.0 if row_in > 0.5 else 7.5, text_pt))
@@ -162,8 +163,8 @@ def _write_texts(
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
     With slices a text is, for example, ``0-3.5``: chunk 0, microbatch 3, slice 5. All texts of a
-    kind of action have the same font size and direction. They are turned by 90 degrees if they
-    would otherwise be too small.
+    kind of action have the same font size and direction. Texts that would be too small are rotated
+    by 90 degrees.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:
@@ -227,7 +228,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
     Args:
         steps: Title and simulated step of each panel, from top to bottom.
-        path: Path of the file. Its ending, such as ``.png``, determines the format.
+        path: Path of the file. Its suffix, such as ``.png``, determines the format.
 
     Raises:
         TraceError: If the file cannot be written.

@@ -1,4 +1,4 @@
-"""Defines views of a trace, the values of ``trace --format``, and finds them.
+"""Defines views of a trace, which are the values of ``trace --format``, and finds views by name.
 
 A view is a function decorated with :func:`trace_view`. The modules of the folder ``formats``
 contain the views of this package, which need no registration. Your own view can be in any module:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.trace.step_view import PipelineStep
 
 ALL = "all"
-"""Value of ``--format`` that stands for all views of this package."""
+"""Value of ``--format`` that selects all views of this package."""
 
 ENTRY_POINTS = "megatron_adaptive.views"
 """Name of the group of entry points by which installed packages provide views."""
@@ -36,10 +36,10 @@ class ViewInput:
     Attributes:
         run: Trace of the run.
         step: Actions and waits of the iteration to draw.
-        iterations: Numbers of the iterations in ``figures``, ascending. The iteration to draw is
-            among them.
-        dp_rank: Data-parallel replica that the user chose. ``None`` if the user chose none; then
-            the first replica is drawn.
+        iterations: Numbers of the iterations in ``figures``, ascending, including the iteration to
+            draw.
+        dp_rank: Data-parallel replica that the user chose. ``None`` if the user did not choose; in
+            this case, the first replica is drawn.
     """
 
     run: RunTrace
@@ -63,11 +63,11 @@ class View:
 
     Attributes:
         name: Name of the view on the command line.
-        ending: End of the file's name, such as ``.xlsx``. The files of all views of a run have the
+        ending: End of the file name, such as ``.xlsx``. The files of all views of a run have the
             same name before the ending. Empty if the view is printed instead of written to a file.
         summary: Short description of the view for help texts.
         function: Function that writes or returns the view; see :func:`trace_view`.
-        is_own: Whether the view is a user's own, and not part of this package.
+        is_own: Whether the view was defined by a user and is not part of this package.
     """
 
     name: str
@@ -86,8 +86,8 @@ class View:
             stem: Path of the file without its ending.
 
         Raises:
-            TraceError: The run lacks what the view needs, the file cannot be written, or a user's
-                own function raised an error.
+            TraceError: The run lacks data that the view needs, the file cannot be written, or a
+                user's own function raised an error.
         """
         path = Path(f"{stem}{self.ending}")
         try:
@@ -113,13 +113,13 @@ def trace_view(
 ) -> Callable[[Callable[..., Any]], View]:
     """Returns a decorator that makes a view from a function.
 
-    The function takes a :class:`ViewInput`, and the :class:`~pathlib.Path` of the file to write. It
+    The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write. It
     returns a line about the content of the file, such as ``iteration 5 drawn``, or several lines if
-    it also has notes, or ``None``. With an empty ``ending``, the function takes only the
-    :class:`ViewInput`, and returns the text to print, or its lines.
+    there are notes, or ``None``. With an empty ``ending``, the function takes only the
+    :class:`ViewInput`, and returns the text to print, or the lines of the text.
 
     Args:
-        ending: End of the file's name, such as ``.csv``; empty for a view that is printed.
+        ending: End of the file name, such as ``.csv``; empty for a view that is printed.
         summary: Short description of the view for help texts.
         name: Name of the view on the command line; only for views of this package.
     """
@@ -166,7 +166,7 @@ def refuse_shared_files(views: Sequence[View]) -> None:
         if view.ending and other is not view:
             raise ConfigError(
                 f"argument --format: {other.name} and {view.name} both write the file that ends in "
-                f"{view.ending!r}: choose one of them, or give yours another ending"
+                f"{view.ending!r}; choose one view, or use another ending for your own view"
             )
 
 
@@ -174,12 +174,12 @@ def _own_view(name: str, table: Iterable[str]) -> View:
     loaded = find_object(name, group=ENTRY_POINTS, subject="view")
     if loaded is None:
         raise ConfigError(
-            f"argument --format: invalid choice {name!r}: choose from {', '.join(table)}, or "
-            f"{ALL}; or give package.module:name of a view of yours"
+            f"argument --format: invalid choice {name!r}; choose from {', '.join(table)}, or "
+            f"{ALL}, or pass package.module:name of your own view"
         )
     if not isinstance(loaded, View):
         raise ConfigError(
-            f"view {name} is {type(loaded).__name__} {loaded!r:.60}: decorate a function with "
-            "trace_view of megatron.adaptive.trace.views"
+            f"view {name} must be a function decorated with trace_view of "
+            f"megatron.adaptive.trace.views, got {type(loaded).__name__} {loaded!r:.60}"
         )
     return replace(loaded, name=name, is_own=True)

@@ -5,10 +5,10 @@
 - *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
                 first for the drawn iteration, then the mean over all iterations of the workbook
 - *iterations*  per iteration: step time, bubble, waits
-- *charts*      Excel's own charts of the last two sheets, which follow changes in their cells
+- *charts*      Excel charts of the last two sheets, which are updated if cells change
 
-The workbook shows one replica, and states which if there are several. Columns, merged cells and
-styles are written in ways that stay fast for charts of hundreds of thousands of cells.
+The workbook shows one replica, and states its number if there are several. Columns, merged cells
+and styles are written in ways that are fast even for charts with hundreds of thousands of cells.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ HEAD_ROW = 2
 HEAD_HEIGHT = 44
 """Height of a header row in points, enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column in the sheet *summary* that shows a part of the step."""
+"""Number of the first column of the sheet *summary* that shows a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -162,8 +162,7 @@ def lay_out(step: PipelineStep) -> Chart:
     """Places a step on a grid of columns, wide enough for the text of most actions.
 
     Up to a tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action
-    has at least one column. So a row is longer than its true time if many actions are shorter than
-    a column.
+    has at least one column. So if many actions are shorter than a column, a row is too long.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -207,7 +206,7 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row: one for each span, and idle cells between them."""
+    """Yields the cells of a row: one cell per span, and idle cells between spans."""
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -221,7 +220,7 @@ def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]
 
 
 def add_order(workbook: Workbook, step: PipelineStep, title: str) -> None:
-    """Adds the sheet *order*. Columns beyond Excel's maximum are cut off."""
+    """Adds the sheet *order*. Columns beyond Excel's maximum are omitted."""
     chart = lay_out(step)
     about = "cells read chunk-microbatch, width is time"
     if chart.num_columns > GRID_COLUMNS:
@@ -272,8 +271,7 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # Set the width of all columns with one record for the range; a record per column would be up to
-    # 16,384 records.
+    # Set the width of all columns with one record for the range, to avoid up to 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -413,7 +411,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # Place the second chart below the first one; a row is about half a centimetre high.
+        # Place the second chart below the first chart; a row is about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -437,7 +435,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom; reverse the axis to put the first rank on top.
+    # Excel draws the first row at the bottom, so reverse the axis to put the first rank on top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
     chart.y_axis.number_format = "0"

@@ -1,4 +1,4 @@
-"""Names the settings that make a repair, for each program that writes traces."""
+"""Defines the settings that make a repair, for each program that writes traces."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains settings of a program, or advice, by the repair that they make.
+    """Contains a program's settings, or advice, for each repair.
 
     Attributes:
-        slow_rank: Moves work off a slow rank.
-        slow_replica: Gives a slow replica less work; empty if there is no such setting.
+        slow_rank: Setting that moves work off a slow rank.
+        slow_replica: Setting that gives a slow replica less work; empty if there is no setting.
         partition: Beginning of the setting of a partition.
-        links: Makes messages faster.
-        one_length: Makes microbatches alike in a run without replicas.
-        lengths: Makes microbatches alike in a run with replicas.
-        adaptive: Runs the rule ``adaptive`` with two chunks per rank.
-        no_trace: Turns tracing off.
+        links: Advice for faster messages.
+        one_length: Setting that makes microbatches equally long in a run without replicas.
+        lengths: Setting that makes microbatches equally long in a run with replicas.
+        adaptive: Setting that selects the rule ``adaptive`` with two chunks per rank.
+        no_trace: Setting that turns tracing off.
     """
 
     slow_rank: str

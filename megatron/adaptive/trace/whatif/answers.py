@@ -1,14 +1,14 @@
-"""Reports how much time a run loses, which ranks cause it, and what each repair would save.
+"""Reports how much time a run loses, which ranks cause the loss, and what each repair would save.
 
 Every figure comes from a simulation of the recorded steps in which some durations are replaced. The
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
 (forward, backward and so on). The ideal duration of a message or collective is the median of its
 kind. In the ideal step all durations are ideal, so no rank is slower than others. The slowdown that
 a group (such as a rank) causes is a ratio of two simulated step times. In the first simulation, the
-group has its recorded durations, and all other operations have ideal durations. The second is that
-of the ideal step. The gain of a repair is the fraction of the step time that is saved if only the
-durations that the repair changes are replaced. In the simulation, an operation starts when all
-operations that it depends on have ended. Delays of the host (CPU) between operations are not
+group has its recorded durations, and all other operations have ideal durations. The second
+simulation is the ideal step. The gain of a repair is the fraction of the step time that is saved if
+only the durations that the repair changes are replaced. In the simulation, an operation starts when
+all operations that it depends on have finished. Delays of the host (CPU) between operations are not
 simulated.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
@@ -63,9 +63,9 @@ SPANS_AT_ONCE = 1_000_000
 SETS_AT_ONCE = 8
 """Number of sets of durations with which the steps are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
-"""Fraction of all ranks that is counted as the slowest ranks; it is at least one rank."""
+"""Fraction of all ranks that are counted as the slowest ranks; at least one rank is counted."""
 CAUSE_SHARE = 0.3
-"""Minimum fraction of the slowdown that a cause must explain to be named."""
+"""Minimum fraction of the slowdown that a cause must explain to be reported."""
 WORTH = 0.002
 """Minimum fraction of the step time that a repair must save to be listed."""
 SLICES = 8
@@ -73,11 +73,11 @@ SLICES = 8
 SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
-"""Repair that is left out if other partitions were simulated with the times of single segments."""
+"""Repair that is omitted if other partitions were simulated with the times of single segments."""
 MOST_GROUPS = 64
-"""Maximum number of stages, and of replicas, whose slowdown is simulated; of more, the worst."""
+"""Maximum number of stages, and of replicas, to simulate; if there are more, the worst are used."""
 MOST_SPANS = 8_000_000
-"""Maximum number of spans to analyze; of a longer run, iterations at equal distances are used."""
+"""Maximum number of spans to analyze; for a longer run, evenly spaced iterations are used."""
 REPLAYED = 4
 """Maximum number of steps that are simulated under each other schedule."""
 RECORDED_SPAN_S = 1e-6
@@ -139,15 +139,17 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         whole = run.complete_iterations(min(t.header.dp_rank for t in run.ranks.values()))
         if whole and len(whole) < len(chosen):
             cut = describe_numbers(set(chosen) - set(whole))
-            notes.append(f"iterations {cut} lack operations and are left out")
+            notes.append(f"iterations {cut} lack operations and are omitted")
         chosen = list(whole) or chosen
     if not chosen:
-        raise TraceError(f"{run.origin} holds no iteration; the run ended before its first one")
+        raise TraceError(
+            f"{run.origin} does not contain iterations, because the run ended before its first"
+        )
     sample = thinned(np.array(chosen), run.num_spans(chosen, where.ranks.tolist()), MOST_SPANS)
     if len(sample) < len(chosen):
         notes.append(
-            f"{len(sample):,} of {len(chosen):,} iterations are analyzed, at equal distances: all"
-            f" have more than {MOST_SPANS:,} spans; choose a part with --iterations"
+            f"only {len(sample):,} of {len(chosen):,} iterations, evenly spaced, are analyzed, "
+            f"because all have more than {MOST_SPANS:,} spans; use --iterations to choose others"
         )
         chosen = sample.tolist()
     parts = []
@@ -232,19 +234,19 @@ def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
 
 
 def _only(group: str, value: int) -> Durations:
-    """Returns durations: recorded for one group, such as a rank, and ideal for all others."""
+    """Returns recorded durations for one group, such as a rank, and ideal durations otherwise."""
     return lambda part: np.where(part.column(group) == value, part.ops.duration_s, part.ideal_s)
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns durations: ideal for the given stages, ranks or kinds, recorded for the rest."""
+    """Returns ideal durations for the given stages, ranks or kinds, and recorded for the rest."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs, starting with the one that saves most time."""
+    """Returns the repairs in descending order of the saved time."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -330,7 +332,7 @@ class _Answers:
         )
 
     def _groups(self) -> dict[tuple[str, str], Durations]:
-        """Maps each group's type and name to durations in which only that group is as recorded.
+        """Maps each group's type and name to durations that are recorded only for that group.
 
         The first two entries are the recorded step (``simulated``) and the ideal step.
         """
@@ -355,7 +357,7 @@ class _Answers:
         return sets
 
     def _shares(self, workers: list[int], slowest: list[int]) -> dict[tuple[str, str], Durations]:
-        """Returns sets of durations: with one cause repaired, or with one slow rank as recorded."""
+        """Returns durations with one cause repaired, and durations recorded for one slow rank."""
         shares: dict[tuple[str, str], Durations] = {
             ("share", "worker"): _without("rank", slowest),
             ("share", "last stage"): _without("stage", [self._where.num_stages - 1]),
@@ -397,7 +399,7 @@ class _Answers:
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
         # If all ranks of a replica take longer, the reason is long microbatches. Divide by this
-        # factor to get the speed of the ranks themselves.
+        # factor to get the speed of the ranks.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -446,7 +448,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns the stages or replicas to simulate alone: all, or those that lose most time.
+        """Returns the stages or replicas to simulate alone: all, or the ones that lose most time.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -480,7 +482,7 @@ class _Answers:
         return sorted(range(len(scores)), key=lambda worker: (-scores[worker], worker))
 
     def _repairs(self, slowest: Sequence[int]) -> dict[str, tuple[str, Durations]]:
-        """Maps each repair's description to its flags (or advice) and the repaired durations."""
+        """Maps each repair's description to its flags (or advice) and its durations."""
         where = self._where
         repairs: dict[str, tuple[str, Durations]] = {}
         work_s = self._own_cells.sum(axis=(1, 2))
@@ -524,7 +526,7 @@ class _Answers:
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag that makes stages equal, and each rank's factor of computing time."""
+        """Returns the flag for equal stages, and each rank's factor of computing time."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():

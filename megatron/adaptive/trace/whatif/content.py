@@ -1,4 +1,4 @@
-"""Simulates a run of ``Pipeline`` with its microbatches of unequal content treated in other ways.
+"""Simulates a ``Pipeline`` run whose unequal microbatches are ordered or distributed differently.
 
 Recorded steps are simulated under the run's own schedule::
 
@@ -31,7 +31,7 @@ from megatron.adaptive.trace.whatif.replay import ALIKE, RecordedStep, recorded_
 STEPS = 4
 """Maximum number of steps that are simulated."""
 UNEQUAL = 0.05
-"""Minimum spread of the costs of microbatches, relative to the mean, for another order or dealing.
+"""Minimum relative spread of the microbatches' costs to simulate another order or dealing.
 
 Smaller differences are noise.
 """
@@ -47,8 +47,8 @@ class Treatment:
     """Describes how a step is simulated.
 
     Attributes:
-        is_dealt: Whether microbatches are dealt over replicas by their cost.
-        is_ordered: Whether each replica runs its microbatches in the order by cost.
+        is_dealt: Whether microbatches are distributed over replicas by their cost.
+        is_ordered: Whether each replica runs its microbatches in the order of their cost.
         partition: Number of segments in each stage; empty for the recorded partition.
     """
 
@@ -63,7 +63,7 @@ class ContentAnswers:
 
     Attributes:
         saved_s: Seconds that a step would save, by description and settings.
-        note: Reason for which nothing could be simulated; empty if there is none.
+        note: Reason why nothing could be simulated; empty if the simulation succeeded.
         covers_partitions: Whether other partitions were simulated too.
     """
 
@@ -73,7 +73,7 @@ class ContentAnswers:
 
 
 def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswers:
-    """Simulates steps of a ``Pipeline`` run with other order, dealing and partition.
+    """Simulates steps of a ``Pipeline`` run with another order, dealing and partition.
 
     Args:
         run: Trace of the run.
@@ -108,7 +108,7 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
-    """Returns the share that each segment has of the time of its stage.
+    """Returns each segment's fraction of the time of its stage.
 
     Measured times of segments are used if the trace has them, otherwise the counted work.
     """
@@ -140,7 +140,7 @@ class _Simulation:
     Args:
         header: Trace header of any rank.
         steps: Steps of all replicas.
-        shares: Share of each segment in the time of its stage.
+        shares: Fraction of each segment in the time of its stage.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # If the run ordered its microbatches, it also orders those that are dealt in another way.
+        # If the run ordered its microbatches, it would also order them after another dealing.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}
@@ -182,7 +182,7 @@ class _Simulation:
                 try:
                     then_s = self._mean_s(treatment)
                 except ScheduleError:
-                    # Replicas with these numbers of microbatches do not suit the schedule.
+                    # The schedule does not support replicas with these numbers of microbatches.
                     continue
                 saved[_described(names, cut, header.layers)] = now_s - then_s
         return saved
@@ -221,10 +221,10 @@ class _Simulation:
         return replace(step, durations_s=np.stack(stages, axis=1))
 
     def _best_partition(self) -> tuple[int, ...]:
-        """Returns the partition with the shortest simulated steps; empty if it is the recorded one.
+        """Returns the partition with the shortest simulated steps; empty for the recorded one.
 
-        The search starts at the recorded partition, or at that whose largest stage is the smallest,
-        and moves single segments as long as that shortens the steps.
+        The search starts at the recorded partition, or at the partition whose largest stage is the
+        smallest. It moves single segments while this makes the steps shorter.
         """
         recorded = self._header.layers
         stages = len(recorded)
@@ -256,7 +256,7 @@ def _joined(steps: Sequence[RecordedStep]) -> RecordedStep:
 
 
 def _in_turns(replicas: Sequence[RecordedStep]) -> RecordedStep:
-    """Returns the whole batch of a step, in which replicas have got microbatches in turns."""
+    """Returns the whole batch of a step whose microbatches were assigned round-robin."""
     places = [
         (index, replica)
         for replica, step in enumerate(replicas)

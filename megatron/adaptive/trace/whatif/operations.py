@@ -4,13 +4,13 @@ This module finds the kind and stage of each operation, and splits each message 
 waiting and transfer. The transfer begins when the last participating rank has joined. The trace may
 be one that this project recorded, or an imported one.
 
-An operation starts when all operations that it depends on have ended:
+An operation starts when all operations that it depends on have finished:
 
 - the previous computation of its rank
 - the message with its input, or the computation that produced its input if it ran on the same rank
 - the previous collective or optimizer step of its rank
 - for collectives, optimizer steps and computations that overlap with others of their rank: the last
-  computation of the rank that had ended when the operation started in the recorded run
+  computation of the rank that had finished when the operation started in the recorded run
 
 A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
 comes before the chunk's first forward pass.
@@ -27,7 +27,7 @@ without predecessors. A node with more than two predecessors gets helper nodes, 
 takes only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
-section 3. The names of the kinds of work are those of the traces published with the paper.
+section 3. The kinds of work have the same names as in the traces published with the paper.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ NAMES = (
     "reduce",
     *COLLECTIVES,
 )
-"""Names of the kinds of work. The first five are computations, the others communication."""
+"""Names of the kinds of work. The first five are computations, the rest are communication."""
 FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
@@ -84,7 +84,7 @@ class StepSlices(Protocol):
     """Function that returns the number of slices of each microbatch of a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> SliceCounts:
-        """Returns the numbers for an iteration and a data-parallel replica."""
+        """Returns the numbers of slices for an iteration and a data-parallel replica."""
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
@@ -257,7 +257,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     worker = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
     computes = _in_order(table, worker, table.where(*DRAWN_ACTIONS))
     if not len(computes):
-        raise TraceError(f"{run.origin} has no F, B or W in the requested iterations")
+        raise TraceError(f"{run.origin} does not contain F, B or W in the requested iterations")
     others = _in_order(table, worker, table.where("reduce", "optimizer", "collective"))
     both = np.concatenate([computes, others])
     kind = _kinds(table.take(both))
@@ -467,10 +467,10 @@ def _check_own_order(operations: Operations, actions: TraceTable) -> None:
 
 _GATHER = NAMES.index("params-all-gather")
 _ENDED = 0.05
-"""Fraction of a computation, at its end, that may overlap with the operation after it.
+"""Maximum fraction of a computation that may overlap with the next operation.
 
-Rounded times, and differences between the clocks of GPU and host, make consecutive operations
-overlap slightly. Without this tolerance they would count as concurrent.
+Consecutive operations overlap slightly because of rounding and differences between the clocks of
+GPU and host. Without this tolerance, these operations would be treated as concurrent.
 """
 
 
@@ -537,9 +537,9 @@ def build_graph(operations: Operations) -> Graph:
         stuck = np.flatnonzero(~is_known[1 : len(operations) + 1])
         first = stuck[np.argmin(operations.start_ns[stuck])]
         raise TraceError(
-            f"{operations.describe(int(first))} waits for an operation that waits for it: the "
-            "recorded order contradicts the dependencies; do clocks differ, or are two jobs in one "
-            "folder?"
+            f"{operations.describe(int(first))} waits for an operation that waits for it, so the "
+            "recorded order contradicts the dependencies; check whether clocks differ, or two jobs "
+            "share a folder"
         )
     order = np.argsort(level, kind="stable")
     node = np.empty(len(order), dtype=np.int32)
@@ -610,7 +610,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         pairs.append((rows[:-1][same], rows[1:][same]))
 
     # Computations of a rank may overlap in time. An overlapping computation depends on the last
-    # computation that ended before it began, not on the last computation that started before it.
+    # computation that finished before its start, not on the last computation that started before.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -646,7 +646,7 @@ def _around(
         ops: Operations of the iterations.
         rank: ``[operations]``, index of the operation's (iteration, rank) pair.
         ended_ns: ``[computations]``, time in nanoseconds from which each computation counts as
-            ended.
+            finished.
         overlapping: Rows of computations that overlap in time with another computation of their
             rank.
         others: Rows of collectives and optimizer steps.
@@ -725,7 +725,7 @@ def _levels(before: Ints) -> tuple[Ints, Ints]:
     begins = np.searchsorted(sources[order], np.arange(count + 1))
     level = np.zeros(count, dtype=np.int32)
     is_known = waits == 0
-    # Node 0, the start of a step, is skipped: its level 0 is set already.
+    # Skip node 0, the start of a step, because its level is already set.
     front = np.flatnonzero(is_known)[1:]
     number = 1
     while len(front):

@@ -1,9 +1,10 @@
 """Simulates recorded microbatches under another schedule, or assigned to other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median of its
-replicas), the slowness of the rank relative to its peers, and a remaining factor. The last is due
-to the microbatch: its length, or chance. If a stage is cut in two, each half takes half as long. A
-rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
+replicas), the slowdown of the rank relative to its peers, and a remaining factor. The remaining
+factor depends on the length of the microbatch or on chance. If a stage is cut in two, each half
+takes half as long. A rank keeps its factor for any work, and a microbatch keeps its factor on any
+replica.
 
 Under a run-time scheduling rule the order of actions depends on the durations, so the rule is
 simulated too.
@@ -70,7 +71,7 @@ class OtherSchedule:
             to order a replica's microbatches to suit its pipeline. Otherwise microbatches stay on
             the replica that recorded them.
         slices: Number of slices into which recorded whole microbatches are cut. All slices of a
-            microbatch are assumed to take equally long, and cutting to take no time.
+            microbatch are assumed to take equally long, and cutting is assumed to take no time.
         pieces: Number of pieces into which each weight-gradient action (W) is cut, if the schedule
             splits the backward pass.
     """
@@ -184,7 +185,7 @@ class RecordedTimes:
         return max(times_s)
 
     def _dealt(self, durations_s: Floats, counts: Counts) -> tuple[list[Floats], list[Counts]]:
-        """Assigns microbatches, longest first, each to the replica that would finish it first.
+        """Assigns each microbatch, longest first, to the replica that would finish it first.
 
         Args:
             durations_s: Time in seconds of each microbatch on ranks of usual speed, for all
@@ -201,8 +202,8 @@ class RecordedTimes:
         durations_s = np.stack(
             [of_slices[:, :, a:b].sum(axis=2) for a, b in zip(begins, ends, strict=True)], axis=2
         )
-        # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
-        # that rank.
+        # A replica is as fast as its slowest rank, so compare microbatches by their cost on this
+        # rank.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -291,7 +292,7 @@ def candidate_for(
     )
     if is_equal or candidate.cap is None:
         return candidate
-    # Raise the cap to the largest microbatch, because a real step does so too.
+    # Raise the cap to the size of the largest microbatch, as a real step does.
     cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
     return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
 
@@ -367,7 +368,7 @@ class RuleReplay:
 
     @cached_property
     def _recorded(self) -> list[list[_RecordedReplica]] | None:
-        """Times of the recorded steps of all replicas; ``None`` if they cannot be simulated."""
+        """Recorded steps of all replicas; ``None`` if they cannot be simulated."""
         if self._header.schedule != "adaptive" or self._ops.where.num_stages == 1:
             return None
         recorded = []
@@ -463,7 +464,7 @@ class RecordedStep:
         return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
-        """Returns a step that runs these microbatches of this one, in this order."""
+        """Returns a step that runs the given microbatches of this step in the given order."""
         return RecordedStep(self.durations_s[:, :, order], self.delays_ps[:, :, order], self.pieces)
 
     def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
@@ -503,7 +504,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
     shape = (3, ops.where.num_stages, int(microbatch.max(initial=0)) + 1)
     work = kind <= WEIGHT
     if shape[1] * shape[2] > int(work.sum()):
-        return None  # a number of a microbatch that a damaged file has may be huge
+        return None  # a damaged file may contain a huge microbatch number
     durations = np.zeros(shape)
     counts = np.zeros(shape, dtype=np.int64)
     cell = kind[work], stage[work], microbatch[work]

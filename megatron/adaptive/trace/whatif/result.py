@@ -13,7 +13,7 @@ from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 SHOWN = 5
 """Number of the worst ranks, and of the worst links, whose slowdown is computed."""
 SLOW = 1.05
-"""Minimum slowdown for the report to name a cause and print each cause's share."""
+"""Minimum slowdown for the report to print a cause and each cause's share."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Repair:
     """Describes a change that would make the run faster, and the time it would save.
 
     Attributes:
-        description: Short text that says what is changed.
-        flag: Command-line flags that make the change, or advice if there is no flag.
+        description: Short text that describes the change.
+        flag: Command-line flags that make the change, or advice if there are no flags.
         step_s: Mean step time with the change, in seconds.
         gain: Fraction of the simulated step time that the change saves.
     """
@@ -60,7 +60,7 @@ class WhatIf:
             based.
         cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
             ``mixed`` if no single cause explains enough of the slowdown.
-        repairs: Possible repairs, the one that saves most time first.
+        repairs: Possible repairs, in descending order of the saved time.
         notes: Caveats about the result, one line each.
     """
 
@@ -144,7 +144,7 @@ class WhatIf:
                 "none": "no rank, stage or microbatch is clearly slower than others",
                 "mixed": "no single cause",
                 "worker": f"slow {', '.join(map(self.where.name, self.slowest[:3]))}",
-                "last stage": f"the last stage, {self.where.num_stages - 1}, has more to do",
+                "last stage": f"the last stage, {self.where.num_stages - 1}, has more work",
                 "sequence lengths": "microbatches of unequal lengths",
             }[self.cause],
             self._format_shares(),
@@ -163,13 +163,9 @@ class WhatIf:
     def _format_shares(self) -> str:
         """Returns a line of text that states how much of the slowdown each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
-            return (
-                "  compared with the mean there is no slowdown to share out; see the repairs below"
-            )
+            return "  compared with the mean there is no slowdown to divide; see the repairs below"
         if self.slowdown < SLOW:
-            return (
-                f"  there is no slowdown to share out: shares are given from a slowdown of {SLOW}"
-            )
+            return f"  the slowdown is too small to divide: shares are printed from {SLOW} on"
         return (
             f"  repairing the slowest workers would remove {_format_share(self.worker_share)} of "
             f"the slowdown; repairing the last stage, {_format_share(self.last_stage_share)}; "
@@ -181,7 +177,7 @@ def _format_share(share: float) -> str:
     """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
 
     Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
-    So a repaired step may be slower than the recorded one, or faster than the ideal one.
+    So a repaired step may be slower than the recorded step, or faster than the ideal step.
     """
     if round(share, 2) <= 0:
         return "none"

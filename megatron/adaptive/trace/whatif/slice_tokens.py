@@ -1,11 +1,11 @@
 """Simulates recorded steps with slices of another length (``--slice-tokens``).
 
 The trace has the lengths of all documents of a step, and the number of slices of each microbatch.
-From the recorded slices, the time of a token and of a pair of tokens that attend to each other are
-fitted for each stage and kind of action. The documents are then packed again for slices of another
-length, and the step is simulated with the fitted times. Slices are assumed to cost nothing more.
-All recorded slices have the same number of tokens, so a fixed time of each action cannot be
-separated from that of its tokens.
+The time per token and per pair of tokens that attend to each other are fitted to the recorded
+slices for each stage and kind of action. The documents are then packed again for slices of another
+length, and the step is simulated with the fitted times. Slices are assumed to have no additional
+cost. All recorded slices have the same number of tokens, so a fixed time per action cannot be
+separated from the time of its tokens.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def token_repairs(
         run: Trace of the run.
         ops: Recorded operations of the steps.
         whole_s: Mean step time of the run in seconds.
-        notes: List to which the reason is added if the run has such slices, and no other length is
-            simulated.
+        notes: List of notes. If the run has slices but no other length can be simulated, the reason
+            is appended.
 
     Returns:
         Mean step time in seconds with slices of another length, by description and flag.
@@ -64,9 +64,7 @@ def token_repairs(
         return {}
     without = "slices of another length are not simulated: "
     if header.schedule not in _RULES:
-        notes.append(
-            f"{without}this takes a run under {' or '.join(_RULES)}, not {header.schedule}"
-        )
+        notes.append(f"{without}the schedule must be {' or '.join(_RULES)}, not {header.schedule}")
         return {}
     steps = [_Step.of(ops, iteration, rows[iteration]) for iteration in iterations]
     whole = [step for step in steps if step is not None]
@@ -175,13 +173,13 @@ class _Step:
 
 
 def _cut(tokens: int, documents: Sequence[int]) -> Cut:
-    """Returns where a row of documents is cut into slices of a number of tokens."""
+    """Returns the positions at which a row of documents is cut into slices of ``tokens`` tokens."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return rule.cut(-(-sum(documents) // tokens) * tokens, documents)
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the numbers of tokens and of pairs of each slice, ``[slices, 2]``."""
+    """Returns the number of tokens and of token pairs of each slice, ``[slices, 2]``."""
     work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
     return np.array(work, dtype=np.float64)
 
@@ -220,9 +218,9 @@ class _Model:
 
     @property
     def miss(self) -> float:
-        """Largest relative difference of a recorded step from its simulations.
+        """Largest relative difference between a recorded step and its simulations.
 
-        One simulation has the recorded durations, the other has the fitted ones and the same
+        One simulation has the recorded durations, and the other has fitted durations and the same
         length of slices.
         """
         misses = []

@@ -1,6 +1,6 @@
 """Finds machines on which all ranks wait, for example because other programs use the processors.
 
-No rank of such a machine is slower than the others, so a comparison of ranks does not find it.
+All ranks of such a machine are equally slow, so a comparison of its ranks does not find the cause.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SURE = 3.2
 """Minimum rise of the waits to report a part of the run, as a number of standard errors."""
 
 MOST_OF = 0.75
-"""Minimum fraction of iterations with a wait for the wait to count as lasting."""
+"""Minimum fraction of iterations with a wait for the wait to be considered permanent."""
 
 LEAST_NOISE = 0.005
 """Minimum standard deviation assumed for the noise, as a fraction of an iteration."""
 
 LEAST_BUSY = 0.1
-"""Minimum fraction of the computing time that remains without the waits."""
+"""Minimum fraction of the computing time that remains after the waits are subtracted."""
 
 
 class BusyMachineCause(Cause):
@@ -58,7 +58,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding about the ranks of a machine; ``None`` if they hardly wait."""
+    """Returns a finding about the ranks of a machine; ``None`` if the ranks hardly wait."""
     for counter, series in waits_of(m, columns):
         period = _period(series)
         if period is None:

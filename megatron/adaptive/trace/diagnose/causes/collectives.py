@@ -1,7 +1,7 @@
-"""Finds members of process groups for which others wait, and groups whose transfers take longer.
+"""Finds late members of process groups, and groups whose transfers take longer.
 
-Both causes need the times of collectives (``--trace-detail collectives``). A rank is blamed for
-waits only in groups whose members do the same work at the same time. In other groups, such as
+Both causes need the times of collectives (``--trace-detail collectives``). A rank is reported as
+late only in groups whose members do the same work at the same time. In other groups, such as
 data-parallel groups, waits show that a whole replica is late, which other causes explain. In groups
 of experts, the rank with the most tokens arrives last (``overloaded_experts``).
 """
@@ -44,10 +44,10 @@ CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a change during the run to be reported."""
 
 TIMES = 1.7
-"""Minimum ratio of a group's transfers to those of other groups, or of other iterations."""
+"""Minimum ratio of a group's transfer time to that of other groups or other iterations."""
 
 FEWEST_GROUPS = 2
-"""Minimum number of other groups needed to compare a group with them."""
+"""Minimum number of other groups that are needed for a comparison."""
 
 _LEAST_LEFT = 0.1
 """Minimum fraction of an operation's duration that remains after a delay is subtracted."""
@@ -76,7 +76,7 @@ class SlowMember(Cause):
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         host = finding.hosts[0]
-        return Remedy((f"look for other programs and throttling on {host}, or leave it out",))
+        return Remedy((f"look for other programs and throttling on {host}, or exclude it",))
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         return _shortened(steps, steps.affected)
@@ -119,7 +119,7 @@ class CongestedCollectives(Cause):
             )
         return Remedy(
             (
-                f"check the network between {' and '.join(hosts)}, and what else uses it",
+                f"check the network between {' and '.join(hosts)}, and look for other traffic",
                 "place the ranks of this group on fewer machines",
             )
         )
@@ -128,14 +128,14 @@ class CongestedCollectives(Cause):
         kind = finding.detail.partition(" ")[0]
         if kind in IN_STEP:
             return _shortened(steps, steps.affected)
-        # Groups of other kinds, such as data-parallel ones, communicate at the end of a step.
+        # Groups of other kinds, such as data-parallel groups, communicate at the end of a step.
         ops = steps.operations
         at_end = np.isin(ops.kind, (OPTIMIZER, REDUCE)) & np.isin(ops.worker, steps.workers)
         return _shortened(steps, at_end)
 
 
 def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
-    """Subtracts a delay per step from the durations of the chosen operations; returns all of them.
+    """Returns all durations, with a delay per step subtracted from the chosen operations.
 
     Args:
         steps: Operations of recorded steps, and the finding with the delay.
@@ -169,12 +169,12 @@ def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) ->
 def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
-    """Returns a finding about the member that the others wait for; ``None`` if they hardly wait."""
+    """Returns a finding about the member that others wait for; ``None`` if waits are short."""
     held_ns = sum(_per_step(joined, joined.held_up_ns, m.iterations) for joined in groups)
     held_ns = np.asarray(held_ns)
     worst = int(held_ns.mean(axis=0).argmax())
-    # If ranks are late at random, each is last now and then. So only the excess over the others
-    # counts.
+    # If ranks are late at random, every rank is sometimes last. So only the excess over the other
+    # members counts.
     excess_ns = held_ns[:, worst] - np.delete(held_ns, worst, axis=1).max(axis=1)
     number = sum(joined.per_step for joined in groups)
     period = _period(m, excess_ns, _least_ns(m, ranks, number), 0.0)

@@ -1,9 +1,9 @@
-"""Finds links on which packets are lost: some messages come late, because parts are sent again.
+"""Finds links with packet loss, on which some messages are late because of retransmissions.
 
-Most messages of such a link are as fast as those of other links, so that a comparison of links
-finds nothing. The late messages occur in iterations in which the machine sent more TCP segments
-again than in other iterations. Links within a machine are skipped, unless all messages are known to
-go over TCP.
+Most messages of such a link are as fast as the messages of other links, so that a comparison of
+links finds nothing. The late messages occur in iterations in which the machine retransmitted more
+TCP segments than in other iterations. Links within a machine are skipped, unless all messages are
+known to use TCP.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LATE_OF_STEP = 0.03
 """Minimum total lateness of a link's messages in a step, as a fraction of the step."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the total lateness that occurs in iterations with segments sent again."""
+"""Minimum fraction of the total lateness in iterations with retransmitted segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability that late messages coincide with lost segments only by chance."""
+"""Maximum probability that late messages coincide with lost segments by chance."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations, to estimate the probability of chance."""
+"""Number of random permutations of the iterations, to estimate that probability."""
 
 LINK_FEWEST = 20
 """Minimum number of messages needed to judge a link."""
@@ -61,7 +61,7 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            return []  # a machine counts lost packets for all its links, so these may be the same
+            return []  # lost packets are counted per machine, so the slow link may explain them
         return find_lossy_links(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
@@ -163,7 +163,7 @@ def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
 
     Args:
         late_ns: ``[iterations]``, total lateness in ns.
-        lost: ``[iterations]``, number of segments that were sent again.
+        lost: ``[iterations]``, number of retransmitted segments.
     """
     orders = np.random.default_rng(0).permuted(np.tile(lost, (DRAWS, 1)), axis=1)
     # The factor below 1 allows for rounding errors in the sums.

@@ -1,4 +1,4 @@
-"""Finds ranks whose experts get more tokens than those of other ranks, so that other ranks wait."""
+"""Finds ranks whose experts receive so many tokens that other ranks wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.adaptive.trace.trace_format import IterationStart
 
 
 class OverloadedExperts(Cause):
-    """Describes a rank whose experts get many more tokens than the mean over ranks."""
+    """Describes a rank whose experts receive many more tokens than the mean over ranks."""
 
     name = "overloaded experts"
     order = 50
@@ -29,7 +29,7 @@ class OverloadedExperts(Cause):
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        # All ranks with the same pipeline rank wait for the overloaded rank, so all get faster.
+        # All ranks with the same pipeline rank wait for the overloaded rank, so all become faster.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -44,8 +44,8 @@ class OverloadedExperts(Cause):
             (
                 "balance the router: a larger --moe-aux-loss-coeff, or "
                 "--moe-router-enable-expert-bias with --moe-router-score-function sigmoid",
-                "limit the tokens of an expert, --moe-expert-capacity-factor 1.25; it drops the "
-                "others",
+                "limit the tokens of an expert (--moe-expert-capacity-factor 1.25), which drops "
+                "further tokens",
             )
         )
 
@@ -61,7 +61,7 @@ OVERLOAD_ERRORS = 3.0
 
 
 def find_overloaded_experts(m: Measured) -> list[Finding]:
-    """Returns findings for ranks whose experts get so many tokens that other ranks wait for them.
+    """Returns findings for ranks whose experts receive so many tokens that other ranks wait.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
     most tokens is the last to reach the all-to-all exchange after the experts, in which the other
@@ -79,7 +79,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
             if all(i in m.experts[c] and _layout(m.experts[c][i]) == layouts[c] for c in group)
         ]
         if not chosen or len({layouts[column] for column in group}) < 2:
-            continue  # every rank has all experts of these layers, so none waits for another
+            continue  # every rank has all experts of these layers, so no rank waits
         loads = [[m.experts[column][i] for column in group] for i in chosen]
         tokens = np.array(
             [[sum(sum(row[2:]) for row in load.tokens) for load in of_ranks] for of_ranks in loads]

@@ -16,7 +16,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Describes a rank on which it takes long to read a microbatch's data."""
+    """Describes a rank that needs a long time to read a microbatch's data."""
 
     name = "slow data"
     order = 30
@@ -45,7 +45,7 @@ READING_OF_STEP = 0.03
 """Minimum fraction of the step time that a rank must spend reading data to be reported."""
 
 READING_TIMES = 1.5
-"""Minimum ratio of a slow read's time to that on other ranks or in other iterations."""
+"""Minimum ratio of a slow read's time to the time on other ranks or in other iterations."""
 
 READING_CHANGE_SURE = 6.0
 """Minimum score, in standard errors, of a change in read times during the run to be reported."""
@@ -55,10 +55,10 @@ READING_SURE = 3.0
 """Minimum excess of a slow read's time in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of reads of a rank that are needed to judge its reads."""
+"""Minimum number of reads that are needed to judge a rank's reads."""
 
 READING_ITERATIONS = 4
-"""Minimum number of iterations in which a rank reads, to judge its reads."""
+"""Minimum number of iterations with reads that are needed to judge a rank's reads."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:

@@ -1,13 +1,14 @@
 """Finds single layers that take longer than others, in traces with the times of layers.
 
-``--trace-detail layers`` records these times. Without them, a slow layer shows as a slow rank or as
-uneven stages.
+``--trace-detail layers`` records these times. Without these times, a slow layer appears as a slow
+rank or as uneven stages.
 
 The layers of a model may be of several kinds. A segment of a ``Pipeline`` is compared only with
 segments that make the same calls; the header of the trace has the kind of each segment. Layers with
 experts and layers for multi-token prediction are not examined. Any other layer is reported only if
-its forward and its backward are both slow (recomputation makes only the backward slower), and if no
-other layer is slow by about the same factor (as if every fourth layer were of another kind).
+its forward and its backward are both slow, because recomputation makes only the backward slower. A
+layer is also not reported if other layers are slow by about the same factor, because these layers
+may be of another kind (such as every fourth layer).
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from megatron.adaptive.trace.diagnose.machine_reasons import starved
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, chance, middle, noise
 
 SLOWER = 1.25
-"""Minimum ratio of a slow layer's time to that of other layers."""
+"""Minimum ratio of a slow layer's time to the time of other layers."""
 
 SURE = 4.0
 """Minimum excess of a slow layer's time in standard errors."""
 
 FEWEST = 4
-"""Minimum number of timed layers in the run, to know the usual time of a layer."""
+"""Minimum number of timed layers in the run that are needed to know the usual time of a layer."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of slow layers; if there are more, they are taken for another kind of layer."""
+"""Maximum fraction of slow layers; more slow layers are assumed to be of another kind."""
 
 
 SLOWER_PASS = 1.15
-"""Minimum ratio of a slow layer's forward time, and backward time, to that of other layers."""
+"""Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
 """Minimum ratio for the model's last layer, which often does work that other layers do not."""
 
 ALIKE = 1.25
-"""Maximum ratio of the times of two slow layers, to take them for layers of another kind."""
+"""Maximum ratio of the times of two slow layers for which both are assumed to be another kind."""
 
 FEWEST_SPACED = 3
-"""Minimum number of slow layers at equal distances, to take them for layers of another kind."""
+"""Minimum number of evenly spaced slow layers that are assumed to be of another kind."""
 
 
 class SlowLayer(Cause):
@@ -70,8 +71,8 @@ class SlowLayer(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         remedy = evidence.move_layers(finding)
         look = (
-            f"if layer {finding.counts['layer']} has the shape of the others, look at its kernels "
-            "with torch.profiler"
+            f"if layer {finding.counts['layer']} has the same shape as other layers, check its "
+            "kernels with torch.profiler"
         )
         return Remedy((look, *remedy.advice), remedy.partition)
 
@@ -140,7 +141,7 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
         error_ns = 1.25 * noise(series) / math.sqrt(len(series)) + 0.01 * usual
         if excess_ns < SURE * error_ns:
             continue
-        # If a rank waits for processors most of the time, its layers' times differ by chance.
+        # If a rank waits for processors most of the time, the times of its layers are random.
         if levels[number] / usual < 1 / (1 - starved(m, layer.column, slice(None))):
             continue
         of_rank = excess_ns / max(float(m.microbatch_ns[layer.column]), excess_ns)

@@ -1,4 +1,4 @@
-"""Finds links whose messages take longer than those of other links of the same kind."""
+"""Finds links whose messages take longer than the messages of other links of the same kind."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class SlowLink(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         source, target = finding.ranks
         hosts = " and ".join(sorted(set(finding.hosts)))
-        check = f"check the network of {hosts}, or leave one of them out"
+        check = f"check the network of {hosts}, or exclude one of these machines"
         return Remedy(
             (
                 finding.reason.remedy if finding.reason else check,
                 "choose an order with more microbatches in flight (--pipeline-schedule adaptive "
-                f"or hinted, a larger --activation-cap): it hides the {finding.delay_ms:.3g} ms "
+                f"or hinted, a larger --activation-cap), which hides the {finding.delay_ms:.3g} ms "
                 f"from rank {source} to rank {target}",
             )
         )
@@ -64,7 +64,7 @@ LINK_FEWEST = 6
 """Minimum number of messages needed to judge a link."""
 
 LINK_TIMES = 2.0
-"""Minimum ratio of a slow link's message time to that of other links.
+"""Minimum ratio of a slow link's message time to the message time of other links.
 
 A link must also exceed the limits below to be reported.
 """
@@ -76,19 +76,19 @@ LINK_ERRORS = 5.0
 """Minimum delay of a slow link's messages, as a number of standard deviations of their time."""
 
 LINK_ALONE = 0.25
-"""Value of ``LINK_OF_AN_ACTION`` for a link with fewer than two other links to compare."""
+"""Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
 
 LINK_STEADY = 0.4
 """Minimum delay of a slow link's fastest messages, as a fraction of its median delay."""
 
 LINK_OF_WAITS = 3.0
-"""Minimum ratio of a slow link's delay to the waits for a processor of its ranks.
+"""Minimum ratio of a slow link's delay to the time that its ranks wait for a processor.
 
 The threads that send a message and that notice its arrival may have to wait for a processor first.
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of other links with which a link is compared; of more, every n-th is used."""
+"""Maximum number of links to compare with; if there are more, every n-th link is used."""
 
 LINK_CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a link's change during the run to be reported."""

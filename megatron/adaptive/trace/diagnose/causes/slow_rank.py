@@ -1,8 +1,8 @@
 """Finds ranks whose actions take longer than expected.
 
-``baselines`` compares each rank with its peers, with the plan and with its own past. The most
-likely slowdown is reported if it is significant and large enough to matter. Then it is removed from
-the data, and the search is repeated.
+``baselines`` compares each rank with its peers, with the plan and with its own earlier times. The
+most likely slowdown is reported if it is significant and large enough to matter. Then the slowdown
+is removed from the data, and the search is repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlowRankCause(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"one of ranks {describe_numbers(finding.ranks)} ({finding.stages_text}, {hosts}), "
-            f"which share each layer, takes {finding.factor:.2f} times as long"
+            f"which share every layer, takes {finding.factor:.2f} times as long"
         )
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
@@ -55,9 +55,9 @@ class SlowRankCause(Cause):
             advice.insert(0, finding.reason.remedy)
         hosts = " and ".join(sorted(set(finding.hosts)))
         if len({header.dp_rank for header in evidence.measured.headers}) > 1:
-            advice.append("give its replica fewer microbatches, --balance-replicas speed")
+            advice.append("assign fewer microbatches to its replica (--balance-replicas speed)")
         if not finding.reason:
-            advice.append(f"look for other programs and throttling on {hosts}, or leave it out")
+            advice.append(f"look for other programs and throttling on {hosts}, or exclude it")
         return Remedy(tuple(advice), remedy.partition)
 
 
@@ -65,28 +65,28 @@ SLOW = math.log(1.05)
 """Minimum slowdown to report, as a logarithm; equal machines often differ by less."""
 
 SURE = 3.2
-"""Minimum slowdown to report, as a number of standard errors; noise alone hardly reaches it."""
+"""Minimum slowdown to report, as a number of standard errors; noise rarely reaches this value."""
 
 QUICKER = 0.7
-"""Minimum ratio of the evidence for a slow rank to that for a fast rank, to report the slow rank.
+"""Minimum ratio of the evidence for a slow rank to the evidence for a fast rank.
 
-If the ratio is lower, the fast rank is the exception, and other ranks only look slow next to it.
+If the ratio is lower, the fast rank is the exception, and other ranks only seem to be slow.
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that must show in each kind of action (F, B, W) alone."""
+"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must have."""
 
 OWN_CHANGE = 0.5
-"""Minimum fraction of a temporary slowdown that must show in the rank's own times.
+"""Minimum fraction of a temporary slowdown that must be visible in the rank's own times.
 
-The rest may be due to the ranks with which it is compared.
+The remaining fraction may be due to the ranks used for comparison.
 """
 
 OF_LAYER = 0.5
-"""Minimum fraction of a rank's lost time that a slow layer must take, to explain the slow rank."""
+"""Minimum fraction of a slow rank's lost time that a slow layer must explain."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the waits for a rank to those for any other member, to blame it alone."""
+"""Minimum ratio of the waits for a rank to the waits for any other member, to blame the rank."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -124,7 +124,7 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
         if _is_real(baselines, slow, log_work[:, slow.column]):
             finding = _slow_rank(m, baselines, slow)
             waited = starved(m, slow.column, slice(slow.first, slow.end))
-            # If ranks wait for processors most of the time, their times differ by chance.
+            # If ranks wait for processors most of the time, differences of their times are random.
             if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
                 findings.append(finding)
         baselines.remove(slow)
@@ -136,9 +136,10 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
     """Returns one finding for all slow ranks of a tensor-parallel group.
 
-    The ranks of a group share each layer. If one is slow, the others wait for it within their
-    actions, so that all look slow. To blame is the rank whose machine shows a reason; else the one
-    for which the collectives of the others wait. Otherwise the finding names all of them.
+    The ranks of a group share each layer. If one rank is slow, the other ranks wait for it within
+    their actions, so that all ranks seem to be slow. The finding is about the rank whose machine
+    shows a reason, or otherwise the rank for which the other ranks' collectives wait. If neither is
+    known, the finding lists all ranks of the group.
     """
     groups: dict[tuple[int, int, int, int], list[Finding]] = {}
     for finding in findings:
@@ -163,7 +164,7 @@ def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]
 
 
 def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
-    """Returns the rank for which the collectives of a group wait; ``None`` if that is unknown.
+    """Returns the rank for which the collectives of a group wait; ``None`` if unknown.
 
     Args:
         m: Measured times of the run.
@@ -183,7 +184,7 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
     """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
 
-    The caller stops comparing other ranks with this rank, because they would all look slow.
+    The caller stops comparing other ranks with this rank, because all of these would seem slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -197,9 +198,9 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown shows in every kind of action and in the rank's own times.
+    """Returns whether a slowdown is visible in every kind of action and in the rank's own times.
 
-    If it does not, the slowdown is an effect of other ranks or of noise.
+    Otherwise the slowdown is an effect of other ranks or of noise.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False

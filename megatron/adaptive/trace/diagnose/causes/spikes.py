@@ -17,7 +17,7 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 
 class Spikes(Cause):
-    """Describes a rank on which single actions take much too long now and then."""
+    """Describes a rank on which single actions occasionally take much too long."""
 
     name = "spikes"
     order = 40
@@ -59,7 +59,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer may be due to chance."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that may be spikes; beyond that, they are not exceptions."""
+"""Maximum fraction of a rank's actions that may be spikes; more would not be exceptions."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank; this prior counts as one observed spike."""
@@ -71,9 +71,9 @@ SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks with which a rank is compared with all of the others.
+"""Maximum number of ranks for which a rank is compared with all other ranks.
 
-With more, the other rank with the most spikes is left out.
+If there are more ranks, the other rank with the most spikes is left out of the comparison.
 """
 
 FEW_MICROBATCHES = 4
@@ -93,7 +93,7 @@ def find_spikes(m: Measured) -> list[Finding]:
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # A rank whose times generally vary a lot gets a higher limit.
+    # Use a higher limit for a rank whose times generally vary a lot.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
@@ -119,8 +119,8 @@ def find_spikes(m: Measured) -> list[Finding]:
 def _oddness(m: Measured) -> Floats:
     """Returns the logarithm of the ratio of each action's duration to its usual duration.
 
-    In a pipeline of enough ranks, the part by which a microbatch takes longer on all ranks is
-    subtracted. Such a microbatch is larger than others, so no rank is the cause.
+    If the pipeline has enough ranks, the part by which a microbatch takes longer on all ranks is
+    subtracted. Such a microbatch is larger than other microbatches, so no rank is the cause.
 
     Returns:
         ``[iterations, ranks, chunks, 3, microbatches]``.
@@ -162,8 +162,9 @@ def _tail(count: int, seen: float, part: float) -> float:
 
     Args:
         count: Number of spikes on the rank.
-        seen: Number of spikes on the ranks that it is compared with, plus one for the prior.
-        part: Number of actions on the rank divided by that on the other ranks, prior included.
+        seen: Number of spikes on the ranks used for comparison, plus one for the prior.
+        part: Number of actions on the rank divided by the number of actions on the other ranks,
+            including the prior.
     """
     below = 0.0
     log_probability = -seen * math.log1p(part)

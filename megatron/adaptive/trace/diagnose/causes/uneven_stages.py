@@ -1,4 +1,4 @@
-"""Finds stages that take longer than others because the layers are divided unevenly.
+"""Finds stages that take longer than other stages because the layers are divided unevenly.
 
 ``stage_costs`` finds the best partition of layers for the measured speeds.
 """
@@ -27,7 +27,7 @@ class UnevenStages(Cause):
     order = 60
 
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
-        # If a rank or a layer is slow, the stages may be uneven only because of that rank or layer.
+        # If a rank or a layer is slow, the stages may be uneven only because of this slowdown.
         is_slow = any(
             finding.cause in ("slow rank", "slow layer")
             and finding.period.kind in ("lasting", "begun")
@@ -39,7 +39,7 @@ class UnevenStages(Cause):
         return [
             finding
             for finding in find_uneven_stages(m, evidence.times)
-            # If ranks wait for processors most of the time, their times differ by chance.
+            # If ranks wait for processors most of the time, differences of their times are random.
             if (finding.factor or 0)
             >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
         ]

@@ -1,4 +1,4 @@
-"""Provides the view ``html``, a page for the browser."""
+"""Provides the ``html`` view, which is a page for the browser."""
 
 from __future__ import annotations
 

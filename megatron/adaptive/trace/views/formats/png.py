@@ -1,4 +1,4 @@
-"""Provides the view ``png``, a picture of one iteration."""
+"""Provides the ``png`` view, which is a picture of one iteration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="png", ending=".png", summary="picture of one iteration")
 def png(shown: ViewInput, path: Path) -> str:
-    """Writes the picture, and returns a line that names the drawn iteration."""
+    """Writes the picture, and returns a line with the number of the drawn iteration."""
     from megatron.adaptive.trace.views.picture import write_picture
 
     write_picture(shown.step, path)

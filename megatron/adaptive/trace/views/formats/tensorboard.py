@@ -1,11 +1,11 @@
-"""Provides the view ``tensorboard``, charts with one curve per rank.
+"""Provides the ``tensorboard`` view, which has charts with one curve per rank.
 
 ::
 
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point at the time of day at which it ran. TensorBoard's own writer makes the
+Every iteration is a point at the time of day at which it ran. TensorBoard's own writer writes the
 files. A file appears only when it is complete, and is replaced if the trace is written again.
 """
 

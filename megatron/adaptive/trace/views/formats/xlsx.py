@@ -1,4 +1,4 @@
-"""Provides the view ``xlsx``, an Excel workbook."""
+"""Provides the ``xlsx`` view, which is an Excel workbook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 @trace_view(name="xlsx", ending=".xlsx", summary="workbook with timelines, tables and charts")
 def xlsx(shown: ViewInput, path: Path) -> str:
-    """Writes the workbook, and returns a line that names the drawn iteration."""
+    """Writes the workbook, and returns a line with the number of the drawn iteration."""
     from megatron.adaptive.trace.views.workbook import write_workbook
 
     write_workbook(shown.run, shown.step, shown.figures, path)
