@@ -6,8 +6,8 @@ The command line is that of torchrun. The differences from torchrun are:
 - A failed job prints one line about the failed rank, without torchrun's traceback.
 - Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
-- SIGTERM or SIGHUP after Ctrl-C or each other changes nothing: the ranks finish saving. A second
-  Ctrl-C ends the job.
+- A SIGTERM or SIGHUP that follows another signal changes nothing: the ranks finish saving. A
+  second Ctrl-C ends the job.
 - SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
   of a job shortly before the job's time limit.
 """

@@ -1,7 +1,7 @@
 """``job top``: shows in the terminal what each rank of a run is doing now.
 
 It shows each rank's current action, the progress of training, step time, tokens per second, loss,
-bubble (fraction of idle time), waits and memory. For an ended run, it shows the last state::
+bubble (fraction of idle time), waits and memory. For a finished run, it shows the last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left

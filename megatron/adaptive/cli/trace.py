@@ -93,7 +93,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the actions of one iteration as they ran. ``visualize_trace.py`` also calls this.
+    """Draws the executed actions of one iteration. ``visualize_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -136,7 +136,7 @@ def diagnose_run(argv: Sequence[str]) -> int:
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Prints a run's predicted speed if some durations were different; returns the exit status."""
+    """Predicts a run's speed with some durations changed, and prints it; returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
