@@ -558,10 +558,13 @@ def test_a_folder_of_other_weights_is_refused_before_a_model_is_built(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base: [1, 2]", r"recipe.yaml: base is \[1, 2\]: it must be the name of a file"),
-        ("base: 5", "recipe.yaml: base is 5: it must be the name of a file"),
-        ("base: list.yaml", r"list.yaml contains \[1, 2\], and is the base of .*: it must be keys"),
-        ("base: two.yaml", "two.yaml is the base of .* and has one: keep one"),
+        ("base: [1, 2]", r"recipe.yaml: base must be the name of a file, got \[1, 2\]"),
+        ("base: 5", "recipe.yaml: base must be the name of a file, got 5"),
+        (
+            "base: list.yaml",
+            r"list.yaml, the base of .*, must contain keys with values, got \[1, 2\]",
+        ),
+        ("base: two.yaml", "two.yaml, the base of .*, must not have a base itself"),
         ("base: nothing.yaml", "nothing.yaml: No such file"),
         ("- 1", r"recipe.yaml must contain keys with values, got \[1\]"),
     ],

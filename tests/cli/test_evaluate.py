@@ -139,9 +139,9 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--load-hf FOLDER", "there is nothing to run: give --data FILE or --prompt TEXT"),
-        ("--prompt x", "there is no model: give --load CKPT or --load-hf DIR"),
-        ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are less than a batch of 1 x 32"),
+        ("--load-hf FOLDER", "the text is missing; give --data FILE or --prompt TEXT"),
+        ("--prompt x", "the model is missing; give --load CKPT or --load-hf DIR"),
+        ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are fewer than a batch of 1 x 32"),
     ],
 )
 def test_bad_input(

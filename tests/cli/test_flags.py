@@ -27,7 +27,7 @@ def test_every_table_row_has_the_cells_of_its_head() -> None:
 
 
 def test_an_argument_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--group is not taken"):
+    with pytest.raises(ConfigError, match="remove --group"):
         flags(["--group"])
 
 

@@ -182,7 +182,7 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
         assert rest == []
     else:
         assert len(rest) == 1
-        assert re.fullmatch(r"error: rank 0 \(pid \d+\) ended with status 3; .*", rest[0])
+        assert re.fullmatch(r"error: rank 0 \(pid \d+\) exited with status 3; .*", rest[0])
 
 
 @pytest.mark.multiprocess

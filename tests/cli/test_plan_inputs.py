@@ -94,5 +94,5 @@ def test_other_models_and_lone_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the model that was trained"):
         calibrated(_options("--calibrate", str(run)), _model(), _cluster("a"), None)
     (run / "progress.jsonl").unlink()
-    with pytest.raises(ConfigError, match="does not say how many tokens"):
+    with pytest.raises(ConfigError, match="does not contain the tokens per step"):
         calibrated(_options("--calibrate", str(run)), _model(), _cluster("a"), None)

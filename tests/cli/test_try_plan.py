@@ -162,7 +162,7 @@ def test_measurements_of_another_device_are_left_out_by_name(
     capfd.readouterr()
     assert main([*command, "--rank", "1"]) == 0
     assert (
-        "rank 0 was tried on A100-40, not on cpu: its values are left out" in capfd.readouterr().err
+        "rank 0 was tried on A100-40, not on cpu; its values are omitted" in capfd.readouterr().err
     )
     (measured,) = json.loads(path.read_text(encoding="utf-8"))["tried"]["ranks"]
     assert (measured["rank"], measured["device"]) == (1, "cpu")
@@ -171,8 +171,8 @@ def test_measurements_of_another_device_are_left_out_by_name(
 @pytest.mark.parametrize(
     ("changes", "more", "message"),
     [
-        ({}, ["--rank", "2"], r"--rank 2: .* has 2 ranks: give 0 to 1"),
-        ({}, ["--world-size", "4"], r"--world-size 4: .* is for 2 processes"),
+        ({}, ["--rank", "2"], r"--rank must be from 0 to 1, got 2; .* has 2 ranks"),
+        ({}, ["--world-size", "4"], r"--world-size must be 2 for .*, got 4"),
         ({"placement": [{"nodes": 2, "processes_per_node": 2}]}, [], "placement has 4 processes"),
         ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
         ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal widths"),

@@ -151,7 +151,7 @@ def test_a_node_that_was_left_out_is_used_if_nothing_else_fits() -> None:
     ("arguments", "message"),
     [
         ([str(TRAINER), *FLAGS, *TRAINED], "exclude without --probe-interval"),
-        ([str(ROOT / "examples/cutpoint/elastic.py")], "takes none of the trainer"),
+        ([str(ROOT / "examples/cutpoint/elastic.py")], "does not parse the trainer's arguments"),
     ],
 )
 def test_nodes_fail_only_where_they_are_probed(

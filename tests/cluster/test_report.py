@@ -184,7 +184,7 @@ def test_a_large_run_that_went_on(large: Path, tmp_path: Path) -> None:
 def test_mistakes(large: Path, tmp_path: Path) -> None:
     for name in ("n1", "n2", "n3"):
         (large / f"{name}.out").unlink()
-    with pytest.raises(SetupError, match="job pods-2: there are no logs in .*--log-dir"):
+    with pytest.raises(SetupError, match="job pods-2 has no logs in .*--log-dir"):
         command.main([str(large)])
     with pytest.raises(SetupError, match="job 99: Slurm does not know it"):
         command.main(["99", "--log-dir", str(tmp_path)])

@@ -34,7 +34,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "name the script to train with"),
+        ([], "the script is missing"),
         (["none.py"], "none.py: no such file"),
         ([TRAINER, *SAVING], "add --checkpoint DIR or --save"),
         (["--wait", "never", TRAINER], "'never' is not a number of seconds from 0.001 to 1e+09"),
@@ -45,7 +45,7 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
-        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "chooses stages with unequal"),
+        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "--unequal needs the planner"),
         (
             ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
             "the job chooses the ranks of its stages",

@@ -235,7 +235,7 @@ def test_a_node_reads_the_settings_that_were_submitted(here: Path) -> None:
     path.write_text(path.read_text().replace("HERE", str(here)))
     status, _, errors = cases.command(["job", "node", "slurm", str(path), "logs/none"])
     assert status == 2
-    assert "srun starts it" in errors  # this message comes after all checks of settings
+    assert "must be started by srun" in errors  # this message comes after all checks of settings
 
 
 @pytest.mark.multiprocess

@@ -422,7 +422,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     job = lab.output(*NOBODY, *command).partition(";")[0]
     done = adaptive(lab, "job", "status", job, *logs)
     assert done.returncode == 2
-    assert re.match(rf"error: job {job}: it is nobody's \(\w+\), not \w+'s, and ", done.stderr)
+    assert re.match(rf"error: job {job} \(\w+\) belongs to nobody, not \w+, and ", done.stderr)
     assert len(done.stderr.splitlines()) == 1
     lab.output("scancel", job)
     # A folder with the next id, from another cluster or from before a restart of this one.
@@ -430,7 +430,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     folder.mkdir(parents=True)
     assert submit(lab, conf) == int(job) + 1
     text = finish(lab, conf, int(job) + 1)
-    assert f"error: LOG_DIR={folder.parent}: {folder} has the logs of another job" in text
+    assert f"error: LOG_DIR={folder.parent}: {folder} has another job's logs" in text
     assert list(folder.iterdir()) == []
 
 
@@ -444,7 +444,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
     try:
         loop = submit(lab, conf, *where)
         text = finish(lab, conf, loop)
-        assert "error: MASTER_ADDR=n3: on n4 it is 127.0.1.1, which reaches nobody else" in text
+        assert "error: MASTER_ADDR=n3 is 127.0.1.1 on n4, which other nodes cannot reach" in text
     finally:
         lab.run(["umount", "/etc/hosts"], on="n4")
     # Packets from the first node's rendezvous port are dropped.

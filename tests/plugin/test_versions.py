@@ -177,7 +177,7 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
 def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        SetupError, match=r"^megatron-core [\d.]+ contains no trainer .*0\.17 or new"
+        SetupError, match=r"^megatron-core [\d.]+ lacks Megatron-LM's trainer.*0\.17 or new"
     ):
         pretrain.main([])
 

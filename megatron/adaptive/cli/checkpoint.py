@@ -78,8 +78,8 @@ def _newest_folder() -> Path:
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
     if newest is None:
         raise CheckpointError(
-            f"no run with a folder {_FOLDER} in {searched()}: name the folder that --save or"
-            " Pipeline.save was given"
+            f"no run in {searched()} has a folder {_FOLDER}; give the folder of --save or"
+            " Pipeline.save"
         )
     return newest / _FOLDER
 
@@ -132,7 +132,7 @@ def _about(folders: StepFolders, step: int) -> dict[str, Any]:
                 for name, entry in parse_json(read_whole(path / INDEX))["tensors"].items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            why = f"{path / INDEX} cannot be read ({error}): see checkpoint verify {path}"
+            why = f"cannot read {path / INDEX} ({error}); run checkpoint verify {path}"
             raise DamagedCheckpointError(why) from None
     return {"path": str(path), **about, "files": body["files"], "tensors": tensors}
 
@@ -160,7 +160,7 @@ def import_hf(argv: Sequence[str]) -> None:
         prog=f"{PROGRAM} hf import",
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
-    parser.add_argument("folder", metavar="DIR", help="config.json and *.safetensors")
+    parser.add_argument("folder", metavar="DIR", help="folder with config.json, *.safetensors")
     parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     options = parser.parse_args(argv)
@@ -190,13 +190,13 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
-    text = "folder with config.json and tokenizer; by default that of hf import or --load-hf"
+    text = "folder with config.json and tokenizer; default: that of hf import or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     text = "size of the largest file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
-    text = "write the adapters alone, as PEFT does"
+    text = "write only the adapters, in PEFT's format"
     add("--lora", action="store_const", dest="kind", const="adapters", default="model", help=text)
     text = "write the model with its adapters merged into its weights"
     add("--merge-lora", action="store_const", dest="kind", const="merged", help=text)

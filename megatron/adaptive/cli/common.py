@@ -19,7 +19,7 @@ from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the path of the file that a rank may leave to torchrun."""
+"""Environment variable with the path of the file that a rank may write for torchrun."""
 _PRINTED = "printed"
 _STOPPED = "stopped by the user"
 
@@ -30,20 +30,20 @@ def show(text: str = "", *, file: TextIO | None = None) -> None:
 
 
 def leave_reason(text: str) -> None:
-    """Writes to torchrun's file that this rank has printed why its exit status is not 0.
+    """Records in torchrun's error file that this rank has printed the reason for its exit status.
 
     torchrun prints the text in its list of failed ranks. ``job launch`` then prints nothing more.
     """
     path = os.environ.get(_ERROR_FILE)
     if path:
         content = {"message": text, "timestamp": int(time.time()), _PRINTED: True}
-        # Without the file, the launcher only prints one line too many.
+        # Without the file, the launcher only prints one redundant line.
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def has_left_reason(failure: Any) -> bool:
-    """Takes torchrun's record of a failed rank; returns whether it called :func:`leave_reason`."""
+    """Returns whether the failed rank of a record of torchrun called :func:`leave_reason`."""
     return bool(failure.error_file_data.get(_PRINTED))
 
 
@@ -83,7 +83,7 @@ def expected(error: Exception) -> AdaptiveError | None:
 def _lost_peer(error: Exception) -> AdaptiveError | None:
     """Converts a library's error about a broken connection between ranks.
 
-    A rank that has not started to watch the other ranks yet learns in this way that one has exited.
+    This error is the only sign that another rank has exited, before a rank watches its peers.
     """
     if "torch.distributed" not in sys.modules:
         return None

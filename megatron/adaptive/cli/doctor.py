@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         "--master-port",
         type=number(int, 1, 65535, "port"),
         default=29500,
-        help="port at that address (29500)",
+        help="port on that node (29500)",
     )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
@@ -117,7 +117,7 @@ _SIZES = (
 # Default secret, which is public. The check starts no programs and changes nothing, so users need
 # not copy a real secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
-_OPEN = "open the ports between the nodes; gloo and NCCL take any above 1023"
+_OPEN = "open the ports between the nodes; gloo and NCCL use any port above 1023"
 _TORCH = (
     "import json, torch; print(json.dumps([torch.__version__, torch.cuda.is_available(), "
     "torch.cuda.device_count(), torch.version.cuda]))"
@@ -202,10 +202,10 @@ def _software() -> Iterator[Check]:
         yield _check("GPU use", f"the monitor cannot sample it: {missing}" if mend else text, mend)
     elif built is None:
         text = "this torch is built without CUDA"
-        yield _check("CUDA", text, "for GPUs install a torch with CUDA")
+        yield _check("CUDA", text, "to use GPUs, install torch with CUDA")
     else:
-        text = f"torch is built for CUDA {built}, but there is no GPU that it can use"
-        mend = "see nvidia-smi and CUDA_VISIBLE_DEVICES; without GPUs set DEVICE=cpu"
+        text = f"torch is built for CUDA {built}, but finds no usable GPU"
+        mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; on a node without GPUs set DEVICE=cpu"
         yield _check("CUDA", text, mend)
 
 
@@ -213,8 +213,8 @@ def _core() -> Check:
     version = core_version()
     if version is None:
         mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
-        return _check("megatron-core", "it is not there", mend, is_error=True)
-    mend = "keep one: take the checkout off PYTHONPATH, or pip uninstall megatron-core"
+        return _check("megatron-core", "not installed", mend, is_error=True)
+    mend = "keep one: remove the checkout from PYTHONPATH, or run pip uninstall megatron-core"
     text = shadowed_copies()
     return _check("megatron-core", text or version, mend if text else "")
 
@@ -224,7 +224,7 @@ def _extension() -> Iterator[Check]:
     if module is not None:
         yield _check("extension", str(module.__file__))
         return
-    mend = "bash prerequisite.sh builds it; without it messages go through gloo or NCCL"
+    mend = "build it with bash prerequisite.sh; without it, messages use gloo or NCCL"
     yield _check("extension", str(extension.why_missing()), mend)
 
 
@@ -232,12 +232,12 @@ def _shared_memory() -> Iterator[Check]:
     try:
         facts = os.statvfs("/dev/shm")
     except OSError as error:
-        yield _check("/dev/shm", str(error.strerror), "mount a tmpfs there", is_error=True)
+        yield _check("/dev/shm", str(error.strerror), "mount a tmpfs at /dev/shm", is_error=True)
         return
     size = facts.f_blocks * facts.f_frsize
     free = facts.f_bavail * facts.f_frsize
-    mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir of medium"
-    mend = f"{mend} Memory there" if free < _LEAST_SHM else ""
+    mend = "start the container with --shm-size 16g, or in Kubernetes mount an emptyDir with"
+    mend = f"{mend} medium Memory at /dev/shm" if free < _LEAST_SHM else ""
     yield _check("/dev/shm", f"{size / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free", mend)
 
 
@@ -250,15 +250,15 @@ def _rdma() -> Iterator[Check]:
         gid = "no IPv4 GID of RoCE v2" if port.gid_index is None else f"GID {port.gid_index}"
         mend = ""
         if port.state != "ACTIVE":
-            mend = "bring the cable and the interface up (ip link, ibstatus)"
+            mend = "check the cable, and bring the interface up (ip link, ibstatus)"
         elif port.link == "Ethernet" and port.gid_index is None:
-            mend = "give the interface of the device an IPv4 address"
+            mend = "assign an IPv4 address to the device's interface"
         yield _check("RDMA", f"{port.device}:{port.port} {port.state}, {port.link}, {gid}", mend)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited"
     mend = ""
     if soft != resource.RLIM_INFINITY:
-        text = f"{soft >> 10} KiB; RDMA pins more"
+        text = f"{soft >> 10} KiB, less than RDMA pins"
         mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
     yield _check("memlock", text, mend, is_error=True)
 
@@ -269,7 +269,7 @@ def _names() -> Iterator[Check]:
         address = own_address(None)
         yield _check("network", f"{address} on {interface_of(address)}")
     except AdaptiveError as error:
-        mend = "bring a network interface up; on one machine alone this does not matter"
+        mend = "bring a network interface up; a run on a single machine needs none"
         yield _check("network", str(error), mend)
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
@@ -280,10 +280,10 @@ def _names() -> Iterator[Check]:
     text = f"{host} is {', '.join(addresses)}"
     mend = ""
     if all(is_loopback(address) for address in addresses):
-        text += " here: gloo would listen at an address that no other node reaches"
+        text += " here: gloo would listen at an address that other nodes cannot reach"
         mend = (
-            f"take {host} off the loopback's line of /etc/hosts; run_master.sh, run_worker.sh and "
-            "job submit set GLOO_SOCKET_IFNAME, by hand set it yourself"
+            f"remove {host} from the loopback line of /etc/hosts, or set GLOO_SOCKET_IFNAME "
+            "(run_master.sh, run_worker.sh and job submit set it)"
         )
     yield _check("host name", text, mend)
 
@@ -329,7 +329,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
         link.send("checked", unix_s=time.time(), back=why)
         await link.close()
         text = f"{link.peer} port {back}: {why}" if why else ""
-        text = text or f"{link.peer} reaches this node and is reached"
+        text = text or f"{link.peer} and this node can reach each other"
         return heard.put_nowait(_check("other nodes", text, _OPEN if why else "", is_error=True))
 
     try:
@@ -340,7 +340,7 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
     except asyncio.TimeoutError:
-        text = f"nobody reached port {port} within {limit_s:g} s"
+        text = f"no node connected to port {port} within {limit_s:g} s"
     finally:
         server.close()
     mend = "start doctor with the same --master-addr on another node; open the port in the firewall"
@@ -403,14 +403,14 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``--probe`` to the parser of ``doctor``."""
     group = parser.add_argument_group(
         "probe of a job, before training",
-        "measures ranks, links and groups of ranks, and compares each with the others and with the"
-        " GPU's data sheet; start it on all nodes like training, by job launch or torchrun",
+        "measures ranks, links and groups of ranks, and compares them with each other and with the"
+        " GPU's data sheet; start it on all nodes like training, with job launch or torchrun",
     )
     add = group.add_argument
-    add("--probe", action="store_true", help="probe all ranks; status 1 if one is an outlier")
-    text = "processes to start here if no launcher has started this one; default: one per GPU, or 2"
+    add("--probe", action="store_true", help="probe all ranks; exit status 1 if one is an outlier")
+    text = "processes to start here if there is no launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
-    add("--save", type=Path, metavar="DIR", help="checkpoint folder, to measure it too")
+    add("--save", type=Path, metavar="DIR", help="checkpoint folder to measure too")
     text = f"seconds of each measurement of a rank ({_PROBE_S:g})"
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):
@@ -466,7 +466,7 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
         ConfigError: The sizes do not suit the number of ranks, or there is a single rank.
     """
     if world_size < 2:
-        raise ConfigError("doctor --probe: a single rank has none to compare with; start two")
+        raise ConfigError("doctor --probe compares ranks and needs at least two; start another")
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
     # If the user sets no sizes, probe one pipeline of all ranks, which measures a link of each
     # rank.

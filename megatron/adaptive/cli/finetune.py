@@ -18,10 +18,10 @@ _REPORT_S = 10.0
 """Time in seconds in which the first process of a node should report an error."""
 
 _DESCRIPTION = """\
-Fine-tunes a model of Hugging Face transformers over several processes, as a whole or with LoRA.
-Each line of the data is a JSON object with "text", or with "messages" for the chat template; these
-may have images. docs/finetune.md has examples. Under torchrun, job launch or train elastic it is
-one of their processes; otherwise it starts the processes itself."""
+Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
+Each line of the data is a JSON object with "text", or with "messages" for the chat template.
+Messages may contain images. docs/finetune.md has examples. The command starts its processes itself,
+unless torchrun, job launch or train elastic has started them."""
 
 
 def _parser() -> CommandParser:
@@ -32,21 +32,21 @@ def _parser() -> CommandParser:
     add("--model", required=True, **folder, help="folder of the model")
     add("--data", required=True, type=Path, metavar="FILE", help="file of JSON lines")
     add("--output", required=True, **folder, help="new folder for the tuned model")
-    add("--image-folder", **folder, help="folder of all images; default: that of the data")
+    add("--image-folder", **folder, help="folder of all images; default: the data's folder")
     whole = number(int, 0, 1_000_000)
     add("--lora-rank", type=whole, default=0, metavar="N", help="0 trains the whole model (0)")
-    add("--epochs", **amount, default=1, help="times that all samples are trained (1)")
+    add("--epochs", **amount, default=1, help="passes over all samples (1)")
     add("--batch-size", **amount, default=8, help="samples per step, over all replicas (8)")
     rate = number(float, 0.0, 1.0)
     add("--lr", type=rate, default=2e-4, help="learning rate of AdamW at the start (2e-4)")
-    add("--max-length", **amount, default=2048, help="most tokens of a sample (2048)")
+    add("--max-length", **amount, default=2048, help="maximum tokens per sample (2048)")
     add("--length-multiple", **amount, default=64, help="lengths are padded to multiples of N (64)")
     share = number(float, 0.0, 0.9)
     add("--eval-share", type=share, default=0.05, help="share of samples for evaluation (0.05)")
     add("--pipeline-size", **amount, help="processes per pipeline; default: all")
     add("--schedule", default="adaptive", metavar="NAME", help="see docs/schedules.md (adaptive)")
     types = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=types, help="type of the parameters; default: that of the folder")
+    add("--dtype", choices=types, help="type of the parameters; default: the folder's")
     add("--mixed-precision", choices=("bf16", "fp16"), help="autocast; parameters keep their type")
     add("--recompute", choices=("all", "selective"), help="recompute activations, to save memory")
     ways = ("auto", "record", "export")
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         # The launcher of an elastic job names the folder.
         options["checkpoints"] = Path(JobOrder.from_text(environment.job).checkpoints)
     if options["save_interval"] is not None and options["checkpoints"] is None:
-        raise ConfigError("train finetune: --save-interval needs a folder: give --checkpoints DIR")
+        raise ConfigError("train finetune: --save-interval needs a folder; add --checkpoints DIR")
     if processes > 1 and not environment.is_launched:
         program = ["-m", "megatron.adaptive", "train", "finetune", *argv]
         return launch.main(["--standalone", "--nproc-per-node", str(processes), *program])

@@ -6,8 +6,8 @@ The command line is that of torchrun. The differences from torchrun are:
 - A failed job prints one line about the failed rank, without torchrun's traceback.
 - Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
-- SIGTERM or SIGHUP after Ctrl-C or each other changes nothing: the ranks finish saving. A second
-  Ctrl-C ends the job.
+- A SIGTERM or SIGHUP that follows another signal changes nothing: the ranks finish saving. A
+  second Ctrl-C ends the job.
 - SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
   of a job shortly before the job's time limit.
 """
@@ -80,7 +80,7 @@ def _launch(argv: Sequence[str]) -> int:
     # Report a missing script once here; otherwise each rank would report it.
     if not (options.module or options.no_python or script.is_file()):
         problem = "is a folder" if script.is_dir() else "no such file"
-        raise ConfigError(f"{script}: {problem}; name the script to start, such as {_TRAINER}")
+        raise ConfigError(f"{script}: {problem}; give the script to start, such as {_TRAINER}")
     _check_trainer(options)
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
@@ -149,25 +149,23 @@ def _read_options(argv: Sequence[str]) -> Any:
     parser.error = complain
     options = parser.parse_args(list(argv))
     if not _NODES.fullmatch(options.nnodes):
-        raise ConfigError(f"--nnodes {options.nnodes}: write a number from 1 on, or LEAST:MOST")
+        raise ConfigError(f"--nnodes must be a positive integer or MIN:MAX, got {options.nnodes}")
     if options.rdzv_backend not in _MEETINGS:
         raise ConfigError(
-            f"--rdzv-backend {options.rdzv_backend}: not one of {', '.join(_MEETINGS)}"
+            f"--rdzv-backend must be one of {', '.join(_MEETINGS)}, got {options.rdzv_backend}"
         )
     text = options.nproc_per_node
     try:
         number = natural(text)
         number = determine_local_world_size(text) if number is None else number
     except ValueError as error:
-        reason = "is no number" if text in str(error) else str(error).rstrip(".")
+        reason = "not a number" if text in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            f"--nproc-per-node {text}: {reason}; write how many processes, or cpu or gpu for one "
-            "on each"
+            f"--nproc-per-node must be a number of processes, or cpu or gpu for one on each, got "
+            f"{text} ({reason})"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
-        raise ConfigError(
-            f"--nproc-per-node {text}: there must be at least 1 process, at most {_MAX_PROCESSES}"
-        )
+        raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")
     options.nproc_per_node = str(number)
     handled = getattr(options, "signals_to_handle", None)
     if handled is not None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -230,9 +228,9 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
         f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
-        "the host unreachable; on one machine give --standalone, else another port, and open it and"
-        " all above 1023 between the nodes in the firewall; doctor --master-addr HOST on both"
-        " nodes checks the connection"
+        "the host unreachable; on one machine use --standalone, otherwise choose another port, and "
+        "open it and all ports above 1023 between the nodes in the firewall; to check the "
+        "connection, run doctor --master-addr HOST on both nodes"
     )
 
 
@@ -255,8 +253,8 @@ def _report(error: Any) -> int:
         name = signal.Signals(-code).name
         description = f"was killed by signal {-code} ({name})"
         if name == "SIGKILL":
-            description += "; if nothing above says why, the machine ran out of memory (see dmesg)"
+            description += "; without a message above, memory may have run out (see dmesg)"
     else:
-        description = f"ended with status {code}; its message is above"
+        description = f"exited with status {code}; its message is above"
     print(f"error: rank {rank} (pid {failure.pid}) {description}", file=sys.stderr, flush=True)
     return 1 if code < 0 else code

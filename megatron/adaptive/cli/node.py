@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     if role not in roles:
-        raise ConfigError(f"job node {role}: give master, worker or slurm; see job node --help")
+        raise ConfigError(f"job node must be master, worker or slurm, got {role}; see --help")
     return roles[role](argv[1:])
 
 
@@ -110,9 +110,9 @@ def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", description=description)
     add = parser.add_argument
     add("--master-addr", help="address of the first node (detected; MASTER_ADDR)")
-    add("--master-port", type=number(int, 1, 65535, "port"), help="its port (29500; MASTER_PORT)")
+    add("--master-port", type=number(int, 1, 65535, "port"), help="port there (29500; MASTER_PORT)")
     add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    text = "number of this node (by arrival; NODE_RANK)"
+    text = "rank of this node (by arrival; NODE_RANK)"
     add("--node-rank", type=number(int, 0, 1_000_000), help=text)
     add("--nproc-per-node", type=count, help="processes of this node, unless NPROC_PER_NODE is set")
     text = "seconds to wait for other nodes (MEETING_TIMEOUT_S)"
@@ -164,13 +164,13 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
     start = f"bash run_worker.sh --master-addr {address}"
     _say(f"master at {address}:{port}; on the other nodes: {start}")
     if generated_secret is None:
-        _say(f"they need the same {SECRET_VARIABLE} as this one")
+        _say(f"the other nodes need the same {SECRET_VARIABLE} as this node")
     elif sys.stderr.isatty():
-        _say(f"if they do not share {logs}: {SECRET_VARIABLE}={generated_secret} {start}")
+        _say(f"if the nodes do not share {logs}: {SECRET_VARIABLE}={generated_secret} {start}")
     else:
         _say(
-            f"if they do not share {logs}: with {SECRET_VARIABLE} set to the secret that is in"
-            f" {logs / _MASTER_FILE}; or set it on all nodes, here too"
+            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} there to the secret in"
+            f" {logs / _MASTER_FILE}, or set it on all nodes, including this node"
         )
 
 
@@ -212,7 +212,7 @@ def _worker(argv: Sequence[str]) -> int:
     for name in changes:
         if name not in _NODE_SETTINGS:
             raise ConfigError(
-                f"--set {name}: a worker sets {', '.join(_NODE_SETTINGS)}; the rest is conf.sh's"
+                f"--set must be one of {', '.join(_NODE_SETTINGS)}, got {name}; conf.sh sets others"
             )
     named = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT
@@ -226,14 +226,14 @@ def _worker(argv: Sequence[str]) -> int:
         run_secret = secret or (master.secret if master is not None else "")
         if not run_secret:
             raise SetupError(
-                f"the secret of the run at {address}:{port} is not known: type the line that"
-                f" run_master.sh printed, set {SECRET_VARIABLE} to the same on all nodes, or name"
-                " the folder of logs that they share with --log-dir"
+                f"the secret of the run at {address}:{port} is unknown; run the command that"
+                f" run_master.sh printed, set {SECRET_VARIABLE} to the same value on all nodes, or"
+                " give their shared folder of logs with --log-dir"
             )
         return _MasterAddress(address, port, run_secret)
 
     if not named:
-        _say(f"no --master-addr: looking for it in {options.log_dir / _MASTER_FILE}")
+        _say(f"--master-addr is not set; looking for it in {options.log_dir / _MASTER_FILE}")
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
@@ -258,13 +258,13 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
         if name in _NODE_SETTINGS or name.startswith(_LOADED):
             continue
         if name not in SETTINGS and not name.startswith(FROM_CONF):
-            raise ConfigError(f"the master's answer sets {name}, which is no variable of a run")
+            raise ConfigError(f"the master's answer sets {name}, which is not a variable of a run")
         kept[name] = str(text)
     container = answered.get("CONTAINER", "none")
     if container != "none" and "CONTAINER" not in overrides:
         raise ConfigError(
-            f"the master runs in CONTAINER={container}, and no node names a program to another:"
-            f" give run_worker.sh --set CONTAINER={container} --set IMAGE=..., or CONTAINER=none"
+            f"the master runs in CONTAINER={container}, but a node accepts no program from another;"
+            f" run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or CONTAINER=none"
         )
     return kept
 
@@ -274,20 +274,20 @@ def _slurm(argv: Sequence[str]) -> int:
     parser.add_argument("conf", type=Path, help="settings that job submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.parse_args(argv)
-    answer = read_json(options.conf, "name the settings that job submit wrote")
+    answer = read_json(options.conf, "give the settings file that job submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
     _say_missing(answer.get("secrets", ()))
     rank = _environment_number("SLURM_PROCID")
     head = os.environ.get("MASTER_ADDR", "")
     if rank is None or not head:
-        raise SetupError("job node slurm: srun starts it, from a script that job submit wrote")
+        raise SetupError("job node slurm must be started by srun, in a script from job submit")
     address = resolve(head)
     if rank == 0 and is_loopback(address):
         address = own_address(conf["IFNAME"])
     elif is_loopback(address) and len(conf.processes or ()) > 1:
         raise SetupError(
-            f"MASTER_ADDR={head}: on {socket.gethostname()} it is {address}, which reaches nobody "
-            "else: take the name off that line of /etc/hosts, or set MASTER_ADDR in conf.sh"
+            f"MASTER_ADDR={head} is {address} on {socket.gethostname()}, which other nodes cannot "
+            "reach; remove the name from that line of /etc/hosts, or set MASTER_ADDR in conf.sh"
         )
     address_of_node = own_address(conf["IFNAME"], None if rank == 0 else address)
     node = NodePlace(
@@ -329,7 +329,7 @@ class _Hello:
         numbers = [message["gpus"], *(value for value in open_ones if value is not None)]
         is_text = all(isinstance(value, str) and value.isprintable() for value in (host, address))
         if not (is_text and all(type(value) is int and 0 <= value < 1 << 20 for value in numbers)):
-            raise ValueError("it describes no node")
+            raise ValueError("the message does not describe a node")
         return cls(**{value.name: message[value.name] for value in fields(cls)})
 
 
@@ -381,13 +381,13 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
             count = planned[rank]
         if conf["DEVICE"] == "gpu" and hello.gpus < count:
             raise ConfigError(
-                f"NPROC_PER_NODE={count}: node {rank} ({hello.host}) has {hello.gpus} GPUs; set "
-                "fewer, or DEVICE=cpu"
+                f"NPROC_PER_NODE={count}, but node {rank} ({hello.host}) has {hello.gpus} GPUs; "
+                "set a smaller number, or DEVICE=cpu"
             )
         if count < 1:
             raise ConfigError(
                 f"NPROC_PER_NODE is not set and node {rank} ({hello.host}) has no GPU; set "
-                "DEVICE=cpu, or find out why with python -m megatron.adaptive doctor"
+                "DEVICE=cpu, or find the reason with python -m megatron.adaptive doctor"
             )
         places.append((rank, count))
     return places
@@ -401,11 +401,13 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
             continue
         if rank in host_by_rank:
             raise ConfigError(
-                f"--node-rank {rank}: {host_by_rank[rank]} and {hello.host} both have it; give each"
-                " its own, or none"
+                f"--node-rank {rank} is set on {host_by_rank[rank]} and on {hello.host}; give each"
+                " node a different rank, or none"
             )
         if not 0 <= rank < len(hellos):
-            raise ConfigError(f"--node-rank {rank} on {hello.host}: there are {len(hellos)} nodes")
+            raise ConfigError(
+                f"--node-rank must be less than {len(hellos)}, got {rank} on {hello.host}"
+            )
         host_by_rank[rank] = hello.host
     return list(host_by_rank)
 
@@ -462,8 +464,8 @@ async def _gather(
             raise failure
         if missing:
             raise SetupError(
-                f"{', '.join(missing)} disconnected as the run began: start bash run_worker.sh"
-                " there, and this node, again"
+                f"{', '.join(missing)} disconnected when the run began; start bash run_worker.sh"
+                " there and this node again"
             )
         return places[0][0], answer, address
     finally:
@@ -492,7 +494,7 @@ async def _wait_for(
         if waiting.left_s < 0:
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
-                f"{count} had joined after {limit_s:g} s (besides this one {names or 'none'}):"
+                f"{count} had joined after {limit_s:g} s (besides this node: {names or 'none'});"
                 " start bash run_worker.sh on the others with this node's address, open port"
                 f" {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
@@ -534,8 +536,8 @@ async def _join_master(
         waiting.say(f"waiting for the master ({why})")
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
-        f"the master was not reached within {limit_s:g} s ({why}): start bash run_master.sh on the "
-        "first node, name it with --master-addr, and check that no firewall is between them"
+        f"the master was not reached within {limit_s:g} s ({why}); start bash run_master.sh on the "
+        "first node, give its address with --master-addr, and check the firewall between the nodes"
     )
 
 
@@ -551,9 +553,9 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
         try:
             answer = await asyncio.wait_for(link.receive(), max(0.0, waiting.left_s))
         except asyncio.TimeoutError:
-            raise TimeoutError("other nodes did not come") from None
+            raise TimeoutError("other nodes did not join") from None
         if answer is None:
-            raise ConnectionResetError("it disconnected, or has all its nodes")
+            raise ConnectionResetError("the master disconnected, or has all its nodes")
         link.send("taken")
     finally:
         await link.close()
@@ -580,7 +582,7 @@ def _check_answer(answer: dict[str, Any]) -> None:
     )
     if not is_whole or _JOB.fullmatch(answer["job"]) is None:
         raise SetupError(
-            "the master's answer does not fit this version of the program: use one on all nodes"
+            "the master runs another version of the program; use the same version on all nodes"
         )
 
 
@@ -643,8 +645,8 @@ def _check_alone(logs: Path) -> None:
         return
     with contextlib.suppress(OSError), socket.create_connection(master[:2], timeout=2.0):
         raise ConfigError(
-            f"LOG_DIR={logs}: another run waits there for its workers at"
-            f" {master.address}:{master.port}; wait until they are there, or set another LOG_DIR"
+            f"another run with LOG_DIR={logs} waits for its workers at"
+            f" {master.address}:{master.port}; wait until they have joined, or change LOG_DIR"
         )
 
 
@@ -659,7 +661,7 @@ def _new_job(logs: Path) -> str:
         with contextlib.suppress(FileExistsError):
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
-    raise ConfigError(f"LOG_DIR={logs}: a hundred jobs began there at once; set another LOG_DIR")
+    raise ConfigError(f"a hundred jobs with LOG_DIR={logs} began at the same time; change LOG_DIR")
 
 
 def _port(conf: LaunchConf) -> int:
@@ -672,7 +674,7 @@ def _environment_number(*names: str) -> int | None:
         text = os.environ.get(name, "").strip()
         if text:
             if natural(text) is None:
-                raise ConfigError(f"environment variable {name} is {text!r}: write a whole number")
+                raise ConfigError(f"environment variable {name} must be an integer, got {text!r}")
             return int(text)
     return None
 
@@ -681,8 +683,8 @@ def _say_missing(secrets: Iterable[str]) -> None:
     """Warns about secrets that ``conf.sh`` sets but this node's environment lacks."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
-            f"warning: conf.sh sets {', '.join(missing)}, and secrets are neither written nor sent"
-            " to other nodes: set it in this node's environment too (on Slurm: no --export)"
+            f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor sent"
+            " to other nodes; set them in this node's environment (on Slurm, without --export)"
         )
 
 

@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     run_options += [f"--export {options.export}"] * (options.export in ("plan", "conf", "sbatch"))
     if options.fp8 and run_options:
         raise ConfigError(
-            f"--fp8 with {run_options[0]}: the trainer has no fp8: drop one of them, or give"
-            " --export megatron or torchtitan"
+            f"--fp8 cannot be combined with {run_options[0]}, because the trainer does not support"
+            " fp8; remove one of them, or use --export megatron or torchtitan"
         )
     inputs = read_inputs(options)
     request = _request(options, inputs.model)
@@ -129,8 +129,8 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not sources:
         raise ConfigError(
-            "--discover: neither scontrol nor nvidia-smi is here: run doctor --json on each node,"
-            " and give the files"
+            "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, and"
+            " give the resulting files"
         )
     document, assumed = describe_cluster(sources)
     make_cluster(document, "--discover", {})
@@ -153,25 +153,25 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         "required": required,
         "metavar": "N",
     }
-    parser.add_argument("--global-batch-size", **size, help="samples of a step")
+    parser.add_argument("--global-batch-size", **size, help="samples per step")
     add = parser.add_argument_group("objective and limits").add_argument
     text = "minimize step time or cost (%(default)s)"
     add("--objective", choices=("time", "cost"), default="time", help=text)
-    add("--time-limit", metavar="2 s", help="longest step; with --tokens the longest run, in h")
+    add("--time-limit", metavar="2 s", help="maximum step time; with --tokens, hours of the run")
     add("--max-price", type=amount, metavar="X", help="highest price per hour of all nodes")
-    add("--budget", type=amount, metavar="X", help="highest price of the run of --tokens")
+    add("--budget", type=amount, metavar="X", help="highest price of the run; needs --tokens")
     tokens: dict[str, Any] = {"type": number(float, 0, 1e18), "default": 0.0, "metavar": "N"}
     add("--tokens", **tokens, help="tokens of the whole run, as in 300e9")
     _add_choices(parser)
     add = parser.add_argument_group("output").add_argument
     add("--top", type=plans, default=3, metavar="N", help="plans to print (%(default)s)")
-    text = "show where its time and memory go, and why similar plans are worse"
+    text = "show where the best plan spends time and memory, and why similar plans are worse"
     add("--explain", action="store_true", help=text)
     add("--output", type=Path, metavar="PLAN.json", help="write the best plan as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write the best plan as variables of conf.sh")
-    text = "find the front of cost and speed over parts of the cluster"
+    text = "find the Pareto front of cost and speed for parts of the cluster"
     add("--pareto", type=Path, metavar="DIR", help=text)
-    add("--page", type=Path, metavar="FILE.html", help="plans, memory and the best one's timeline")
+    add("--page", type=Path, metavar="FILE.html", help="write plans and a timeline as a page")
     add("--json", action="store_true", help="print the plans as JSON")
     add("--export", choices=EXPORTS, help="only print the best plan, for another program")
     add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
@@ -181,11 +181,11 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
     text = "only compare predictions with traced runs, like plan validate"
     add("--check", metavar="DIR", help=text)
-    text = "only run a rank of a plan on this device, and add what it measures to the file"
+    text = "only run a rank of a plan on this device, and add the measurements to the file"
     add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
     ranks = number(int, 0, 100_000_000)
     add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
-    text = "ranks of the job of --try; those of the plan, so that another number is an error"
+    text = "ranks of the job of --try; any number other than the plan's is an error"
     add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
@@ -210,9 +210,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         ("expert-parallel-size", "replicas that share the experts of each layer"),
         (
             "context-parallel-size",
-            "ranks that share each sequence; by default each gets at least 4096 tokens",
+            "ranks that share each sequence; by default each rank gets at least 4096 tokens",
         ),
-        ("micro-batch-sizes", "samples of a microbatch"),
+        ("micro-batch-sizes", "samples per microbatch"),
         (
             "sequence-slices",
             "slices of each sequence; by default up to 16, with at least 1024 tokens each",
@@ -225,18 +225,18 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
     add("--distributed-optimizer", **switch, help="%(default)s")
-    add("--overlap-grad-reduce", action="store_true", help="assume that the run overlaps it")
+    add("--overlap-grad-reduce", action="store_true", help="assume this flag in the run")
     text = "for tp above 1; %(default)s"
     add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
-    add("--all-nodes", action="store_true", help="leave no node out")
-    add("--unequal", action="store_true", help="also stages with different widths; run with --tp 1")
+    add("--all-nodes", action="store_true", help="use all nodes")
+    add("--unequal", action="store_true", help="also plan stages of different widths; needs --tp 1")
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:
     recompute = tuple((options.recompute or ",".join(RECOMPUTE)).split(","))
     for name in recompute:
         if name not in RECOMPUTE:
-            raise ConfigError(f"--recompute {name}: choose from {', '.join(RECOMPUTE)}")
+            raise ConfigError(f"--recompute must be one of {', '.join(RECOMPUTE)}, got {name}")
     schedules: tuple[str, ...] = SCHEDULES
     is_fused = any(
         kind.attention_flops and not kind.attention_bytes for kind in model.kinds.values()
@@ -250,7 +250,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
         schedules = tuple(options.schedules.split(","))
     for name in schedules:
         if name not in SEARCHED:
-            raise ConfigError(f"--schedules {name}: choose from {', '.join(SEARCHED)}")
+            raise ConfigError(f"--schedules must be from {', '.join(SEARCHED)}, got {name}")
     partition: tuple[int, ...] = ()
     if options.partition:
         try:
@@ -288,9 +288,9 @@ def _objective(options: argparse.Namespace, model: Model) -> Objective:
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: it must be above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if options.budget is not None and not options.tokens:
-        raise ConfigError("--budget is for a whole run: give its --tokens too")
+        raise ConfigError("--budget limits a whole run; give its --tokens too")
     steps = options.tokens / (options.global_batch_size * model.tokens_per_sample or 1)
     limit_s = math.inf
     if options.time_limit is not None:

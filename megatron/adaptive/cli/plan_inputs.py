@@ -40,18 +40,16 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
     text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
     add("--model", required=required, help=text)
     add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
-    add(
-        "--profile", type=Path, nargs="+", metavar="FILE", help="measured durations, else estimates"
-    )
+    add("--profile", type=Path, nargs="+", metavar="FILE", help="measured durations (estimated)")
     add("--precision", choices=("fp32", "fp16", "bf16"), help="default: the best of all GPUs")
-    add("--fp8", action="store_true", help="matrix products in fp8, as --fp8-format hybrid")
+    add("--fp8", action="store_true", help="matmuls in fp8, as with --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
     text = "tokens of a sample, for a config.json; default: the model's maximum, at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
     text = "tokens of the busiest rank of experts relative to the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    text = "fused: Transformer Engine; kernel: torch's on GPUs; unfused: scores are kept"
+    text = "fused: Transformer Engine; kernel: torch's GPU kernel; unfused: scores are kept"
     add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
     text = "fraction of each GPU's memory that plans leave free (%(default)s)"
@@ -76,7 +74,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
     model = _model(options, cluster, document)
     if options.fp8:
         if document is not None or options.calibrate:
-            raise ConfigError("--fp8: what is measured is in 16 bits: drop it or the measurements")
+            raise ConfigError("--fp8 cannot be used with measurements in 16 bits; remove one")
         arguments = (*model.arguments, *FP8_FLAGS)
         model = replace(model, precision=model.precision.with_fp8(), arguments=arguments)
     if document is not None:
@@ -86,8 +84,8 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
         )
         if unknown_types:
             print(
-                f"links measured between nodes of type {', '.join(unknown_types)} are not used: the"
-                " cluster has no such type",
+                f"links measured between nodes of type {', '.join(unknown_types)} are not used,"
+                " because the cluster has no such type",
                 file=sys.stderr,
             )
     document = calibrated(options, model, cluster, document)
@@ -139,7 +137,7 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
     except ValueError:
         counts = (0,)
     if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
-        raise ConfigError(f"{name} {text}: write different whole numbers from 1 on, as in 1,2,4")
+        raise ConfigError(f"{name} must be different positive integers, as in 1,2,4, got {text}")
     return counts
 
 
@@ -218,8 +216,8 @@ def traced_runs(
         host, sign, name = text.partition("=")
         if not (host and sign and name in types):
             raise ConfigError(
-                f"--calibrate-host {text}: give HOST=TYPE with one of the cluster's types"
-                f" {', '.join(types)}"
+                "--calibrate-host must be HOST=TYPE, with one of the cluster's types"
+                f" {', '.join(types)}, got {text}"
             )
         type_by_host[host] = types[name]
     runs = []
@@ -229,7 +227,7 @@ def traced_runs(
         for host in hosts:
             if host not in type_by_host and len(types) > 1:
                 raise ConfigError(
-                    f"{folder}: the cluster has several node types: set the type of host"
+                    f"{folder}: the cluster has several node types; set the type of host"
                     f" {host} with --calibrate-host {host}=TYPE"
                 )
         only = cluster.types[0]
@@ -253,8 +251,8 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     ]
     if not tokens:
         raise ConfigError(
-            f"{folder}: {PROGRESS_NAME} next to the traces does not say how many tokens a"
-            " step had: give the folder as the trainer wrote it"
+            f"{folder}: {PROGRESS_NAME} next to the traces does not contain the tokens per"
+            " step; give the folder that the trainer wrote"
         )
     headers = [rank.header for rank in trace.ranks.values()]
     microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))
@@ -262,8 +260,8 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
-            f"{folder}: its steps had {median(tokens):.0f} tokens in {microbatches}"
-            f" microbatches, which does not fit samples of {model.tokens_per_sample} tokens: give"
+            f"{folder}: a step had {median(tokens):.0f} tokens in {microbatches}"
+            f" microbatches, which does not fit samples of {model.tokens_per_sample} tokens; give"
             " the model that was trained"
         )
     return size

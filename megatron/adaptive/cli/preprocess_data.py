@@ -93,7 +93,7 @@ def _run(argv: Sequence[str]) -> int:
     empty = f" ({summary.num_empty} empty texts left out)" if summary.num_empty else ""
     show(
         f"{summary.num_documents} documents{empty}, {summary.num_tokens} tokens in "
-        f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s a worker)"
+        f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s per worker)"
     )
     for prefix in summary.prefixes:
         show(f"train with --data-path {shlex.quote(str(prefix))}")

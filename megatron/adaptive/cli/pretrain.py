@@ -71,9 +71,9 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 def _lacking() -> str:
     """Returns the error message about what must be installed for ``train megatron-lm``."""
     return (
-        f"megatron-core {metadata.version('megatron-core')} contains no trainer of Megatron-LM: "
+        f"megatron-core {metadata.version('megatron-core')} lacks Megatron-LM's trainer; "
         "train megatron-lm needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM "
-        "on PYTHONPATH; train rank runs with any version"
+        "checkout on PYTHONPATH; train rank runs with any version"
     )
 
 
@@ -178,7 +178,7 @@ def _transformer_config(args: Any) -> Any:
         if hasattr(candidate, "core_transformer_config_from_args"):
             return candidate.core_transformer_config_from_args(args)
     raise SetupError(
-        "this megatron.training has no core_transformer_config_from_args: use that of "
+        "megatron.training lacks the function core_transformer_config_from_args; use "
         "megatron-core 0.17 to 0.20"
     )
 
@@ -354,6 +354,6 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
-        f"{flag} ({description}) needs Megatron-LM's own script: run its pretrain_gpt.py with "
+        f"{flag} ({description}) needs Megatron-LM's own script; run its pretrain_gpt.py with "
         "megatron.adaptive.install() instead of train megatron-lm"
     )

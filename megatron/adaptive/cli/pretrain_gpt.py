@@ -44,7 +44,7 @@ model is used, whatever sizes the recipe has. OPTIONS are those of job launch; o
 
 _NEWER_HEAD = (
     "Settings that releases after the installed one add to megatron-core. They are flags if such\n"
-    "a release is installed, and refused by name otherwise."
+    "a release is installed, and refused otherwise."
 )
 _FLAGS_HEAD = """\
 # Flags of `pretrain_gpt.py`
@@ -97,7 +97,7 @@ def _train(argv: Sequence[str]) -> int:
     is_dry = "--dry-run" in settings
     settings = [setting for setting in settings if setting != "--dry-run"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        raise ConfigError("the recipe is missing: name a YAML file first, see train recipe --help")
+        raise ConfigError("the recipe is missing; give a YAML file first, see train recipe --help")
     path = Path(settings[0])
     recipe = read_recipe(load_recipe(path), settings[1:], str(path))
     environment = Environment.read()
@@ -115,7 +115,7 @@ def _train(argv: Sequence[str]) -> int:
         options = ["--standalone", *options]
     elif not options:
         raise ConfigError(
-            f"{path} is for {recipe.nodes} nodes here: start it on each of them with"
+            f"{path} needs {recipe.nodes} nodes; start it on each node with"
             " -- --node-rank N --master-addr HOST after the settings"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
@@ -130,15 +130,15 @@ def load_recipe(path: Path) -> Any:
         return content
     name = content.pop("base")
     if not isinstance(name, str):
-        raise ConfigError(f"{path}: base is {name!r}: it must be the name of a file")
+        raise ConfigError(f"{path}: base must be the name of a file, got {name!r}")
     base = read_file(path.parent / name, "recipe")
     if not isinstance(base, dict):
         raise ConfigError(
-            f"{path.parent / name} contains {reprlib.repr(base)}, and is the base of {path}: it"
-            " must be keys with values"
+            f"{path.parent / name}, the base of {path}, must contain keys with values, got"
+            f" {reprlib.repr(base)}"
         )
     if "base" in base:
-        raise ConfigError(f"{path.parent / name} is the base of {path} and has one: keep one")
+        raise ConfigError(f"{path.parent / name}, the base of {path}, must not have a base itself")
     return _merge_recipes(base, content)
 
 
@@ -170,9 +170,9 @@ def _evaluate(argv: Sequence[str]) -> int:
     add("--nproc-per-node", type=count, default=1, metavar="N", help="processes to start (1)")
     options, flags = parser.parse_known_args(list(argv))
     if options.data is None and options.prompt is None:
-        raise ConfigError("evaluate: there is nothing to run: give --data FILE or --prompt TEXT")
+        raise ConfigError("evaluate: the text is missing; give --data FILE or --prompt TEXT")
     if not {"--load", "--load-hf"} & {flag.partition("=")[0] for flag in flags}:
-        raise ConfigError("evaluate: there is no model: give --load CKPT or --load-hf DIR")
+        raise ConfigError("evaluate: the model is missing; give --load CKPT or --load-hf DIR")
     run_flags = [*_NO_TRAINING, *_model_flags(flags), *flags]
     if last_value(flags, "--load") is not None:
         run_flags = [*_WEIGHTS_ALONE, *run_flags]
@@ -240,8 +240,9 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
     batches = (tokens - 1) // length // config.batch.global_batch_size
     if not batches:
         raise ConfigError(
-            f"evaluate: {tokens} tokens are less than a batch of {config.batch.global_batch_size} x"
-            f" {length}: give more text, or a smaller --global-batch-size or --seq-length"
+            f"evaluate: {tokens} tokens are fewer than a batch of"
+            f" {config.batch.global_batch_size} x {length}; give more text,"
+            " or a smaller --global-batch-size or --seq-length"
         )
     return ["--valid-data-path", data, "--eval-iters", str(batches)]
 
@@ -298,7 +299,7 @@ def flags(argv: Sequence[str]) -> int:
         print("usage: python -m megatron.adaptive train flags > docs/flags.md")
         return 0
     if argv:
-        raise ConfigError(f"{argv[0]} is not taken: flags prints all of them; leave it out")
+        raise ConfigError(f"train flags must be used without arguments; remove {argv[0]}")
     print(flags_markdown(), end="")
     return 0
 

@@ -51,8 +51,8 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
     chosen = [name for name, value in sources.items() if value]
     if len(chosen) != 1:
         raise ConfigError(
-            f"profile: give one of {', '.join(sources)}"
-            + (f", not {' and '.join(chosen)}" if chosen else " to say what is profiled")
+            f"profile needs exactly one of {', '.join(sources)}"
+            + (f", got {' and '.join(chosen)}" if chosen else " to select what is profiled")
         )
     if options.merge:
         _write(profile_file.load_all(options.merge), options.output)
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
     """Fits a profile to traced runs, and merges it with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
-        raise ConfigError("--from-run: give the --model that was trained and its --cluster too")
+        raise ConfigError("--from-run needs the trained --model and its --cluster; add both")
     cluster = read_cluster(options.cluster)
     existing = profile_file.load(options.output) if options.output.exists() else None
     default = "bf16" if existing is None else profile_file.precision_of(existing["model"])
@@ -113,7 +113,7 @@ def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
         profile_file.check_model(existing, model, str(options.output))
     elif not model.arguments:
         raise ConfigError(
-            f"--from-run: {model.name} is not a known model: name its profile as --output"
+            f"--from-run: {model.name} is not a known model; give its profile as --output"
         )
     runs = traced_runs(options.from_run, options, model, cluster)
     if existing is None:
@@ -137,21 +137,22 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: the trainer builds GPT and Llama models alone; time its"
-            " pieces yourself and give them with --cut-points"
+            f"--model {options.model}: the trainer builds only GPT and Llama models; time the"
+            " model's pieces yourself and give their times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
     if unknown_spreads := set(spreads) - set(model.expert_ranks):
         raise ConfigError(
-            f"--expert-parallel-size {min(unknown_spreads)}: the experts of {model.name} divide by"
-            f" {', '.join(map(str, model.expert_ranks))}; give of these"
+            "--expert-parallel-size must be from"
+            f" {', '.join(map(str, model.expert_ranks))} for {model.name}, got"
+            f" {min(unknown_spreads)}"
         )
     kinds = measured_kinds(model, spreads)
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp {width}: heads and feed-forward width of {model.name} do not divide by it;"
-                f" they do by {model.max_tp} and its divisors"
+                f"--tp must divide heads and feed-forward width of {model.name}, got {width};"
+                f" use {model.max_tp} or one of its divisors"
             )
     try:
         return profile_layers(

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{PROGRAM} job report",
         description="Write one page about a job: configuration, curves, use of each node, "
-        "pipeline, errors. It needs nothing but a browser.",
+        "pipeline, errors. The page needs only a browser.",
     )
     add = parser.add_argument
     text = "id of the job, which is the name of its folder of logs; or that folder (newest job)"
@@ -69,7 +69,7 @@ def _newest_job(logs: Path) -> str:
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
         raise SetupError(
-            f"no job in {searched(parents)}: name the job's folder, or the LOG_DIR of its conf.sh"
+            f"no job in {searched(parents)}: give the job's folder, or the LOG_DIR of its conf.sh"
             " with --log-dir"
         )
     return newest.name
@@ -108,8 +108,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     names = node_names(folder)
     if not names:
         raise SetupError(
-            f"job {job}: there are no logs in {folder}; give the LOG_DIR of its conf.sh with "
-            "--log-dir"
+            f"job {job} has no logs in {folder}; give the LOG_DIR of its conf.sh with --log-dir"
         )
     lines = progress.records
     processes = record.get("processes", [])
@@ -275,7 +274,7 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
         Content for the page (``None`` if there are no traces), and notes for the page's reader.
     """
     if not folder.is_dir():
-        return None, ["no traces: with TRACE=true there are times of every rank and a timeline"]
+        return None, ["no traces; TRACE=true adds the times of every rank and a timeline"]
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)

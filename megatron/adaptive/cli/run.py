@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train, and continue in another layout when machines join or leave.",
     )
     add = parser.add_argument
-    text = "one host per line, with slots=N; read again when it changes"
+    text = "file with one host per line and slots=N; it is read again after a change"
     add("--machines", type=Path, metavar="FILE", help=text)
     text = "checkpoints of the job, on storage that all nodes share (--save)"
     add("--checkpoint", type=Path, metavar="DIR", help=text)
@@ -87,14 +87,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, dest, default, text in (
         ("--join-within", "join_s", 60.0, "time for machines to answer at the start"),
         ("--wait", "wait_s", 600.0, "time to wait for machines if no layout fits the present ones"),
-        ("--stop-within", "stop_s", 600.0, "time for ranks to end a step and save"),
-        ("--plan-within", "plan_s", 10.0, "time for a plan, after which the simple rule decides"),
+        ("--stop-within", "stop_s", 600.0, "time for ranks to finish a step and save"),
+        ("--plan-within", "plan_s", 10.0, "time limit of the planner; then a simple rule decides"),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    text = "let the planner choose layouts: give a cluster file and profiles, one flag for each"
+    text = "let the planner choose layouts; give a cluster file and profiles, a flag for each"
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
-    text = "with --plan-with: also stages with unequal numbers of replicas"
+    text = "with --plan-with, also choose stages with unequal numbers of replicas"
     add("--unequal", action="store_true", help=text)
     _add_reactions(parser)
     add(
@@ -103,12 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         help="kind of the script, if its text does not show it: it takes the trainer's arguments,"
         " or trains a Pipeline in Pipeline.loop",
     )
-    text = "most restarts without a checkpoint (3)"
+    text = "maximum number of restarts without a checkpoint (3)"
     add("--max-restarts", type=count, default=3, metavar="N", help=text)
     text = "steps between copies of the state in memory, 0 for none (0)"
     steps = number(int, 0, 1_000_000)
     add("--replicate-every", dest="copy_every", type=steps, default=0, metavar="N", help=text)
-    text = "memory for copies on each node (what fits)"
+    text = "memory for copies on each node (as much as fits)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
     text = f"{_TRAINER}, {_FINETUNE}, or a script that trains a Pipeline; then its arguments"
@@ -144,7 +144,7 @@ def _print_state(options: argparse.Namespace) -> int:
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
-        raise ConfigError("--status: name the folder of checkpoints of the job")
+        raise ConfigError("--status needs the folder of the job's checkpoints; give --status DIR")
     state = read_state(Path(folder))
     if options.json:
         print(json.dumps(state))
@@ -153,7 +153,7 @@ def _print_state(options: argparse.Namespace) -> int:
             text = render_state(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"--status {folder}: the state of the job is damaged ({error!r}); a job that runs"
+                f"--status {folder}: the state of the job is damaged ({error!r}); a running job"
                 " writes it again"
             ) from None
         show(text)
@@ -167,12 +167,12 @@ def _run(options: argparse.Namespace) -> int:
 
     script = options.script
     if script is None:
-        raise ConfigError(f"train elastic: name the script to train with, such as {_TRAINER}")
+        raise ConfigError(f"train elastic: the script is missing; give one, such as {_TRAINER}")
     if str(script) == _FINETUNE and not script.is_file():
         script = options.script = Path(__file__).with_name("finetune.py")
     if not script.is_file():
         raise ConfigError(
-            f"train elastic: {script}: no such file; name the script, such as {_TRAINER}"
+            f"train elastic: {script}: no such file; give a script, such as {_TRAINER}"
         )
     is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
     folder: Path | str | None
@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
-                "train elastic: a job that changes its layout needs checkpoints: add --checkpoint"
+                "train elastic: a job that changes its layout needs checkpoints; add --checkpoint"
                 " DIR or --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
@@ -220,22 +220,22 @@ def _run(options: argparse.Namespace) -> int:
 
 def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], Path]:
     """Returns the arguments and the checkpoint folder for a script that trains a ``Pipeline``."""
-    reason = f"{options.script.name} takes none of the trainer's arguments, so that it trains a"
-    reason += " Pipeline"
+    reason = f"{options.script.name} trains a Pipeline, because it does not parse the"
+    reason += " trainer's arguments"
     if options.checkpoint is None:
         raise ConfigError(
-            f"train elastic: {reason}: name the folder of its checkpoints with --checkpoint DIR, or"
-            " say --runs trainer"
+            f"train elastic: {reason}; give the folder of its checkpoints with --checkpoint DIR, or"
+            " add --runs trainer"
         )
     if options.on_failed_probe == "exclude":
         raise ConfigError(
-            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes: leave it out,"
-            " or say --runs trainer"
+            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes; remove the"
+            " flag, or add --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {reason}, and its layouts are planned by what it measures itself: leave"
-            " it out, or say --runs trainer"
+            f"--plan-with: {reason}, and its layouts are planned from its own measurements; remove"
+            " the flag, or add --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
@@ -252,7 +252,7 @@ def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
         problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
         raise ConfigError(
             f"--on-straggler {wished} with {problem}: slow nodes are found in traces; give the"
-            " trainer --trace-dir DIR, and --diagnose-interval N from 1 on"
+            " trainer --trace-dir DIR and a positive --diagnose-interval"
         )
     return wished or ("replan" if is_diagnosed else "ignore")
 
@@ -262,7 +262,7 @@ def _check_probes(wished: ProbePolicy, interval: int) -> None:
     if wished == "exclude" and not interval:
         raise ConfigError(
             "--on-failed-probe exclude without --probe-interval: nodes fail only in probes; give"
-            " the trainer --probe-interval N, from 1 on"
+            " the trainer a positive --probe-interval"
         )
 
 
@@ -275,8 +275,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     if not spec.is_pipeline and not options.plan_with:
         if options.unequal:
             raise ConfigError(
-                "--unequal: the planner chooses stages with unequal numbers of replicas; add"
-                " --plan-with FILE, or leave it out"
+                "--unequal needs the planner; add --plan-with FILE, or remove --unequal"
             )
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser
@@ -287,5 +286,5 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     chooser = PlannerChooser(*arguments, unequal=options.unequal, model=model)
     stack.enter_context(contextlib.closing(chooser))
     if model is None and (late := chooser.check(spec.machines)):
-        say(f"warning: no plan before the start: {late}; layouts may be chosen without it")
+        say(f"warning: no plan before the start: {late}; layouts may be chosen without a plan")
     return chooser

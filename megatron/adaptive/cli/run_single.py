@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
-        raise ConfigError(f"--resume: there is no run in {runs} yet; leave the option out")
+        raise ConfigError(f"--resume: there is no run in {runs} yet; remove the option")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # ``make_corpus`` has printed the reason
@@ -149,7 +149,7 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
         _point(latest, run.name)
     except OSError as error:
         raise SetupError(
-            f"cannot make the run's folder {runs / name}: {error.strerror}; name another with "
+            f"cannot create the run's folder {runs / name}: {error.strerror}; choose another with "
             "--runs-dir"
         ) from error
     return run

@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="most activations in a rank's memory")
+    add("--cap", type=float, metavar="MICROBATCHES", help="maximum activations per rank")
     pieces = number(int, 0, 1000)
     add(
         "--weight-pieces",
@@ -184,7 +184,7 @@ def _add_slices(parser: argparse.ArgumentParser) -> None:
         "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
     )
     add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
-    text = "slices that cost the same, or that have as many tokens"
+    text = "whether slices have equal costs or equal numbers of tokens"
     add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
     text = "seconds that each slice after the first adds to a rank's forward, and to its backward"
     add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
@@ -199,7 +199,7 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
-            raise ConfigError("--slow-rank was given with --profile: put rank_factors into it")
+            raise ConfigError("--slow-rank conflicts with --profile; set rank_factors there")
         profile = load_profile(options.profile, num_stages=num_stages)
         return replace(
             profile,
@@ -241,8 +241,8 @@ def _check_work(options: argparse.Namespace, draws: int) -> None:
             slices = f" x --sequence-slices {most}"
         raise ConfigError(
             f"--stages {options.stages} x --chunks {options.chunks} x --microbatches"
-            f" {options.microbatches}{slices} are {work:,} actions, drawn {draws} times: give at"
-            f" most {_MAX_ACTIONS:,}, and {_MAX_WORK:,} in all draws"
+            f" {options.microbatches}{slices} are {work:,} actions, drawn {draws} times, but at"
+            f" most {_MAX_ACTIONS:,} are allowed, and {_MAX_WORK:,} in all draws"
         )
 
 
@@ -256,7 +256,8 @@ def _rank_factors(options: argparse.Namespace) -> tuple[float, ...] | None:
             factors[int(rank)] = float(factor)
         except (ValueError, IndexError):
             raise ConfigError(
-                f"--slow-rank {text}: give RANK:FACTOR, with a rank from 0 to {options.stages - 1}"
+                "--slow-rank must be RANK:FACTOR, with a rank from 0 to"
+                f" {options.stages - 1}, got {text}"
             ) from None
     return tuple(factors)
 
@@ -279,7 +280,7 @@ def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:
-        raise ConfigError("all work takes 0 s: give --forward, --backward or --weight above 0")
+        raise ConfigError("all work takes 0 s; set --forward, --backward or --weight above 0")
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
     is_sliced = any(outcome.candidate.num_slices > 1 for outcome in outcomes)
     efficiency = "efficiency  " * is_sliced

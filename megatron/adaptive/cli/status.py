@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         status = read_status(options.job, options.log_dir)
         if not (status.state or status.nodes or status.iteration):
             raise SetupError(
-                f"{status.folder} contains no logs of a job, and Slurm does not know it: name a job"
+                f"{status.folder} contains no logs of a job, and Slurm does not know it; give a job"
                 " and, with --log-dir, the folder of its logs"
             )
         if options.json:
@@ -74,7 +74,7 @@ def summary(status: JobStatus) -> list[str]:
     """Returns lines of text that describe a job's progress and problems."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
-        lines.append(f"no logs in {status.folder} yet; another LOG_DIR is given with --log-dir")
+        lines.append(f"no logs in {status.folder} yet; give another LOG_DIR with --log-dir")
     elif status.iteration is None:
         lines.append("no iteration yet")
     else:
@@ -85,7 +85,7 @@ def summary(status: JobStatus) -> list[str]:
             f" {status.since_s:.0f} s ago"
         )
     if status.is_stalled:
-        lines.append("STALLED: no iteration for more than 5 times the usual; see each node's use")
+        lines.append("STALLED: no iteration for over 5 times the usual time; see each node's use")
     for name, requested, effective in status.differences:
         lines.append(f"DIFFERENT: {name} is {effective}, {requested} was requested")
     return lines
@@ -474,9 +474,7 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
     if folder.is_dir():
         if os.access(folder, os.R_OK | os.X_OK):
             return
-        raise SetupError(
-            f"job {job}: this user may not read {folder}; ask its owner for the permission"
-        )
+        raise SetupError(f"job {job}: this user cannot read {folder}; ask its owner for permission")
     if not slurm_job.state:
         raise SetupError(
             f"job {job}: Slurm does not know it and there is no {folder}; give the folder of logs "
@@ -485,7 +483,7 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     if slurm_job.user and slurm_job.user != user:
         raise SetupError(
-            f"job {job}: it is {slurm_job.user}'s ({slurm_job.state}), not {user}'s, and there is"
+            f"job {job} ({slurm_job.state}) belongs to {slurm_job.user}, not {user}, and there is"
             f" no {folder}; give the LOG_DIR of {slurm_job.user} with --log-dir"
         )
 

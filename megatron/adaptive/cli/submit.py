@@ -70,7 +70,7 @@ _BODY = """
 set -euo pipefail
 run=$logs/$SLURM_JOB_ID
 if [[ -e $run && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
-  echo "error: LOG_DIR=$logs: $run has the logs of another job; set another, or move it away" >&2
+  echo "error: LOG_DIR=$logs: $run has another job's logs; change LOG_DIR, or move the folder" >&2
   exit 2
 fi
 mkdir -p -- "$run"
@@ -141,7 +141,7 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
         )
     except subprocess.TimeoutExpired:
         raise SetupError(
-            f"{command[0]} did not answer within {_LIMIT_S:g} s: is slurmctld up?"
+            f"{command[0]} did not answer within {_LIMIT_S:g} s; check that slurmctld runs"
         ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -163,7 +163,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
-        raise ConfigError(f"{name} is not set: Slurm needs their number; set it")
+        raise ConfigError(f"{name} is not set, but Slurm needs the number; set it")
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):
@@ -203,8 +203,8 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     user_options = shlex.split(conf["SLURM_FLAGS"] or "")
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
-            f"SLURM_FLAGS={shlex.join(shown)}: it contains a secret, which every user could read in"
-            " the script: set the variable in conf.sh, or export it before job submit"
+            f"SLURM_FLAGS={shlex.join(shown)}: contains a secret, which every user could read in"
+            " the script; set the variable in conf.sh, or export it before job submit"
         )
     return options + user_options
 
@@ -289,5 +289,5 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         ) from error
     match = _SUBMITTED.match(output.strip())
     if match is None:
-        raise SetupError(f"sbatch said {output.strip()!r}, which contains no job id; see squeue")
+        raise SetupError(f"sbatch printed {output.strip()!r}, which contains no job id; see squeue")
     return int(match[1])

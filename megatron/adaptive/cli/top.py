@@ -1,7 +1,7 @@
 """``job top``: shows in the terminal what each rank of a run is doing now.
 
 It shows each rank's current action, the progress of training, step time, tokens per second, loss,
-bubble (fraction of idle time), waits and memory. For an ended run, it shows the last state::
+bubble (fraction of idle time), waits and memory. For a finished run, it shows the last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             snapshot = run.refresh()
             if not snapshot.is_begun:
                 raise TraceError(
-                    f"{snapshot.folder}: no run has written anything there yet; give the folder of"
+                    f"{snapshot.folder}: no run has written to this folder yet; give the folder of"
                     " a run or its traces"
                 )
             console.print(draw(snapshot, console.width, None))
@@ -85,7 +85,7 @@ def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} job top",
-        description="Show what a run does now, or did last. Ctrl-C ends it.",
+        description="Show the current or last state of a run. Ctrl-C quits.",
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     period = f"time between two frames ({PERIOD_S})"
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="DIR", help=run)
-    add("--once", action="store_true", help="print one frame and end")
+    add("--once", action="store_true", help="print one frame and exit")
     add("--interval", type=seconds, default=PERIOD_S, metavar="SECONDS", help=period)
     add("--width", type=columns, metavar="COLUMNS", help="width of a frame (the terminal's)")
     return parser

@@ -93,7 +93,7 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the actions of one iteration as they ran. ``visualize_trace.py`` also calls this.
+    """Draws the executed actions of one iteration. ``visualize_trace.py`` also calls this.
 
     Returns 0; an expected error is raised as an ``AdaptiveError``.
     """
@@ -124,19 +124,19 @@ def diagnose_run(argv: Sequence[str]) -> int:
     names = ", ".join(cause.name for cause in built_in_causes())
     parser = _parser(
         f"{_TRACE} diagnose",
-        "Name the rank, the link or the data that slows a run, and a remedy. "
+        "Find the rank, the link or the data that slows a run, and a remedy. "
         f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N or _dump_N), name the collective that does not end and the "
+        "(names end with trace_rank_N or _dump_N), find the collective that hangs and the "
         "late ranks.",
     )
-    help_text = "also search for a cause of your own, package.module:Class; repeatable"
+    help_text = "also search for your own cause, package.module:Class; may be repeated"
     add = parser.add_argument
     add("--cause", type=find_cause, action="append", default=[], metavar="CAUSE", help=help_text)
     return _answer(parser, argv, find, find_hang)
 
 
 def what_if_run(argv: Sequence[str]) -> int:
-    """Prints a run's predicted speed if some durations were different; returns the exit status."""
+    """Predicts and prints a run's speed with changed durations; returns the exit status."""
     from megatron.adaptive.trace.whatif.answers import what_if
 
     parser = _parser(
@@ -204,7 +204,7 @@ def compare(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("before", type=Path, metavar="A", help="folder of the first run or its traces folder")
     add("after", type=Path, metavar="B", help="folder of the second run or its traces folder")
-    limit = "most that a step of B may be slower, as in 3%% or 0.03 (default: no limit)"
+    limit = "limit on how much slower a step of B may be, as in 3%% or 0.03 (default: no limit)"
     add("--fail-above", type=_share, metavar="SHARE", help=limit)
     add("--json", action="store_true", help="print the result as JSON instead of text")
     arguments = parser.parse_args(argv)
@@ -214,7 +214,7 @@ def compare(argv: Sequence[str]) -> int:
     if limit_share is None or not result.is_slower_by(limit_share):
         return 0
     show(
-        f"error: a step of {arguments.after} is {result.relative:.1%} slower, and --fail-above"
+        f"error: a step of {arguments.after} is {result.relative:.1%} slower, but --fail-above"
         f" allows {limit_share:.1%}",
         file=sys.stderr,
     )
@@ -227,7 +227,7 @@ def _share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: give 3% or 0.03")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
     return value
 
 
@@ -353,7 +353,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
     """Adds the flags that choose a replica, the file formats and the path of the results."""
     add = parser.add_argument
-    replica = "data-parallel replica to look at (default: 0; in the page and for Perfetto all)"
+    replica = "data-parallel replica to show (default: 0; all in the page and for Perfetto)"
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
     add_target = parser.add_mutually_exclusive_group().add_argument
@@ -363,7 +363,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
     summaries = ", ".join(f"{view.name} ({view.summary})" for view in built_in_views().values())
     text = (
         f"views, separated by commas: {summaries}; {ALL} for all of these; package.module:name for "
-        f"a view of your own{default}"
+        f"your own view{default}"
     )
     add("--format", default=formats or None, metavar="LIST", help=text)
     if report:
@@ -398,11 +398,11 @@ def _chosen_iterations(
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of iterations: give A-B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations, A-B")
     first = int(match[1])
     last = int(match[2] or match[1])
     if last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins: give A-B")
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; give A-B with A <= B")
     return first, last
 
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     add("run_dir", nargs="?", type=Path, metavar="DIR", help=text)
     text = f"file for lines of JSON, or URL of a collector; without a path, {OTLP_PATH} is added"
     add("--otlp", required=True, metavar="FILE|URL", help=text)
-    text = f"seconds to wait for an answer of the collector ({LIMIT_S:g})"
+    text = f"seconds to wait for the collector's answer ({LIMIT_S:g})"
     add("--timeout", type=number(float, 0.1, 3600), default=LIMIT_S, help=text)
     arguments = parser.parse_args(argv)
     target = arguments.otlp
@@ -124,7 +124,7 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
         dropped += refused
     if not sent and dropped:
         raise TraceError(
-            f"--otlp {shown}: {reason}; {dropped:,} spans were dropped: start the collector there, "
+            f"--otlp {shown}: {reason}; {dropped:,} spans were dropped; start the collector there, "
             "or write a file"
         )
     show(f"{sent:,} spans of {len(run.ranks)} ranks: {shown}")

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     if not options.check:
-        raise ConfigError("transport: give --check: --check is all there is; see --help")
+        raise ConfigError("transport needs --check, its only mode; see --help")
     environment = Environment.read()
     if not environment.is_launched:
         shape = ["--standalone", "--nproc-per-node", "2", "-m"]
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} transport",
-        description="Check what can connect the ranks of a pipeline, and how fast.",
+        description="Check which transports connect the ranks of a pipeline, and how fast.",
     )
     add = parser.add_argument
     add("--check", action="store_true", help="try every transport between two ranks")
@@ -96,7 +96,7 @@ def _check(options: argparse.Namespace, environment: Environment) -> int:
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
     config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
-        raise ConfigError("transport: a single rank has no peer; start two or more")
+        raise ConfigError("transport needs at least two ranks, got one; start more")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
     # A launcher kills all ranks as soon as one has failed, so print before another rank can exit.

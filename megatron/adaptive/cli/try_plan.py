@@ -92,7 +92,7 @@ def try_plan(options: argparse.Namespace) -> int:
     for rank in sorted(former.keys() - ranks.keys() - {tried.rank}):
         show(
             f"warning: {trial.path}: rank {rank} was tried on {former[rank].device}, not on"
-            f" {tried.device}: its values are left out",
+            f" {tried.device}; its values are omitted",
             file=sys.stderr,
         )
     ranks[tried.rank] = tried
@@ -120,16 +120,14 @@ def _read(options: argparse.Namespace) -> _Trial:
     content = load_plan(path)
     flags = plan_flags(content, str(path))
     if "stages" in content:
-        raise ConfigError(
-            f"{path}: --try runs plans whose stages have equal widths: plan without --unequal"
-        )
+        raise ConfigError(f"{path}: --try needs stages of equal widths; plan without --unequal")
     world_size = world_size_of(content)
     if world_size is None:
-        raise ConfigError(f"{path}: degrees.data is missing: say how many replicas there are")
+        raise ConfigError(f"{path}: degrees.data is missing; set it to the number of replicas")
     asked = options.world_size
     if asked is not None and asked != world_size:
         raise ConfigError(
-            f"--world-size {asked}: {path} is for {world_size} processes: leave it out, or plan for"
+            f"--world-size must be {world_size} for {path}, got {asked}; remove it, or plan for"
             f" {asked}"
         )
     placed = sum(
@@ -137,20 +135,21 @@ def _read(options: argparse.Namespace) -> _Trial:
     )
     if placed not in (0, world_size):
         raise ConfigError(
-            f"{path}: its placement has {placed} processes, its degrees {world_size}: make them"
-            " equal"
+            f"{path}: its placement has {placed} processes, but its degrees have {world_size};"
+            " make them equal"
         )
     if options.rank >= world_size:
         raise ConfigError(
-            f"--rank {options.rank}: {path} has {world_size} ranks: give 0 to {world_size - 1}"
+            f"--rank must be from 0 to {world_size - 1}, got {options.rank}; {path} has"
+            f" {world_size} ranks"
         )
     name = options.model or str(content.get("model"))
     if options.model is None and name not in preset_names():
-        raise ConfigError(f"{path}: its model {name} has no known sizes: give --model")
+        raise ConfigError(f"{path}: the sizes of its model {name} are unknown; give --model")
     model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {name}: the trainer does not build it, so no rank of it can be tried"
+            f"--model {name}: the trainer cannot build this model, so its ranks cannot be tried"
         )
     return _Trial(
         path=path,
@@ -199,9 +198,9 @@ def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str
         raise ConfigError(f"{trial.path}: {lines[-1].removeprefix(_ERROR)}")
     if process.returncode < 0:
         raise SetupError(
-            f"{trial.path}: the process of rank {trial.rank} was ended by signal"
-            f" {-process.returncode}, perhaps as memory ran out: try a rank that needs less, or run"
-            " on a larger device"
+            f"{trial.path}: the process of rank {trial.rank} was killed by signal"
+            f" {-process.returncode}, perhaps because memory ran out; try a rank that needs less"
+            " memory, or use a larger device"
         )
     sys.stderr.write(process.stderr)
     raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
@@ -290,7 +289,7 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -
         ["optimizer", "", f"{tried.optimizer_s * 1e3:,.1f} ms"],
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
-    note = "The other ranks do not exist: messages and collectives cost the rank nothing."
+    note = "The other ranks do not exist, so messages and collectives cost the rank nothing."
     note += "\nThe step is that of the pipeline with these times, "
     note += "and messages between two ranks here." if has_links else "without messages."
     return "\n".join([*aligned(rows, 1), "", note])

@@ -1,4 +1,4 @@
-"""Runs one rank of a plan in a process of its own; ``plan --try`` starts it.
+"""Runs one rank of a plan in a separate process, which ``plan --try`` starts.
 
 python -m megatron.adaptive.cli.try_rank REQUEST.json RESULT.json
 """

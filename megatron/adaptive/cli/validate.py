@@ -111,7 +111,7 @@ def _find_runs(folder: Path) -> dict[str, Path]:
         Trace folder of each run, by the name of the run's folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder: give the folder of traced runs")
+        raise ConfigError(f"{folder}: no such folder; give the folder of traced runs")
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     traces_by_run = {}
     for run_folder in (folder, *below):
@@ -120,8 +120,8 @@ def _find_runs(folder: Path) -> dict[str, Path]:
                 traces_by_run[run_folder.resolve().name] = traces
     if not traces_by_run:
         raise ConfigError(
-            f"{folder}: no traced run: neither it nor its subfolders contain traces; published"
-            " runs are compared by studies/planner.py --data"
+            f"{folder}: neither the folder nor its subfolders contain traces; to compare published"
+            " runs, use studies/planner.py --data"
         )
     return traces_by_run
 
@@ -133,7 +133,7 @@ def _compared(
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
-                f"traces of run {next(iter(traces_by_run))}: give --{name} of these runs too"
+                f"the traces of run {next(iter(traces_by_run))} need --{name} too; add it"
             )
     inputs = read_inputs(options)
     runs = traced_runs(traces_by_run.values(), options, inputs.model, inputs.cluster)
@@ -160,7 +160,7 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
     first = next(iter(headers.values()))
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
-        raise ConfigError(f"{run.trace.origin}: no trace of rank {missing}: all ranks are needed")
+        raise ConfigError(f"{run.trace.origin}: rank {missing} has no trace; all ranks are needed")
     stage_layers = inputs.model.stage_layers(run.layers)
     gpus = _gpus(run, inputs.cluster)
     places = []
@@ -210,15 +210,15 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
             ]
             if not free:
                 raise ConfigError(
-                    f"{run.trace.origin}: no node of type {name} is left for host {host}: give the"
+                    f"{run.trace.origin}: no node of type {name} is left for host {host}; give the"
                     " cluster on which it ran"
                 )
             nodes[host] = free[0]
         gpu = used.get(host, 0)
         if gpu >= cluster.nodes[nodes[host]].gpus:
             raise ConfigError(
-                f"{run.trace.origin}: host {host} had more ranks than its type"
-                f" {run.hosts[host].name} has GPUs, {gpu}: give the cluster on which it ran"
+                f"{run.trace.origin}: host {host} had more ranks than the {gpu} GPUs of its type"
+                f" {run.hosts[host].name}; give the cluster on which it ran"
             )
         used[host] = gpu + 1
         places[rank] = (nodes[host], gpu)

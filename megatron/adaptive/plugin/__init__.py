@@ -116,7 +116,7 @@ def install(
             the median step time, but at least 30 s.
         on_hang: ``report`` to write a report page and print a line, ``end`` to also stop the job.
         model: Model that the settings are for, as it is passed to the schedule: a module, or the
-            list of its chunks on this rank. ``None`` for all models without settings of their own.
+            list of its chunks on this rank. ``None`` for all models without separate settings.
             If ``install`` is only called with ``model``, all other models run on megatron-core's
             own code.
 

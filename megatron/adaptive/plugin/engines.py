@@ -1,7 +1,7 @@
-"""Holds an engine for each model of a process, and the settings given for single models.
+"""Contains an engine for each model of a process, and the settings given for single models.
 
-A program may train several models, for example an actor and a critic. Each model has an engine with
-channels, schedule and trace of its own, so steps of different models may run in any order.
+A program may train several models, for example an actor and a critic. Each model has its own
+engine, channels, schedule and trace, so steps of different models may run in any order.
 A model is recognized by its chunks, without the wrappers around them.
 """
 
@@ -28,7 +28,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnSettings:
-    """Contains a model and the settings that were given for it alone.
+    """Contains a model and the settings that were given only for this model.
 
     Attributes:
         chunks: Chunks of the model, without wrappers.
@@ -55,12 +55,12 @@ class Engines:
 
     @property
     def has_own_settings(self) -> bool:
-        """Returns whether any model has settings of its own."""
+        """Returns whether any model has its own settings."""
         return bool(self._own)
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether a model without settings of its own has run a step."""
+        """Returns whether a model that uses the shared settings has run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
@@ -69,7 +69,7 @@ class Engines:
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
-        """Gives a model settings of its own.
+        """Sets separate settings for one model.
 
         Raises:
             ConfigError: The model already has other settings or has run a step, or ``model`` is
@@ -98,7 +98,7 @@ class Engines:
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the settings that were given for this model alone; ``None`` if there are none."""
+        """Returns the settings that were given only for this model; ``None`` if there are none."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
@@ -108,7 +108,7 @@ class Engines:
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
-            shared: Settings of models that have none of their own.
+            shared: Settings of models without separate settings.
             traced: Step function of megatron-core that the engine calls and only traces; ``None``
                 to run the steps on the executor.
         """
@@ -180,7 +180,7 @@ def _name(chunks: Sequence[torch.nn.Module]) -> str:
 
 
 def _change(entry: _OwnSettings, settings: Settings) -> str:
-    """Returns a text that names the first setting that differs, with both values."""
+    """Describes the first setting that differs, with both values."""
     for field in dataclasses.fields(settings):
         before, after = getattr(entry.settings, field.name), getattr(settings, field.name)
         if before != after:

@@ -33,7 +33,7 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
-"""Exit status of a process that SIGINT ended."""
+"""Exit status of a process that was killed by SIGINT."""
 StepFunction = Callable[..., Any]
 
 
@@ -70,7 +70,7 @@ class Seam:
         self._in_force = True
 
     def change(self, settings: Settings) -> None:
-        """Changes the settings of all models that have no settings of their own.
+        """Changes the settings of all models without separate settings.
 
         Raises:
             ConfigError: A step has already run with the former settings, which differ.
@@ -126,7 +126,7 @@ class Seam:
         engines.close()
 
     def leave_at_once(self) -> None:
-        """Ends the process after an uncaught error, with the exit status that Python would give.
+        """Exits the process after an uncaught error, with the exit status that Python would use.
 
         The method is registered early, so it is one of the last exit functions to run. At that
         point the engine's threads still wait for messages. If a message arrived while Python shuts
@@ -220,7 +220,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
     Args:
         settings: Settings of the plugin.
         model: Chunks of the model, if the settings are for one model only; ``None`` for all models
-            that have no settings of their own.
+            without separate settings.
 
     Raises:
         ConfigError: Steps have already run with other settings, or the model has other settings.

@@ -18,8 +18,8 @@ positions from the last rank, so that the V begins at position 0, as everywhere 
   numbers and names in checkpoints.
 - Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
-- A forward step may ask whether its rank is the first, without naming a chunk. The answer is for
-  the chunk that is running: the first chunk needs a batch's tokens, the second chunk its labels.
+- A forward step may query whether its rank is the first without specifying a chunk. The result is
+  for the running chunk: the first chunk needs a batch's tokens, the second chunk its labels.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Placed:
         kind: Function that returns the current kind of placement.
 
     Attributes:
-        running: Index of the chunk whose forward step is running, or ``None``. If megatron-core
-            asks about a stage without naming a chunk, the answer is about this chunk.
+        running: Index of the chunk whose forward step is running, or ``None``. It is used if
+            megatron-core queries a stage without specifying a chunk.
     """
 
     def __init__(self, kind: Callable[[], PlacementKind]) -> None:
@@ -128,7 +128,7 @@ class Placed:
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Makes process groups. In a V, embedding groups contain the rank with the first stage."""
-        renew_program()  # done here, because by now the program has imported all its modules
+        renew_program()  # the program has imported all its modules by now
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
             for name in ("get_embedding_ranks", "get_position_embedding_ranks"):
@@ -178,8 +178,8 @@ class Placed:
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Sets the layout of a V in a model's configuration."""
-        # This function may already have changed this configuration, or a configuration that this
-        # one was copied from. So restore the original layout first.
+        # This function may already have changed this configuration, or the configuration from
+        # which it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)

@@ -167,7 +167,7 @@ class Settings:
         """Checks the ranks and iterations whose kernels are recorded.
 
         Raises:
-            ConfigError: A number is no whole number from 0, or no iteration is chosen.
+            ConfigError: A number is not a non-negative integer, or no iteration is chosen.
         """
         ranks = self.profile_ranks
         if ranks is not None:
@@ -244,7 +244,7 @@ class Settings:
         """Returns a copy of one model's settings, with the process-wide settings of ``shared``.
 
         Args:
-            shared: Settings of models that have none of their own.
+            shared: Settings of models without separate settings.
 
         Raises:
             ConfigError: A setting contradicts a process-wide setting.
@@ -339,7 +339,7 @@ def megatron_arguments() -> Any:
 
 
 def timeout_of_groups(arguments: Any) -> datetime.timedelta:
-    """Returns the time after which a rank stops to wait for the other ranks of the job.
+    """Returns the timeout of a rank that waits for the other ranks of the job.
 
     Args:
         arguments: Megatron-LM's parsed arguments. ``None``, for a program without them, gives 10

@@ -60,7 +60,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class Watch:
-    """Watches a process for hangs, and closes its models when it exits. It may run several models.
+    """Detects hangs of a process with one or several models, and closes the models at exit.
 
     Args:
         close: Function that closes all models when the interpreter exits.
@@ -106,7 +106,7 @@ class Engine:
             run the steps on the executor.
         modules: Chunks of the model, without wrappers.
         number: Number of the model in the process, from 1.
-        watch: Hang watch of the process.
+        watch: Hang detector of the process.
 
     Attributes:
         modules: Chunks of the model, without wrappers.

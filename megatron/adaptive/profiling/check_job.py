@@ -22,8 +22,8 @@ class CheckJob:
     Args:
         environment: Rank of this process, number of ranks, and address where ranks meet.
         timeout: Maximum time to wait until all ranks have met.
-        backend: Library of torch's default process group, ``nccl`` or ``gloo``; ``None`` for the
-            one that training would use.
+        backend: Backend of torch's default process group, ``nccl`` or ``gloo``; ``None`` for the
+            backend that training would use.
 
     Attributes:
         job: Environment of this process: ranks, device, process groups.
@@ -64,7 +64,7 @@ class CheckJob:
         )
 
     def close(self) -> None:
-        """Disconnects from the other ranks; rank 0 comes last, because it serves the store."""
+        """Disconnects from the other ranks; rank 0 is the last, because it serves the store."""
         environment = self.job.environment
         dist.barrier(group=self.job.control_group)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Finds the nodes of a job that a probe found slow, and the figures with which they pass again.
+"""Finds the nodes that a probe measured as slow, and the figures they need to pass again.
 
 A slow rank, link or group within a node is the fault of the node. A slow link between two nodes is
 the fault of the node that has the larger share of slow links::

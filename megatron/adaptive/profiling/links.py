@@ -35,7 +35,7 @@ from megatron.adaptive.transport.interface import Arrival, Label, Transport
 from megatron.adaptive.transport.kind import Payloads
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
-"""Sizes of messages to measure, in bytes; the time of the smallest is taken as the latency."""
+"""Sizes of messages to measure, in bytes; the time of the smallest size is the latency."""
 
 NO_STEP = -1
 """Step number in the labels of messages that do not belong to a training step."""
@@ -48,8 +48,8 @@ _STOP = 1
 """Chunk number in the label of a message, used as a signal that this round is the last."""
 
 _LONG_S = 0.2
-"""Maximum time of a message in seconds. After a slower message, no larger one is sent, because the
-bandwidth is known by then."""
+"""Maximum time of a message in seconds. After a slower message, no larger message is sent, because
+the bandwidth is known by then."""
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
@@ -93,9 +93,9 @@ def measure_link(
 
     Args:
         transport: Message channels of this rank; no message may be in flight on them.
-        peer: Global rank of the other end, which must call this function at the same time.
-        leads: Whether this rank sends first and decides when to stop. Must be True on one of the
-            two.
+        peer: Global rank of the peer, which must call this function at the same time.
+        leads: Whether this rank sends first and decides when to stop. Must be True on exactly one
+            of the two ranks.
         payload: Tensor to send, with the size and dtype of the messages in a training step.
         timeout_s: Maximum time in seconds to wait for a message.
         rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.
@@ -159,7 +159,7 @@ def make_connector(
 
     Args:
         job: Environment of this process: ranks, device, process groups.
-        in_flight: Maximum number of messages on their way in one direction.
+        in_flight: Maximum number of messages in flight in one direction.
         timeout_s: Maximum time in seconds to wait for a connection or a message.
     """
 

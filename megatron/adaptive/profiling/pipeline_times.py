@@ -302,7 +302,7 @@ class LayerShare:
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
             # Recomputation of activations calls the hooks again. By then the forward pass has all
-            # its marks, so further ones are ignored.
+            # its marks, so further marks are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

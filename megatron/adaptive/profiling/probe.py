@@ -1,4 +1,4 @@
-"""Measures every rank, link and group of a job briefly, to find slow ones before training.
+"""Briefly measures every rank, link and group of a job, to find slow subjects before training.
 
 The measurements, and the classes of figures that are compared with each other:
 
@@ -67,7 +67,7 @@ _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
 _FILE_BYTES = 16 << 20
 _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
-_MOST_IN_FLIGHT = 8  # messages on their way in one direction
+_MOST_IN_FLIGHT = 8  # messages in flight in one direction
 _WAIT_S = 10.0
 _CONFIRMATIONS = 3
 
@@ -103,7 +103,7 @@ class ProbeReport:
     """Holds the result of a probe.
 
     Attributes:
-        figures: Figures of all subjects. Each is the better one of two measurements.
+        figures: Figures of all subjects; each is the better of two measurements.
         outliers: Figures that are much worse than expected.
         seconds: Time that the probe took, in seconds.
     """
@@ -229,13 +229,13 @@ class Probe:
         return measure_device(self._job.accelerator, ranks, self._seconds)
 
     def _link(self, ranks: Ranks) -> list[Figure]:
-        """Measures the link between this rank and another."""
+        """Measures the link between this rank and another rank."""
         assert self._transport is not None
         peer = sum(ranks) - self._job.rank
         kind = self._facts[ranks[0]]["links"][ranks[1]]
         within = self._machines[ranks[0]] == self._machines[ranks[1]]
         peers = f"{kind} {'within' if within else 'between'} nodes"
-        # Skip a rank that did not answer: its late answer would be mistaken for that of another.
+        # Skip a rank that did not answer: its late answer could be mistaken for another answer.
         if any(self._turns.is_noted(str(rank)) for rank in ranks):
             return []
         figures = []
@@ -429,7 +429,7 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Iterates over this rank's subjects, each when it is the subject's turn.
+        """Iterates over this rank's subjects; yields each subject when its turn comes.
 
         The turn of a subject ends when the caller requests the next subject. The caller must
         iterate to the end.

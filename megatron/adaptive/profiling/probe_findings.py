@@ -1,4 +1,4 @@
-"""Compares the figures of a probe, and names the ranks, links and groups that are outliers.
+"""Compares the figures of a probe, and finds the ranks, links and groups that are outliers.
 
 A figure is compared with the median of the other figures of its class, for example of all links
 between two nodes. A figure is an outlier if it is worse
@@ -10,9 +10,9 @@ between two nodes. A figure is an outlier if it is worse
   others, but its speed is never below 0.
 
 The first rule matters on quiet machines, whose figures hardly differ, the second on noisy ones. All
-other figures are compared with the data sheet, if there is one. Every figure is the better one of
-two measurements at different times, because a program that ran for a moment spoils at most one of
-them.
+other figures are compared with the data sheet, if there is one. Every figure is the better of two
+measurements at different times, because a program that ran for a moment disturbs at most one
+measurement.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Measure:
         scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of its class.
         least_sheet: Minimum value as a fraction of the data sheet's value; 0 without a data sheet.
-        is_time: Whether less is better.
+        is_time: Whether smaller values are better.
         remedy: Advice about an outlier.
     """
 
@@ -237,7 +237,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
-    """Returns the median of sorted values without one value. A single value is returned itself."""
+    """Returns the median of sorted values without one value. Returns a single value unchanged."""
     count = len(values) - 1
     if not count:
         return values[0]

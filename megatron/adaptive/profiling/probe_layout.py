@@ -1,6 +1,6 @@
 """Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
 
-A subject of a measurement is a tuple of global ranks: one for a rank alone, two for a link, all
+A subject of a measurement is a tuple of global ranks: one rank for a device, two for a link, all
 members for a group. Ranks are numbered as in the trainer::
 
     rank = tensor + TP * (context + CP * (data + DP * stage))

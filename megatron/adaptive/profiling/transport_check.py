@@ -28,11 +28,11 @@ from megatron.adaptive.transport.select import Choice, choose, why_not
 _LIMIT_S = 30.0
 _WAIT_S = 10.0
 _BURST = 8
-_LEAST_ROUNDS = 3  # so low that even on a slow network, the check hardly exceeds the requested time
+_LEAST_ROUNDS = 3  # low enough to hardly exceed the requested time on a slow network
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-_PATTERN = 251  # period of the test data; a prime, so that data shifted by a slot is noticed
+_PATTERN = 251  # period of the test data; a prime, so that data shifted by a slot is detected
 
 
 class TransportCheck:
@@ -159,7 +159,7 @@ class TransportCheck:
         }
 
     def close(self) -> None:
-        """Disconnects from the other ranks; rank 0 comes last, because it serves the store."""
+        """Disconnects from the other ranks; rank 0 is the last, because it serves the store."""
         self._check_job.close()
 
 

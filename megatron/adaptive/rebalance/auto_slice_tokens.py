@@ -48,7 +48,7 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 @dataclass(kw_only=True)
 class LengthTrial:
-    """Holds what one rank has measured of slices of one length.
+    """Holds the measurements of one rank with slices of one length.
 
     Attributes:
         tokens: Number of tokens of a slice.
@@ -66,7 +66,7 @@ class LengthTrial:
 
 
 class LengthTuner:
-    """Measures the first steps, and chooses the length of slices. Every rank has one.
+    """Measures the first steps, and chooses the length of slices. Every rank has a tuner.
 
     Args:
         run: Run to measure.
@@ -222,13 +222,13 @@ class LengthTuner:
         most /= memory_factor(*counts)
         row_tokens = max(trial.row_tokens for trial in self.trials)
         if placement == present and tokens <= self._trial.tokens:
-            # This is what runs now, or with less memory, so the longest row fits.
+            # This layout needs no more memory than the current layout, so the longest row fits.
             return max(most * row_tokens, float(longest + self._trial.tokens))
         return most * row_tokens
 
 
 def costliest_replica(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica that has most work in a step, in running order.
+    """Returns the microbatches of the replica with the most work in a step, in running order.
 
     Args:
         config: Settings of the run.

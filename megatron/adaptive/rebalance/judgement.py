@@ -1,4 +1,4 @@
-"""Judges from measured steps whether layers should move between ranks, and whether a move helped.
+"""Decides from measured steps whether layers should move, and whether a move helped.
 
 The trainer and ``Pipeline`` have their own code to measure steps and move layers. Both use the
 functions of this module to decide.
@@ -35,7 +35,7 @@ KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 MOST_STEPS = 32
 """Maximum number of steps since the last decision whose measurements are kept."""
 _OPTIMIZER_BYTES = 4 + 12
-"""Memory in bytes per parameter besides the weight: gradient, 32-bit weight and two moments."""
+"""Bytes per parameter in addition to the weight: gradient, 32-bit weight and two moments."""
 _LEAST_STEPS = 3
 _SLOW = 1.05
 _FITS = 32
@@ -285,8 +285,8 @@ def loads_of(
 ) -> Loads:
     """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
 
-    If there are several data-parallel replicas, uses the slowest, because the others wait for it. A
-    rank without layers is assumed to be as fast as the median rank.
+    If there are several data-parallel replicas, uses the slowest replica, because all replicas wait
+    for it. A rank without layers is assumed to be as fast as the median rank.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -446,7 +446,7 @@ def _most_layers(
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log that names the slow ranks, or the rank with the most work."""
+    """Returns a clause for the log with the slow ranks, or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

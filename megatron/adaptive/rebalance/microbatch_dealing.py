@@ -31,7 +31,7 @@ A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
 
 
 def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that assigns microbatches to replicas as the settings say."""
+    """Returns an object that assigns microbatches to replicas according to the settings."""
     parallel = config.parallel
     # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1

@@ -8,9 +8,9 @@ memory to memory. The training loop keeps its counters, logs and data loader::
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-Meanwhile, the state is kept on the GPU if the GPU has enough free memory, and otherwise in the
-host's memory. Only state that another rank needs is sent. If the placement does not change, process
-groups, data and schedule are kept.
+During the move, the state is kept on the GPU if the GPU has enough free memory, and otherwise in
+the host's memory. Only state that another rank needs is sent. If the placement does not change,
+process groups, data and schedule are kept.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _set_aside(run: Run) -> _State:
     shares = shares_of(run.optimizer, run.chunks, _own_stages(run))
     needed = sum(tensor.nbytes for share in shares.values() for tensor in share.tensors)
     ranks_here = job.environment.local_world_size
-    # Reserve half as much again, because the rank may hold more layers after the move.
+    # Reserve 50% more memory, because the rank may hold more layers after the move.
     stays = 3 * needed // 2 <= free_memory_bytes(job.accelerator, ranks_here)
     fits = stays or needed <= available_host_bytes() // ranks_here
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]

@@ -18,11 +18,11 @@ SIMULATED_OF_LIMIT = 0.75
 
 
 def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
-    """Returns the maximum time in seconds of a search on rank 0, so that others do not give up.
+    """Returns the maximum time in seconds of a search on rank 0, so that no other rank times out.
 
     Args:
-        limit_s: Maximum time if other ranks wait for long enough, in seconds.
-        timeout: Time after which a rank that waits for rank 0 ends with an error.
+        limit_s: Maximum time in seconds if the timeout of the other ranks is long enough.
+        timeout: Timeout of a rank that waits for rank 0.
     """
     return min(limit_s, timeout.total_seconds() / 2)
 

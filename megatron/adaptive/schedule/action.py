@@ -111,7 +111,7 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns for each microbatch the number of items up to its end, from the start of the step."""
+    """Returns the cumulative number of items in the step after each microbatch."""
     return tuple(itertools.accumulate(counts))
 
 
@@ -218,13 +218,13 @@ def place_label(microbatch: int, part: int | None) -> str:
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Returns a text of a transport that names slices as people read them.
+    """Replaces the item numbers in a transport's message by labels such as ``3.5``.
 
     Transports count the items of a step. So ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
     step 7``. Other steps may have other numbers of slices, and are not changed.
 
     Args:
-        text: Text that may name an item of a message.
+        text: Text that may contain the item number of a message.
         step: Number of the current step.
         num_slices: Number of slices of each microbatch in the current step.
     """

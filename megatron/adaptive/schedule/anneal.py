@@ -56,7 +56,7 @@ If ``VISITS`` allows fewer tries, the schedule is not annealed.
 MOST_ORDERS = 200_000
 """Maximum number of random changes to try."""
 COMPILE_S = 25.0
-"""Time in seconds in which annealing is surely compiled, unless the processors are very busy."""
+"""Upper bound of the time in seconds to compile annealing, if the processors are not overloaded."""
 HEAT = 2
 """Maximum increase in step time that is accepted at first, divided by an action's mean duration."""
 
@@ -267,7 +267,7 @@ def _compiled() -> Any:
 
 
 def compile_s() -> float:
-    """Returns about how many seconds the next call of :func:`improve` may need to compile."""
+    """Estimates the time in seconds that the next call of :func:`improve` spends on compilation."""
     compiled = _compiled()
     return 0.0 if has_code(compiled) or is_cached(compiled) else COMPILE_S
 
@@ -283,7 +283,7 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
     Returns:
         Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has
-        so many actions that too few orders could be tried.
+        too many actions to try enough orders.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:

@@ -441,8 +441,8 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    Returns the usual static schedule if it stays within the cap and is known to be best. That is
-    not known if there are few microbatches, if a loop has no memory to spare, or with slices.
+    Returns the usual static schedule if it stays within the cap and is known to be best. The best
+    schedule is unknown for few microbatches, for a loop without spare memory, and with slices.
 
     Otherwise simulates steps of equal stages with this pace, under ``hinted`` with different hints,
     and returns the hint of the shortest step. The hints are all static schedules within the cap,

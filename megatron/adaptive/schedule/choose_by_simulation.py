@@ -217,7 +217,7 @@ def choose(
     for candidate in offered:
         planned[loop_of(candidate)] += len(seeds) * num_actions(candidate, num_microbatches)
     outcomes = fitting(offered)
-    # Compiling must not take the time in which the result is expected.
+    # Compile only if the time limit leaves enough time for it.
     if not quick and time.monotonic() + compile_s() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces, planned))
     is_late = time.monotonic() >= until_s
@@ -253,7 +253,7 @@ def _fastest(
 
 
 def loop_of(candidate: Candidate) -> str:
-    """Returns a name that is equal for candidates whose simulation has the same compiled loop."""
+    """Returns a key that is shared by candidates whose simulations use the same compiled loop."""
     return candidate.name if is_rule(candidate.name) and candidate.name != ANNEALED else "fixed"
 
 
@@ -283,8 +283,8 @@ def evaluate(
             stages.
         seeds: Random seeds, one per simulated step. One seed suffices if the profile's times do not
             vary.
-        planned: Number of actions in all simulations with this candidate's rule, from which it
-            follows whether the simulation is compiled; ``None`` to compile it always.
+        planned: Number of actions in all simulations with this candidate's rule, which decides
+            whether the simulation is compiled; ``None`` to always compile it.
 
     Raises:
         ScheduleError: The candidate cannot run on this pipeline.
@@ -363,8 +363,8 @@ def _annealed(
     """Returns candidates whose order was improved by simulated annealing.
 
     Annealing uses the mean times, and starts from the candidate that is fastest with the mean
-    times. ``planned`` has the number of simulated actions by loop, and the simulations here are
-    added to it.
+    times. ``planned`` contains the number of simulated actions by loop; this function adds its
+    own simulations.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

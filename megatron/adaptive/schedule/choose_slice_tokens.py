@@ -37,9 +37,9 @@ from megatron.adaptive.schedule.workload import Link, work_of_items
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain of a setting over those before it, which need less memory."""
+"""Minimum relative gain of a setting over earlier settings, which need less memory."""
 _FAR = 3.0
-"""Times that miss the fit by more than this many median misses are left out of the second fit."""
+"""Maximum residual in median residuals; times above it are excluded from the second fit."""
 
 
 class Timed(NamedTuple):
@@ -60,7 +60,7 @@ class CostParts(NamedTuple):
     """Holds the parts of an action's time, in seconds.
 
     Attributes:
-        fixed_s: Time of each action, however short its slice is.
+        fixed_s: Time of each action that does not depend on the length of its slice.
         token_s: Time per token.
         pair_s: Time per pair of tokens that attend to each other.
     """
@@ -116,9 +116,9 @@ class TokensChoice:
 
 
 def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
-    """Fits the parts of an action's time, none of them negative, to measured times.
+    """Fits the non-negative parts of an action's time to measured times.
 
-    Times that are far from a first fit, such as those of interrupted actions, are left out.
+    Times that are far from a first fit, for example of interrupted actions, are excluded.
 
     Args:
         rows: Measured actions, at least one.
@@ -136,7 +136,7 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts with the smallest sum of squared misses."""
+    """Returns the non-negative parts with the smallest sum of squared residuals."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -256,7 +256,7 @@ class _Step(NamedTuple):
 
         Args:
             candidate: Rule with its settings.
-            planned: Number of actions in all simulations up to now, and in those planned.
+            planned: Total number of actions in the simulations so far and in planned simulations.
         """
         usual = default_cap(candidate.placement, self.num_microbatches, mean_slices(self.counts))
         cap = max(usual if candidate.cap is None else candidate.cap, self.least)

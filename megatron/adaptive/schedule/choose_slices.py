@@ -96,7 +96,7 @@ def _rows(times: StageTimes) -> list[tuple[float, ...]]:
 
 
 def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
-    """Returns a copy of a profile with the cost of slicing split off from the stage times.
+    """Returns a copy of a profile that separates the cost of slicing from the stage times.
 
     The copy has the times of whole microbatches, and separately the time that each slice adds.
 
@@ -120,15 +120,15 @@ def memory_factor(num_slices: int, measured: int) -> float:
 
     The bound is for another number of slices than that of the measurement. Without a fused
     attention kernel, a slice keeps its attention scores with all earlier tokens. So n slices keep
-    ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, as long slices are computed in
-    blocks. The memory of other activations does not depend on the number of slices.
+    ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because long slices are computed
+    in blocks. The memory of other activations does not depend on the number of slices.
 
     Args:
         num_slices: Number of slices for which memory is predicted.
         measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
-        return 2.0  # slices may keep hardly more than half of the scores
+        return 2.0  # slices may keep little more than half of the scores
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 
 

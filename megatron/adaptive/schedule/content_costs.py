@@ -2,7 +2,7 @@
 
 Such a number is, for example, the number of elements in an entry of the batch (see
 ``modules/content.py``). The time of a microbatch on a stage is the sum of these numbers, each
-multiplied by a factor of at least 0::
+multiplied by a non-negative factor::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
@@ -27,7 +27,7 @@ _SWEEPS = 60
 """Number of passes over all factors in a fit. A pass adjusts one factor after the other."""
 
 Numbers = tuple[float, ...]
-"""Numbers that describe the content of a microbatch, none of them negative."""
+"""Non-negative numbers that describe the content of a microbatch."""
 
 
 def squares_of(rows: Sequence[Numbers]) -> list[float]:
@@ -84,12 +84,12 @@ class StageFit:
         ]
 
     def fit(self, start: Collection[int] = ()) -> None:
-        """Sets the factors to the values of at least 0 that fit the sums best.
+        """Fits non-negative factors to the sums, by least squares.
 
-        The fit starts with the cost divided equally among the numbers in ``start``. Then it sets
-        one factor after the other to its best value, with the other factors fixed. So numbers that
-        always grow together, such as those of ``input_ids`` and ``labels``, share the cost. After
-        only one microbatch, the numbers in ``start`` share its cost.
+        The fit starts with the cost divided equally among the numbers in ``start``. Then coordinate
+        descent sets one factor after the other to its best value. So numbers that always grow
+        together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After only one
+        microbatch, the numbers in ``start`` share its cost.
 
         Args:
             start: Indices of the numbers that share the cost when the fit starts. All numbers share

@@ -123,7 +123,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
         # alone stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # no pair: the B after it is of the same microbatch
+            steady[0] = "F0"  # not a pair: the next B belongs to the same microbatch
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()

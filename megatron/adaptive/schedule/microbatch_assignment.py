@@ -8,8 +8,8 @@ The microbatches of the step do not change; only the replica that works on each 
     dealt       replica 0          8  4           12 x 1.5 = 18
                 replica 1    9  5        4  2     20
 
-The cost of a microbatch on a rank has three parts: a fixed one, one per token, and one per pair of
-tokens that attend to each other. These parts are fitted to the measured times of the last steps.
+The cost of a microbatch on a rank has a fixed part, a part per token, and a part per pair of tokens
+that attend to each other. These parts are fitted to the measured times of the last steps.
 The pace of a rank is its compute time, without waits, divided by the cost of its microbatches. A
 replica is as fast as its slowest rank.
 
@@ -116,7 +116,7 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assigns given numbers of microbatches to replicas, round-robin as far as possible.
+    """Assigns the given numbers of microbatches to replicas, round-robin as far as possible.
 
     Data workers prefetch in round-robin order, so their prefetched microbatches can be used.
     """
@@ -275,8 +275,8 @@ class Dealer:
             self._different.update(sizes)
         work = [tokens + self._pair * squares for tokens, squares in sizes]
         tokens = self._slice_tokens
-        # All slices of a microbatch run forward before its first backward. If they are more than
-        # ranks, they keep all ranks busy at the start of a step, and would leave some idle later.
+        # All slices of a microbatch run forward before its first backward. More slices than ranks
+        # keep all ranks busy at the start of a step, but would leave some ranks idle later.
         longest_first = tokens is not None and max(sizes)[0] > tokens * self._ranks
         return tuple(self._in_order(numbers, work, longest_first) for numbers in dealt)
 

@@ -1,8 +1,8 @@
 """Makes policies from users' own schedules, and checks them before the first step.
 
-A static schedule is made by the user's function, and validated. A run-time rule is tried in a
-simulated step. Every error names the schedule, the file and line of its function, the rank and the
-action.
+The user's function makes a static schedule, which is validated. A run-time rule is tried in a
+simulated step. Every error contains the schedule, the file and line of its function, the rank and
+the action.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
-    """Packs samples into rows: the longest sample first, each into the first row where it fits.
+    """Packs samples, longest first, into rows: each sample into the first row with enough room.
 
     A sample that is longer than ``room`` begins a row whose length is a multiple of ``room``.
 

@@ -368,7 +368,7 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Returns a text about what this rank waits for, for error messages after a time limit.
+        """Describes what this rank waits for, for error messages after a timeout.
 
         The text lists for each chunk the next inputs that have not arrived, each with the rank and
         stage that send it. It also lists actions whose input has arrived but which would exceed the
@@ -443,7 +443,7 @@ class RankState:
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns how many actions of its chunk this action needs: F for a B, B for a W.
+        """Returns the number of actions of the chunk that this action needs: F for a B, B for a W.
 
         Returns 0 for an F.
         """

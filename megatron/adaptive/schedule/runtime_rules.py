@@ -63,7 +63,7 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions in its hint that ``hinted`` considers, from the first one not yet started.
+"""Number of actions in the hint that ``hinted`` considers, from the first action not yet started.
 
 Later actions are never started early. So the position of the first action not yet started is at
 most this far behind the number of started actions, and can be found without searching the whole

@@ -109,7 +109,7 @@ class SimResult:
     def orders(self) -> tuple[Order, ...]:
         """Returns the actions of each rank in the order they ran.
 
-        An action's microbatch index is the rank's own index, not that of the whole job.
+        An action's microbatch index counts the rank's own microbatches, not those of the whole job.
         """
         chunks = self.placement.num_chunks
         pieces = self.weight_pieces

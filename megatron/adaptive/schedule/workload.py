@@ -71,7 +71,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns times for stages that all have the same times."""
+        """Returns the times of stages that take equally long."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,

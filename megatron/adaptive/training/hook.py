@@ -1,4 +1,4 @@
-"""Defines hooks of the training loop, and the one that profiles some iterations."""
+"""Defines the hooks of the training loop, including the hook that profiles some iterations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
     for_nsys = not (run.use_pytorch_profiler or run.profile_execution) and (
         torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     )
-    # Check on all ranks. Otherwise only some ranks would stop, and all others would wait for them.
+    # Check on all ranks. Otherwise only some ranks would stop, and the other ranks would wait.
     if output_dir is None and not for_nsys:
         flag = "--profile-execution True" if run.profile_execution else "--profile"
         raise ConfigError(f"{flag} writes into TensorBoard's folder: add --tensorboard-dir")

@@ -1,13 +1,13 @@
 """Reports a run as Megatron-LM's log lines, metrics in loggers, progress.jsonl and a bar.
 
 The training loop measures each iteration and passes an :class:`IterationReport`. This module
-decides when and in which words to report, and computes averages. It converts the report to a list
+decides when and how to report, and computes averages. It converts the report to a list
 of values (figures), which it writes as a log line, as points of curves and as an entry of
 ``progress.jsonl``. Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``,
 ``loggers``) receive curves, the picture of a step and the diagnosis's findings.
 
-A single rank writes everything: the last of the ranks that have the loss. If stages are placed
-round-robin, this is the last rank of all, as in Megatron-LM.
+A single rank writes everything: the last rank that has the loss. If stages are placed
+round-robin, this is the last rank of the job, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class TrainingLog:
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
-        # Look the loggers up on every rank, so that a wrong name is an error on all ranks.
+        # Look up the loggers on every rank, so that a wrong name is an error on all ranks.
         self._loggers = find_loggers(cfg)
         self._progress = ProgressFile(None)
         if is_writer:
@@ -280,7 +280,7 @@ class TrainingLog:
         """Writes values to ``progress.jsonl``.
 
         If the values include findings of the diagnosis, the loggers get the possible gain from
-        each.
+        each finding.
         """
         self._progress.report(values)
         findings = values.get("findings")

@@ -231,8 +231,8 @@ class TrainingRun:
         """Makes ``run`` the current run, and creates the objects that belong to it."""
         self.run = run
         self.config = run.job.config
-        # The saver outlives a move: it may still have to report a checkpoint that it wrote behind
-        # training, or could not write.
+        # Keep the saver after a move, because it may still have to report a checkpoint that it
+        # wrote, or failed to write, in the background.
         self.checkpoints = Checkpoints(run, self._local, saver=self._saver)
         self._saver = self.checkpoints.saver
         self.step = Step(run)
@@ -363,11 +363,11 @@ class Rebalancing(RunHook):
     """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
 
     With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
-    the layers of each stage, unless ``--partition`` sets them. If layers moved, this is checked
-    after some steps, since what slowed a rank may have passed. With ``--repartition auto``, it
+    the layers of each stage, unless ``--partition`` sets them. A move of layers is checked after
+    some steps, because a rank may have been slow only for a while. With ``--repartition auto``, it
     decides on the layers of each stage again after each interval. With slices, ``hinted`` gets the
-    times that were measured. All ranks make the same decisions. A decision takes effect before the
-    next step.
+    measured times. All ranks make the same decisions. A decision takes effect before the next
+    step.
     """
 
     def __init__(self, live: TrainingRun) -> None:

@@ -298,8 +298,8 @@ def _fail(
     """Reports ``error`` once for the whole job and exits this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # Do not wait for the watcher if the error reports a silent peer, because the watcher can report
-    # no more than that.
+    # Do not wait for the watcher if the error reports a silent peer, because the watcher would
+    # report the same.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank exited, and the watcher has reported that rank.
@@ -341,4 +341,4 @@ def _is_first(store: dist.Store) -> bool:
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store is gone, and an error printed twice is better than none
+        return True  # the store is gone; printing an error twice is better than not printing it

@@ -1,4 +1,4 @@
-"""Hook of the training loop that chooses the length of slices, for ``--slice-tokens auto``."""
+"""Provides the hook that chooses the length of slices, for ``--slice-tokens auto``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class SliceLengths(Hook):
-    """Measures the first steps with two lengths of slices, and changes to the length chosen.
+    """Measures the first steps with two lengths of slices, and switches to the chosen length.
 
-    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is given. If that
-    is a number, only one length is measured, and cap and placement are chosen for it. All ranks
-    make the same decisions. A decision takes effect before the next step.
+    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is given. If
+    ``--slice-tokens`` is a number, only this length is measured, and cap and placement are chosen
+    for it. All ranks make the same decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -31,7 +31,7 @@ class SliceLengths(Hook):
         self._trials: list[LengthTrial] = []
         config = live.config
         is_auto = config.schedule.pipeline_schedule == "auto" and config.slice_tokens is not None
-        # A single rank never waits for another.
+        # A single rank never waits for another rank.
         if is_auto and live.run.placement.num_ranks > 1 and not config.run.skip_train:
             self._tuner = self._make_tuner(None)
 

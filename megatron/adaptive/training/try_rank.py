@@ -1,12 +1,12 @@
 """Runs one rank of a planned job without the others, and measures its memory and times.
 
-``plan --try`` runs this module in a process of its own (``cli.try_rank``), so that the memory of
-the process is that of the rank.
+``plan --try`` runs this module in a separate process (``cli.try_rank``), so that the process uses
+only the memory of the rank.
 
 The trainer's own functions set up the rank. The other ranks of the job do not exist: torch's fake
 backend replaces the process groups, and ``transport.stand_in`` makes the inputs from other stages.
-The rank runs whole steps in the order of the plan's schedule. It never waits, because no input is
-late. The planner adds the waits.
+The rank runs whole steps in the order of the plan's schedule. It never waits, because every input
+is available immediately. The planner adds the waits.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
         DeviceMemoryError: The device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # Sums lack the other ranks' parts, so a NaN in them means nothing.
+    # Sums lack the other ranks' parts, so a NaN in a sum means nothing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],

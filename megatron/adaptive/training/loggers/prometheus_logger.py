@@ -1,7 +1,7 @@
 """Provides the loggers ``prometheus`` and ``prometheus-file``, for Prometheus and Grafana.
 
 Each curve is a gauge ``megatron_adaptive_<name>``, for example ``megatron_adaptive_lm_loss``.
-``examples/grafana/dashboard.json`` draws them.
+``examples/grafana/dashboard.json`` draws these gauges.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Gauges:
     """Holds the last value of each curve.
 
     Args:
-        flag: Flag that asked for the logger, for the message about a missing package.
+        flag: Flag that selected the logger, for the error message about a missing package.
     """
 
     def __init__(self, flag: str) -> None:
