@@ -39,7 +39,7 @@ class Gpu:
         memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
         memory_bytes_per_s: Bandwidth of its memory in bytes per second.
         flops: Peak speed of dense matmuls in operations per second, by dtype. Types are ``bf16``,
-            ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
+            ``fp16``, ``tf32`` and ``fp32``. Unsupported dtypes are omitted.
         source: Title of the data sheet with these figures.
     """
 
@@ -270,7 +270,7 @@ class Cluster:
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
-        network: Default link between two nodes. ``None`` if every type has a link of its own.
+        network: Default link between two nodes. ``None`` if every type has its own link.
         links: Links that differ from the default, by the names of both node types in either order.
         between_zones: Link between nodes in different zones. ``None`` if zones make no difference.
         name: Name of the cluster, shown to the user.

@@ -86,7 +86,7 @@ class Precision:
             name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: ``name`` is none of these three names.
+            ConfigError: ``name`` is not one of these names.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
@@ -123,7 +123,7 @@ class LayerKind:
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
             backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
-            experts are distributed over, the fewer replicas hold each of them.
+            experts are distributed over, the fewer replicas hold each expert.
         context_bytes: Size in bytes of the keys and values that ranks exchange if they share a
             sequence. The size is for a forward pass, before tensor parallelism divides it. 0 if
             ranks cannot share a sequence.
@@ -327,7 +327,7 @@ class Model:
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
         # Each stage ends after its last counted layer. A stage without counted layers is empty. The
-        # first stage still has the layers before all counted ones.
+        # first stage still has the layers before all counted layers.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])

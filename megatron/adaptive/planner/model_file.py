@@ -1,6 +1,6 @@
 """Reads models from preset names, lists of the trainer's arguments, model files and profiles.
 
-GPT and Llama presets are defined in ``config.model``, and the trainer has them too. BERT and T5
+GPT and Llama presets are defined in ``config.model`` and shared with the trainer. BERT and T5
 presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
 schema ``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
 """
@@ -141,15 +141,16 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is fp32,
-            which is also the default of a run.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If none of them is given,
+            it is fp32, the default of a run.
         attention: Implementation of attention, if the arguments do not choose one. It is one of
-            ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
-            attention scores is still counted if no kernel supports the model's attention.
+            ``ATTENTIONS``, by default the implementation that runs without GPUs use. With
+            ``kernel``, the memory of attention scores is still counted if no kernel supports the
+            model's attention.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: An argument is wrong, unknown or missing.
+        ConfigError: An argument is invalid, unknown or missing.
     """
     adapters = only_groups(arguments, (LoraConfig,), ("load_hf", "hf_family"))
     adapters = adapters if "lora" in " ".join(adapters) else []
@@ -178,7 +179,7 @@ def settings_model(
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
     """
     halves = [] if precision == "fp32" else [f"--{precision}"]
     source = _ModelSource(name, [*flag_words(settings), *halves], halves, settings)
@@ -373,7 +374,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
     """Returns whether each layer uses the attention window. Empty if all layers are equal.
 
     Raises:
-        ConfigError: The window pattern has another number of layers than the model.
+        ConfigError: The window pattern and the model have different numbers of layers.
     """
     if not core.window_size or core.window_attn_skip_freq is None:
         return ()
@@ -476,14 +477,14 @@ def read_model(
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
         precision: Data type of the training run, which overrides the data type of the model.
-        default: Data type for models that do not name one.
+        default: Data type for models that do not specify a data type.
         attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text names no model, or the model is invalid.
+        ConfigError: The text does not name a model, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)

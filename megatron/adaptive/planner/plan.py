@@ -1,4 +1,4 @@
-"""Defines plans and predictions, and writes them as plan files, tables or other programs' files.
+"""Defines plans and predictions, and writes plans as plan files and in other programs' formats.
 
 ``config.plan_file`` reads the plan files back.
 """

@@ -57,11 +57,11 @@ def profile_of_plan(content: Any, where: str) -> Any:
     """Returns the profile that ``plan --try`` stored in a plan file.
 
     Args:
-        content: Content of a plan file or of another file, which is returned unchanged.
+        content: Parsed file. If it is not a plan file, it is returned unchanged.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The content is a plan file in which no rank was tried.
+        ConfigError: The plan file has no measurements from ``--try``.
     """
     if not isinstance(content, dict) or "degrees" not in content:
         return content
@@ -185,7 +185,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             rows = {key_of(row): row for row in merged.get(key, [])}
             rows.update({key_of(row): row for row in part.get(key, [])})
             merged[key] = list(rows.values())
-    # All nodes wait for the one with the most variation, so its value applies to the whole job.
+    # All nodes wait for the node with the most variation, so its value applies to the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
@@ -390,7 +390,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts a text to a number, or returns it unchanged if that is not possible."""
+    """Converts text to a number, or returns it unchanged if that is not possible."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)

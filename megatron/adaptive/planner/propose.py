@@ -1,4 +1,4 @@
-"""Answers requests for plans: with the best plans, or with the reason why there is none.
+"""Answers requests for plans with the best plans, or with the reason why no plan was found.
 
 If there is no plan, the error names the stage that lacks memory, or the limits that contradict each
 other. It also lists changes that would help. Each of these changes was tried: fewer restrictions,
@@ -39,7 +39,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules to choose from if the user names none."""
+"""Schedules to choose from by default."""
 
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
@@ -53,8 +53,8 @@ class Request:
     Attributes:
         global_batch: Number of samples per step.
         objective: Quantity to minimise, and limits that plans must keep.
-        options: Settings that the search may choose. Here, ``partition`` does not count embedding
-            and head, like ``--partition``. In the search itself, it does.
+        options: Settings that the search may choose. Here, ``partition`` excludes embedding and
+            head, as in ``--partition``. In the search itself, it includes them.
     """
 
     global_batch: int
@@ -166,8 +166,8 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
     by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request. The line says how much slower the best such plan is, or how much
-    memory it lacks.
+    again within the request. The line shows how much slower the best plan with this change is, or
+    how much memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -210,7 +210,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns the neighbours of a plan's number of slices; none for whole sequences."""
+    """Returns numbers of slices to compare with a plan's number, none for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
 
 
@@ -690,7 +690,7 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields texts that describe changes with which a plan fits, the smallest change of each kind.
+    """Yields descriptions of changes with which a plan fits: the smallest change of each kind.
 
     Args:
         find: Function that returns a plan that fits, or ``None``.
@@ -727,7 +727,7 @@ def _remedies(
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns an error message that names the limits because of which no plan was found."""
+    """Returns an error message that names the limits that rule out all plans."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):

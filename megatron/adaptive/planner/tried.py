@@ -86,7 +86,7 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns the nodes of a plan, as if it had a single one, in which links take no time.
+    """Returns a cluster for a plan, with one node whose links take no time.
 
     The node is named like its device, so that a profile of this machine may have its links.
 
