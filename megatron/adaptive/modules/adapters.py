@@ -80,7 +80,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Draws initial values for the adapters that this process holds, not on the ``meta`` device.
+    """Draws initial values for this process's adapters that are not on the ``meta`` device.
 
     Args:
         model: Model with adapters.

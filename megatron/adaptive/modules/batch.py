@@ -159,7 +159,7 @@ class MicrobatchList:
 
         Raises:
             ConfigError: If ``batch`` is not a list of dictionaries of tensors, or an entry has
-                another dtype than in the sample batch.
+                a different dtype than in the sample batch.
         """
         listed = microbatch_list(batch, "batch")
         for number, part in enumerate(listed):
@@ -282,14 +282,14 @@ def samples_in(batch: Any, argument: str) -> int:
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Checks that settings are whole numbers of at least ``least``.
+    """Checks that settings are integers of at least ``least``.
 
     Args:
         least: Smallest valid value of each setting.
         **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is not such a number. The message names the first such setting.
+        ConfigError: If a setting is not such an integer. The message names the first such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

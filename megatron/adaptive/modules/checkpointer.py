@@ -93,7 +93,7 @@ class Checkpointer:
         Args:
             folder: Folder that contains the checkpoints of the run.
             head: Step, seed, loss scale and user values from :meth:`head`.
-            is_behind: Whether a thread writes the files while training continues.
+            is_behind: Whether a background thread writes the files while training continues.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
             state: Objects of the user with a ``state_dict``, by name.
 

@@ -1,4 +1,4 @@
-"""Orders and deals microbatches of unequal content by their predicted cost.
+"""Orders microbatches of unequal content, and distributes them over replicas, by predicted cost.
 
 ::
 
@@ -159,8 +159,8 @@ class Declared:
 class Content:
     """Describes the content of microbatches by numbers, from which costs are predicted.
 
-    The numbers are: the number of elements of each entry; for each entry of integers also this
-    number times the length of the last axis (such as the pairs of tokens); and 1.
+    The numbers are the number of elements of each entry, for each integer entry also this number
+    times the length of its last axis (such as the pairs of tokens), and 1.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -222,9 +222,9 @@ def digest_of(parts: Iterable[object]) -> Digest:
 
 
 class ContentBalance:
-    """Decides by predicted cost in which order, and on which replica, microbatches run.
+    """Chooses the order and the replica of each microbatch from its predicted cost.
 
-    The constructor is collective over all ranks if an order or dealing by cost is chosen.
+    The constructor is collective over all ranks if a cost-based order or dealing is chosen.
 
     Args:
         order: Order in which a replica runs its microbatches.
@@ -237,7 +237,7 @@ class ContentBalance:
         least: Minimum number of microbatches per replica.
 
     Attributes:
-        is_on: Whether an order or dealing by cost is chosen.
+        is_on: Whether a cost-based order or dealing is chosen.
         advises: Whether to report once that another partition would be much better.
     """
 
@@ -541,7 +541,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with that of the first rank that has read the same tensors' values.
+        # Compare each digest with the digest of the first rank that read the same tensors' values.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):

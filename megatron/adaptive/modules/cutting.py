@@ -132,7 +132,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def balanced_together(
     weights: Sequence[float], num_stages: int, together: Sequence[range]
 ) -> tuple[int, ...]:
-    """Divides segments among stages like :func:`balanced`, but keeps some in one stage.
+    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
 
     Args:
         weights: Cost of each segment, in any unit, at least 0.
@@ -141,7 +141,7 @@ def balanced_together(
 
     Returns:
         Number of segments in each stage. If the segments are too few to be kept together, the
-        result is that of :func:`balanced`.
+        result is the same as from :func:`balanced`.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -219,7 +219,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, also if segments change a buffer that others use.
+    """Returns a plan for each segment, even if a segment changes a buffer that others use.
 
     Such segments can run one after the other in one process, for example to be measured.
     """
@@ -239,7 +239,7 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for tape in tapes:
-        # Buffers that share memory count as one.
+        # Buffers that share memory count as one buffer.
         names: dict[int, str] = {}
         for value in tape.values:
             if value.source == "buffer" and value.storage:
@@ -416,7 +416,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def check_changes(self) -> None:
-        """Raises a ``ConfigError`` if a stage changes a tensor in place that another one reads."""
+        """Raises a ``ConfigError`` if a stage changes a tensor in place that another reads."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -505,7 +505,7 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves the named parameters and buffers to a device, and frees the memory of all others.
+    """Moves the named parameters and buffers to a device, and frees the memory of other tensors.
 
     Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
     replaced by parameters with memory, whose values are not set. The other tensors are replaced by

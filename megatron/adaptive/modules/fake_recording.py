@@ -61,7 +61,7 @@ class Fakes:
         sample: Fakes of the microbatch's tensors, by name.
         mode: Mode of torch in which calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model, by a pair of
-            ``input`` or ``buffer`` and the name. Buffers on the ``meta`` device are not in it.
+            ``input`` or ``buffer`` and the name. Buffers on ``meta`` are not included.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:

@@ -41,7 +41,7 @@ class FineTuning:
         lora_rank: Rank of the adapters; 0 trains the whole model.
         epochs: Number of times that all samples are trained.
         batch_size: Number of samples per step, over all replicas.
-        lr: Learning rate of AdamW at the first step; it falls to 0 along a cosine.
+        lr: Learning rate of AdamW at the first step; it decays to 0 along a cosine.
         max_length: Number of tokens after which a sample is cut off.
         length_multiple: Number to whose next multiple each sample is padded, in tokens.
         eval_share: Share of the samples that is kept for evaluation, from 0 to below 1.
@@ -56,7 +56,7 @@ class FineTuning:
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
             save none.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
-        wandb: Project of Weights & Biases to log to; ``None`` to log to none.
+        wandb: Project of Weights & Biases to log to; ``None`` turns it off.
         trust_remote_code: Whether Python code in the model's folder may be run.
     """
 
@@ -150,7 +150,7 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
     # Imported after Pipeline, which lets megatron-core run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # This job ends before the pipeline begins another one, which may have other settings.
+    # This job ends before the pipeline joins its own job, which may have other settings.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -203,7 +203,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         count: Number of samples in the batch.
 
     Raises:
-        ConfigError: If samples have entries without an axis of samples, as those of images.
+        ConfigError: If samples have entries without an axis of samples, such as images.
     """
     kinds = samples.kinds
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in kinds[0].values()):
@@ -212,7 +212,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
             "with images: start it under torchrun --max-restarts N or job launch, with "
             "--checkpoints DIR; a later start continues from the newest checkpoint"
         )
-    # All starts of the job take the same sample, of middle length.
+    # Every start of the job uses the same sample, which has the median length.
     numbers = sorted(range(len(samples)), key=samples.num_learned.__getitem__)
     sample = samples[numbers[len(numbers) // 2]]
     return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}

@@ -325,7 +325,7 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # settle() took the groups that existed before, and close() destroys only those in the list.
+        # settle() took the groups that existed before. close() destroys only groups in the list.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:

@@ -448,7 +448,7 @@ class RankPrograms:
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs combined with those of another recording of the same signature."""
+        """Returns these programs combined with programs of another recording of the signature."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -677,7 +677,7 @@ class _Deferred:
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
         padding: Row of the embedding that gets no gradient (``padding_idx``); -1 for no such row.
         by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
-        is_unsupported: Whether an option of the call prevents that its weight gradient is deferred.
+        is_unsupported: Whether an option of the call prevents deferring its weight gradient.
     """
 
     activation: Any

@@ -151,7 +151,7 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Runs the function with the tensors ``captured`` in place of those that it captured."""
+        """Runs the function with its captured tensors replaced by ``captured``."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
@@ -194,7 +194,7 @@ class _Read:
     """Describes where Python code read the values of a tensor.
 
     Attributes:
-        storages: Addresses of the memory of the tensor, and of those from which it was computed.
+        storages: Memory addresses of the tensor and of the tensors that it was computed from.
         code_line: File and line of the Python code.
     """
 

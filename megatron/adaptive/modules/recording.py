@@ -65,7 +65,7 @@ class Forward:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` turns autocast off.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get a recording of their own.
+            Microbatches with other values get their own recording.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -112,7 +112,7 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the first parameter that is not on ``meta``; the CPU if none is."""
+        """Returns the device of the first parameter that is not on ``meta``, or the CPU."""
         real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
         first = next(real, None)
         return torch.device("cpu") if first is None else first.device
@@ -271,7 +271,7 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # Values that the model reads are fixed to those of the sample. Record by trace, because
+            # Values that the model reads are fixed to the sample's values. Record by trace, because
             # a model reads fewer values then.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
@@ -332,7 +332,7 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that only one mode passes; all others must be equal."""
+        """Removes optional cut points that only one mode passes; other cut points must be equal."""
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):

@@ -394,8 +394,8 @@ class KeptPart:
         Args:
             cut: Recording, cut into stages.
             signature: Signature of the recorded microbatches.
-            held: Names of the parameters and buffers that this rank keeps; ``None`` for those in
-                the attribute ``held``.
+            held: Names of the parameters and buffers that this rank keeps; ``None`` for the names
+                in the attribute ``held``.
 
         Raises:
             ConfigError: If a rank lacks a parameter or buffer, or two ranks use a buffer that
@@ -499,7 +499,7 @@ class Recordings:
         }
 
     def use(self, part: KeptPart, cuts: Mapping[Signature, Sequence[CutForwards]]) -> None:
-        """Replaces all programs by those of another partition.
+        """Replaces all programs by programs for another partition.
 
         Args:
             part: New partition, and the parameters and buffers that ranks keep for it.

@@ -12,8 +12,8 @@ encoder. The time of a stage is divided among its segments by their counted work
 microbatches that were trained. For example, microbatches with many images make the segments of an
 image encoder expensive.
 
-Whether a move has paid is judged by the time per counted work before and after it, because steps
-may become larger or smaller in between.
+A move is judged by the time per counted work before and after it, because steps may become larger
+or smaller in between.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class SegmentBalancer:
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
-    A parameter that several segments use counts in the first of these segments.
+    A parameter shared by several segments is counted only in the first segment.
     """
     part = assembly.recordings.part
     sizes = [0] * (len(part.cuts) + 1)
@@ -336,5 +336,5 @@ def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The number of the kind makes kinds of equal size differ, and is small compared to the size.
+    # The number of the kind distinguishes kinds of equal size, and is small compared to the size.
     return [kind[0] + numbers[kind] for kind in kinds]

@@ -6,8 +6,8 @@
 
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
 the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
-file is read, so that a wrong line is an error before training starts. The processes of a job share
-this work: each line is encoded by one process, which sends the result to all others.
+file is read, so that an invalid line raises an error before training starts. The processes of a job
+share this work: each line is encoded by one process, which sends the result to other processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 # Keys under which the part of a message may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange, and at most before another.
+# Number of lines that each process encodes before the first exchange, and maximum number before
+# a later exchange.
 _FIRST_LINES, _MOST_LINES = 4, 1024
 
 # Approximate size in bytes of the samples that a process sends in one exchange.
@@ -117,7 +118,7 @@ class SampleReader:
                 process encodes all lines itself.
 
         Raises:
-            ConfigError: If the file cannot be read, has no such samples, has a wrong line, or
+            ConfigError: If the file cannot be read, has no such samples, has an invalid line, or
                 differs between processes. The message names the line. All processes of the job
                 raise the same error.
         """
@@ -166,7 +167,7 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that the text before encoding has a place for each image."""
+        """Checks that the prompt has a placeholder for each image, before it is encoded."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
@@ -197,7 +198,7 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that the tokens to be cut off do not stand for parts of an image."""
+        """Checks that truncation does not remove tokens of an image."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
@@ -223,15 +224,15 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains what the first pass finds out about a line.
+    """Contains the results of the first pass for a line.
 
     Attributes:
-        error: Reason why the line is wrong; empty if it is not.
+        error: Reason why the line is invalid; empty if it is valid.
         learned: Number of learned tokens.
         names: Names of the sample's entries.
         content: Hashes of the line and of its images.
         num_bytes: Size of the sample in bytes.
-        sample: Encoded line; ``None`` if there is no room to keep it.
+        sample: Encoded line; ``None`` if it does not fit in memory.
     """
 
     error: str = ""
@@ -248,7 +249,7 @@ class SampleFile:
     Args:
         path: Path of the file, with a JSON object in each line.
         reader: Reader that encodes the lines.
-        job: Job whose processes all read the file and share the work; ``None`` without others.
+        job: Job whose processes all read the file and share the work; ``None`` for one process.
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
@@ -290,7 +291,7 @@ class SampleFile:
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
-        The lines of a block are dealt to the processes in turn. After each block the processes
+        The lines of a block are assigned to the processes in turn. After each block the processes
         exchange their results.
         """
         if job is None:
@@ -309,7 +310,7 @@ class SampleFile:
             size = _next_size(size, max(sent_bytes))
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, without its sample if there is no room to keep one."""
+        """Encodes a line, and drops the sample if it does not fit in memory."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -335,7 +336,7 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns a sample for each set of entries, such as one with and one without images.
+        """Returns a sample for each set of entries, for example with images and without images.
 
         The samples show a pipeline what microbatches contain.
         """
@@ -351,7 +352,7 @@ class SampleFile:
         """Encodes a line.
 
         Raises:
-            ConfigError: If the line is wrong.
+            ConfigError: If the line is invalid.
         """
         from jinja2 import TemplateError
 
@@ -376,7 +377,7 @@ def _next_size(size: int, sent_bytes: int) -> int:
 
     Args:
         size: Number of lines before the last exchange.
-        sent_bytes: Size in bytes of the samples that a process sent then, at most.
+        sent_bytes: Maximum size in bytes of the samples that a process sent in the last exchange.
     """
     fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
     return max(1, min(2 * size, fitting, _MOST_LINES))

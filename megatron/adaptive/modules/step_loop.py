@@ -210,7 +210,7 @@ class Loop:
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Leaves out the steps so far, whose trace files were put aside, in later diagnoses."""
+        """Excludes the steps so far, whose trace files were moved, from later diagnoses."""
         self._diagnosis.begin_after(self._pipeline.steps)
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class Loop:
             self._report_saved(self._saved_at, path, is_behind=False)
 
     def _report_completed(self) -> None:
-        """Reports a checkpoint that the writing thread has completed since the last step."""
+        """Reports a checkpoint that the writer thread has completed since the last step."""
         if (completed := self._pipeline._checkpointer.saver.completed()) is not None:
             self._report_saved(*completed, is_behind=True)
 

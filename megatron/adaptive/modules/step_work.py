@@ -219,7 +219,7 @@ class StepMaker:
                 order = balance.order_of(microbatches, [each.work for each in programs])
         except Exception as error:
             # Report the error to the other ranks, which would otherwise wait for this rank until
-            # their time limit.
+            # their timeout.
             if balance.is_on:
                 balance.agree(Declared(step=step, refused=True), error)
             raise
