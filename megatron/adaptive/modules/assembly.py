@@ -172,7 +172,7 @@ class PipelineSettings(SampledModel):
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             name = next(name for name, tensor in named if tensor.is_meta)
             raise ConfigError(
-                f"{name} of the model is on the meta device and has no values: give initialize, a "
+                f"{name} of the model is on the meta device and has no values; pass initialize, a "
                 "function that fills the tensors of this process, or build the model with its "
                 "weights"
             )
@@ -612,6 +612,6 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     for name, tensor in floats.items():
         if tensor.view(-1)[0].isnan():
             raise ConfigError(
-                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
-                "into each tensor that it gets, in place"
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}; it must write "
+                "values into each tensor in place"
             )

@@ -15,8 +15,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 
 NO_BLOCKS = (
-    "no list of repeated blocks in which to find cut points: call CutPoint.after(module) for each "
-    "module behind which it may be cut"
+    "no list of repeated blocks in which to find cut points; call CutPoint.after(module) for each "
+    "module after which it may be cut"
 )
 """End of the error message about a model in which no cut points can be found."""
 
@@ -106,7 +106,7 @@ class CutPoint(torch.nn.Module):
         existing = next(iter(cut_points_of(model)), None)
         if existing is not None:
             raise ConfigError(
-                f"{type(model).__name__} already has the cut point {existing}: either set all cut "
+                f"{type(model).__name__} already has the cut point {existing}; set either all cut "
                 "points yourself, or none"
             )
         lists = repeated_blocks(model)

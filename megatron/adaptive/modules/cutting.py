@@ -42,14 +42,14 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     """
     if num_stages > num_segments == 1:
         raise ConfigError(
-            f"{num_stages} stages were asked for, and the model has {NO_BLOCKS}, or lower "
+            f"{num_stages} stages were requested, but the model has {NO_BLOCKS}, or reduce "
             "pipeline_size or chunks"
         )
     if num_stages > num_segments:
         raise ConfigError(
-            f"{num_segments - 1} cut points make {num_segments} segments, and {num_stages} stages "
-            f"were asked for: mark at least {num_stages - 1} cut points, or lower pipeline_size or "
-            "chunks"
+            f"{num_segments - 1} cut points make {num_segments} segments, but {num_stages} stages "
+            f"were requested; mark at least {num_stages - 1} cut points, or reduce pipeline_size "
+            "or chunks"
         )
 
 
@@ -83,8 +83,8 @@ def given_partition(
     partition = read_partition(text)
     if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
         raise ConfigError(
-            f"partition {format_partition(partition)} was given for {num_segments} segments and "
-            f"{num_stages} stages: give {num_stages} numbers from 1 on whose sum is {num_segments}"
+            f"partition {format_partition(partition)} does not fit {num_segments} segments and "
+            f"{num_stages} stages; use {num_stages} positive integers whose sum is {num_segments}"
         )
     return partition
 
@@ -97,7 +97,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
-            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
+            f"{len(weights)} weights were given for {num_segments} segments; pass one for each "
             "piece between cut points"
         )
 
@@ -122,7 +122,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for segment, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(
-                f"weight {weight} of segment {segment}: give a finite number that is not negative"
+                f"weight {weight} of segment {segment} must be finite and non-negative"
             )
     partition = least_largest_of(weights, num_stages)
     assert partition is not None
@@ -462,14 +462,14 @@ class _Slicer:
             if elsewhere:
                 raise ConfigError(
                     f"buffer {value.name} changes in stage {stage} and is used in stage "
-                    f"{min(elsewhere)}: move the cut point so that only one stage uses it"
+                    f"{min(elsewhere)}; move the cut point so that only one stage uses it"
                 )
             return
         home = stage if value.made_by < 0 else self._home(value)
         if later and (home != stage or (value.source and reading_stages - {stage})):
             raise ConfigError(
                 f"a tensor of shape {list(value.shape)} is changed in place in stage {stage} and "
-                f"read through another tensor in stage {max(reading_stages)}: use the operation "
+                f"read through another tensor in stage {max(reading_stages)}; use the operation "
                 "that returns a new tensor, or move the cut point"
             )
 
@@ -488,17 +488,17 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
     for group in groups:
         if isinstance(group, str):
             raise ConfigError(
-                f"shared_weights holds {group!r}: give a list of groups, each a list of names"
+                f"shared_weights contains {group!r}; pass a list of groups, each a list of names"
             )
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is no parameter of the model"
+                    f"shared_weights names {name!r}, which is not a parameter of the model"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two: assign one to the other before"
+                    f"model has two; assign one to the other first"
                 )
 
 

@@ -94,7 +94,7 @@ class FineTuning:
         """
         # Check the path now, because an error after the training would lose the result.
         if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
-            raise ConfigError(f"{self.output} exists and is not empty: name a new folder")
+            raise ConfigError(f"{self.output} exists and is not empty; choose a new folder")
         processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
         reader = SampleReader(
             processor=processor,
@@ -123,8 +123,8 @@ class FineTuning:
         num_trained = num_samples - num_held_out
         if num_trained < self.batch_size:
             raise ConfigError(
-                f"{max(0, num_trained)} samples are left to train on, and a step needs "
-                f"{self.batch_size}: give more samples or a smaller batch size"
+                f"{max(0, num_trained)} samples are left to train on, but a step needs "
+                f"{self.batch_size}; use more samples or a smaller batch size"
             )
         return num_trained
 
@@ -136,7 +136,7 @@ class FineTuning:
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise SetupError(f"adapters need peft ({error}): pip install peft") from None
+            raise SetupError(f"adapters need peft ({error}); run pip install peft") from None
         return LoraConfig(
             r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
         )
@@ -209,7 +209,7 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in kinds[0].values()):
         raise ConfigError(
             "train finetune was started in an elastic job, which cannot choose sizes for samples "
-            "with images: start it under torchrun --max-restarts N or job launch, with "
+            "with images; start it under torchrun --max-restarts N or job launch, with "
             "--checkpoints DIR; a later start continues from the newest checkpoint"
         )
     # Every start of the job uses the same sample, which has the median length.
@@ -294,14 +294,14 @@ class _Run:
             if name == "samples" and saved not in (None, value):
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with other samples than "
-                    f"{self._settings.data} has now: give the former file and images, or a new "
+                    f"{self._settings.data} has now; use the former file and images, or a new "
                     "folder of checkpoints"
                 )
             # Checkpoints of earlier versions have no digest.
             if name != "samples" and saved != value:
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with {name} {saved}, and now "
-                    f"it is {value}: give the former settings, or a new folder of checkpoints"
+                    f"{self._settings.checkpoints} was made with {name} {saved}, but now "
+                    f"it is {value}; use the former settings, or a new folder of checkpoints"
                 )
 
     def _evaluate(self) -> float:
@@ -351,7 +351,7 @@ class _Run:
                 import wandb
             except ImportError as error:
                 raise SetupError(
-                    f"Weights & Biases needs wandb ({error}): pip install wandb"
+                    f"Weights & Biases needs wandb ({error}); run pip install wandb"
                 ) from None
             values = {
                 name: str(value) if isinstance(value, Path) else value

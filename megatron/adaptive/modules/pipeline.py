@@ -79,8 +79,8 @@ def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
     microbatch_list(sample, "sample_batch")
     if request.micro_batch_size not in (None, 1) or request.pipeline_size == "auto":
         raise ConfigError(
-            "sample_batch is a list of microbatches, so their sizes are given: leave out "
-            "micro_batch_size, and give pipeline_size as a number or None"
+            "sample_batch is a list of microbatches, so their sizes are known; remove "
+            "micro_batch_size, and set pipeline_size to a number or None"
         )
     return dataclasses.replace(request, micro_batch_size=1), len(sample)
 
@@ -718,7 +718,7 @@ class Pipeline:
             ConfigError: If a setting is invalid, or this pipeline already has a loop.
         """
         if self._loop is not None:
-            raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
+            raise ConfigError("Pipeline.loop was already called; run all steps in one loop")
         self._loop = Loop(
             self,
             total_steps,

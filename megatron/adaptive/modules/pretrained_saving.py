@@ -75,7 +75,7 @@ def save_pretrained(
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained writes models of transformers, and {type(base).__name__} is none: "
+            f"save_pretrained writes models of transformers, but {type(base).__name__} is not one; "
             "use save"
         )
     partial = folder.parent / f".{folder.name}.partial"
@@ -95,7 +95,7 @@ def save_pretrained(
 def _make(folder: Path, partial: Path) -> None:
     """Makes the folder ``partial`` for the files, and replaces a folder of an earlier save."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty: name a new folder")
+        raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
     def make() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +110,7 @@ def _guarded(action: Callable[[], None]) -> None:
         action()
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename}: {error.strerror or error}: free space there, or name another folder"
+            f"{error.filename}: {error.strerror or error}; free space there, or use another folder"
         ) from error
 
 

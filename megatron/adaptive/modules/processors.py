@@ -73,7 +73,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     except _FAILURES as error:
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read "
-            f"({_reason(folder, error)}): name the folder of a model"
+            f"({_reason(folder, error)}); use the folder of a model"
         ) from None
 
 
@@ -167,7 +167,7 @@ def _document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no JSON ({first_line(error)}); {_CORRECT}") from None
+        raise ConfigError(f"{path} is not JSON ({first_line(error)}); {_CORRECT}") from None
     return document if isinstance(document, dict) else {}
 
 

@@ -635,8 +635,8 @@ class MessageLayout:
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
-                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
-                    f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
+                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is sent to the next stage, "
+                    f"but when recorded it was {list(part.shape)} {part.dtype}, so it depends "
                     "on values of the batch; name the entry in decisive_entries, or move the cut "
                     "point"
                 )

@@ -81,12 +81,12 @@ class Forward:
     def __post_init__(self) -> None:
         if isinstance(self.decisive_entries, str):
             raise ConfigError(
-                f"decisive_entries {self.decisive_entries!r}: give a sequence of names of batch "
+                f"decisive_entries {self.decisive_entries!r} must be a sequence of names of batch "
                 "entries"
             )
         if self.mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
-                f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
+                f"mixed_precision {self.mixed_precision!r} must be {' or '.join(PRECISIONS)}, or "
                 "None"
             )
 
@@ -237,7 +237,7 @@ class Forwards:
                 line of the model.
         """
         if slicing not in get_args(Slicing):
-            raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
+            raise ConfigError(f"slicing {slicing!r} must be one of {', '.join(get_args(Slicing))}")
         if not is_on_meta(forward.model):
             make: MakeRecorder = partial(
                 CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
@@ -340,8 +340,8 @@ class Forwards:
                 evaluation.remove_cuts((name,))
         if training.cuts != evaluation.cuts:
             raise ConfigError(
-                f"in training the forward passes the cut points {', '.join(training.cuts)}, in "
-                f"evaluation {', '.join(evaluation.cuts)}: cut points must not be inside control "
+                f"in training the forward passes the cut points {', '.join(training.cuts)}, but in "
+                f"evaluation {', '.join(evaluation.cuts)}; cut points must not be inside control "
                 "flow"
             )
 
@@ -465,7 +465,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
     if any("vmap" in getattr(node.target, "__name__", "") for node in module.graph.nodes):
         raise _ExportError("the exported module uses torch.vmap")
     if _reads_values(module):
-        raise _ExportError("the exported module reads values of tensors too")
+        raise _ExportError("the exported module also reads values of tensors")
     tape = _recorded(forward, sample, module, make=make)
     if any(isinstance(value.tensor, FakeTensor) for value in tape.values):
         raise _ExportError("the exported module contains tensors without values")

@@ -95,8 +95,8 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
         return
     if is_elastic:
         raise ConfigError(
-            "repartition 'auto' was given in a job that changes its shape, whose launcher chooses "
-            "the partition: leave repartition out"
+            "repartition 'auto' cannot be used in a job that changes its shape, whose launcher "
+            "chooses the partition; remove repartition"
         )
 
 
@@ -209,7 +209,7 @@ class SegmentBalancer:
         )
         move, _, is_late = self._mesh.on_first(decide)
         if is_late:
-            self._say(f"segments stay, as no partition was simulated within {self._limit_s:g} s")
+            self._say(f"segments stay: no partition was simulated within {self._limit_s:g} s")
         way_back = self._compare(self._pace)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
@@ -265,7 +265,7 @@ class SegmentBalancer:
         change = pace.work / before.work - 1
         if abs(change) > _SIMILAR_WORK:
             self._say(
-                f"the last move is not judged, as the counted work of a step has changed by "
+                f"the last move is not judged, because the counted work of a step has changed by "
                 f"{change:+.1%} since"
             )
             return None

@@ -87,7 +87,7 @@ class TracedRun:
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace lacks the number of layers of each stage: trace"
+                f"{self.trace.origin}: the trace lacks the number of layers of each stage; trace"
                 " the run again"
             )
         return tuple(layers)
@@ -103,8 +103,8 @@ class TracedRun:
             return run_figures(self.trace, tuple(sorted(set(self.iterations) & set(complete))))
         if len(complete) <= self.skip:
             raise ConfigError(
-                f"{self.trace.origin}: {len(complete)} complete iterations, of which the first"
-                f" {self.skip} do not count: trace more"
+                f"{self.trace.origin} has {len(complete)} complete iterations, but the first"
+                f" {self.skip} are skipped as warm-up; trace more iterations"
             )
         return run_figures(self.trace, complete[self.skip :])
 
@@ -132,7 +132,7 @@ def calibrate(
         if run.trace.is_sliced:
             raise ConfigError(
                 f"{run.trace.origin} has times of slices of sequences, but a profile needs times of"
-                " whole sequences: trace a run without --sequence-slices and --slice-tokens"
+                " whole sequences; trace a run without --sequence-slices and --slice-tokens"
             )
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()

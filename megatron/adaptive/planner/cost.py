@@ -194,7 +194,7 @@ class StageSums:
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
-                f" model {inputs.model.name} has {inputs.model.num_layers}: the partition"
+                f" but model {inputs.model.name} has {inputs.model.num_layers}; the partition"
                 " must assign every layer"
             )
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)

@@ -377,9 +377,9 @@ def _nothing_divides(
     return (
         f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}, pipeline_size "
         f"{sizes}, micro_batch_size {samples}, schedule {running.schedule} and "
-        f"{running.model.num_layers} segments: no pipeline size divides the processes, leaves each "
-        "replica whole microbatches and each stage a segment; give a batch_size that is a multiple "
-        f"of {world}, or mark more cut points"
+        f"{running.model.num_layers} segments: no pipeline size divides the processes and gives "
+        "each replica whole microbatches and each stage a segment; use a batch_size that is "
+        f"a multiple of {world}, or mark more cut points"
     )
 
 
@@ -387,9 +387,9 @@ def _nothing_fits(options: Sequence[Option]) -> str:
     """Returns the error message for a job if no option fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
-        f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "
+        f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
         f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
-        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or give a "
+        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use a "
         "smaller batch_size"
     )
 

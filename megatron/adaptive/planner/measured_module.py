@@ -158,7 +158,7 @@ class MeasuredModule:
             return None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} cannot be read ({error}): remove it, and the model is measured again"
+                f"{path} cannot be read ({error}); remove it to measure the model again"
             ) from None
         names = {field.name for field in fields(cls)}
         if not isinstance(content, dict):
@@ -166,8 +166,8 @@ class MeasuredModule:
         written = content.pop("format", None)
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(
-                f"{path} has format {written}, but this program reads {FORMAT}: use the program"
-                " that wrote it, or remove the file, and the model is measured again"
+                f"{path} has format {written}, but this program reads {FORMAT}; use the program"
+                " that wrote the file, or remove the file to measure the model again"
             )
         if written != FORMAT or set(content) != names:
             return None

@@ -75,7 +75,7 @@ class Precision:
             ConfigError: The precision is not bf16.
         """
         if self.name != "bf16":
-            raise ConfigError(f"--fp8 with precision {self.name}: fp8 needs bf16: plan in bf16")
+            raise ConfigError(f"--fp8 requires precision bf16, got {self.name}; plan in bf16")
         return replace(self, fp8=True)
 
     @classmethod
@@ -95,7 +95,7 @@ class Precision:
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
         if name == "bf16":
             return cls(name=name)
-        raise ConfigError(f"precision is {name!r}: choose one of fp32, fp16, bf16")
+        raise ConfigError(f"precision must be fp32, fp16 or bf16, got {name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,8 +322,8 @@ class Model:
         """
         if sum(counted) != self.num_counted:
             raise ConfigError(
-                f"layers {'-'.join(map(str, counted))} add up to {sum(counted)}, model {self.name}"
-                f" has {self.num_counted}: make them equal"
+                f"layers {'-'.join(map(str, counted))} add up to {sum(counted)}, but model"
+                f" {self.name} has {self.num_counted} layers; make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
         # Each stage ends after its last counted layer. A stage without counted layers is empty. The

@@ -117,7 +117,7 @@ def preset(
         names = preset_names()
         nearest = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(names)}"
-        raise ConfigError(f"model {name!r} is not known: {hint}")
+        raise ConfigError(f"model {name!r} is not known; {hint}")
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
@@ -225,7 +225,7 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
             f"{source.name}: --heterogeneous-layers-config-path makes layers differ, which the"
-            " planner does not support: drop it, or start the run without a plan"
+            " planner does not support; remove it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
     shape = trainer_shape(config, source.name, source.arguments, device=device)
@@ -383,8 +383,8 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
         return tuple(bool((layer + 1) % skipped) for layer in range(num_layers))
     if len(skipped) != num_layers:
         raise ConfigError(
-            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, the model has"
-            f" {num_layers} layers: give one 0 or 1 for each layer"
+            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, but the model has"
+            f" {num_layers} layers; use one 0 or 1 for each layer"
         )
     return tuple(map(bool, skipped))
 
@@ -442,18 +442,18 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
+        raise ConfigError(f"{where}: {text}: {error.strerror}; pass a file of arguments") from error
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
-            f"{where}: {' '.join(context)}: the plan decides this: pass --context-parallel-size to"
+            f"{where}: {' '.join(context)} is decided by the plan; pass --context-parallel-size to"
             " plan instead"
         )
     if tokens := only_groups(arguments, (), ("slice_tokens",)):
         raise ConfigError(
-            f"{where}: {' '.join(tokens)}: the planner knows no lengths of documents, on which"
-            " slices of so many tokens depend: leave it out here, pass --sequence-slices 1 to plan,"
-            " and give it to the job"
+            f"{where}: {' '.join(tokens)} is not supported here, because the planner does not know"
+            " the lengths of documents; pass --sequence-slices 1 to plan, and pass this flag only"
+            " to the job"
         )
     return arguments
 
@@ -504,7 +504,7 @@ def read_model(
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
-            f"--seq-length {sequence}: model {text} has a sequence length; leave it out"
+            f"--seq-length {sequence}: model {text} already has a sequence length; remove it"
         )
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _of_profile(document, str(path), precision, make)
@@ -534,8 +534,8 @@ def _of_file(
         hidden, heads = shape["hidden"], shape["heads"]
         if "head_width" not in shape and hidden % heads:
             raise ConfigError(
-                f"model {name}: hidden {hidden} is no multiple of {heads} heads: change one, or"
-                " give head_width"
+                f"model {name}: hidden {hidden} is not a multiple of {heads} heads; change one, or"
+                " set head_width"
             )
         usual = {"head_width": hidden // heads, "ffn": 4 * hidden, "positions": shape["sequence"]}
         if attention is not None:
@@ -567,8 +567,8 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         kind = LayerKind(name=entry["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
-                f"model {name}: layers[{index}] is of kind {kind.name!r} with other sizes than"
-                " before: give it a kind of its own"
+                f"model {name}: layers[{index}] has other sizes than an earlier layer of kind"
+                f" {kind.name!r}; use a separate kind"
             )
         layers += [kind.name] * entry.get("count", 1)
     return Model(
@@ -595,6 +595,6 @@ def _of_profile(
     arguments: Sequence[str] = model.get("arguments", ())
     if not arguments:
         raise ConfigError(
-            f"{where}: the profile does not contain its model: give the model's name as --model"
+            f"{where}: the profile does not contain its model; pass the model's name as --model"
         )
     return make(arguments, model["name"])

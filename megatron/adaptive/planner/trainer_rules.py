@@ -83,14 +83,14 @@ def check_slices(options: SearchOptions, model: Model) -> None:
     if most == 1:
         return
     if refusal := slices_refusal(model):
-        raise ConfigError(f"--sequence-slices {numbers}: {model.name} has none: {refusal}")
+        raise ConfigError(f"--sequence-slices {numbers} cannot be used for {model.name}: {refusal}")
     if most > model.most_slices():
         raise ConfigError(
             f"--sequence-slices {most}: {model.name} has sequences of {model.sequence} tokens, and"
-            f" a slice has at least {LEAST_TOKENS}: give {model.most_slices()} or fewer"
+            f" a slice has at least {LEAST_TOKENS}; use {model.most_slices()} slices or fewer"
         )
     if 1 not in options.slices and not any(is_rule(name) for name in options.schedules):
         raise ConfigError(
-            f"--sequence-slices {numbers}: only run-time rules order slices: add adaptive to"
-            " --schedules"
+            f"--sequence-slices {numbers} needs a run-time rule to order the slices; add adaptive"
+            " to --schedules"
         )

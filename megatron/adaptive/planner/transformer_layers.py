@@ -124,12 +124,12 @@ class TransformerShape:
     def __post_init__(self) -> None:
         if self.heads % self.query_groups:
             raise ConfigError(
-                f"model {self.name}: {self.heads} heads are no multiple of {self.query_groups}"
-                " query groups: every group serves the same number of heads"
+                f"model {self.name}: {self.heads} heads are not a multiple of {self.query_groups}"
+                " query groups; every group must serve the same number of heads"
             )
         if self.family == "t5" and not (self.decoder_layers and self.decoder_sequence):
             raise ConfigError(
-                f"model {self.name}: T5 needs the decoder's layers and sequence length too"
+                f"model {self.name}: T5 also needs the decoder's layers and sequence length"
             )
 
     @property
