@@ -227,7 +227,7 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
     )
     description = _PARTS[name].format(stage=slowest)
     share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name}: {description}: {share:.0%} of the step"])
+    return "\n".join([*lines, "", f"held back by {name} ({description}): {share:.0%} of the step"])
 
 
 def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
