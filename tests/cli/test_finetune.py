@@ -118,7 +118,7 @@ def test_an_interrupted_run_continues_with_the_same_samples(
     status, _, errors = run("--seed", "2")
     assert status == 2
     assert errors.endswith(
-        "checkpoints was made with seed 1, and now it is 2: give the former settings, or a new "
+        "checkpoints was made with seed 1, but now it is 2; use the former settings, or a new "
         "folder of checkpoints\n"
     )
     # After an error, the pipeline leaves its process group open.
@@ -141,10 +141,10 @@ def test_an_interrupted_run_continues_with_the_same_samples(
             "nowhere has no tokenizer or processor that transformers can read (there is no",
         ),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
-        (("--output", "model"), "model exists and is not empty: name a new folder"),
+        (("--output", "model"), "model exists and is not empty; choose a new folder"),
         (("--save-interval", "2"), "--save-interval needs a folder; add --checkpoints DIR"),
         (("--lr", "-1"), "argument --lr: '-1' is not a number from 0 to 1"),
-        (("--batch-size", "100"), "samples are left to train on, and a step needs 100"),
+        (("--batch-size", "100"), "samples are left to train on, but a step needs 100"),
     ],
 )
 def test_wrong_options_are_named_in_one_line(
@@ -195,7 +195,7 @@ def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
     assert status == 0, errors
     assert " loss " not in output
     assert files() == saved
-    refused = f"{tuned_folder} exists and is not empty: name a new folder\n"
+    refused = f"{tuned_folder} exists and is not empty; choose a new folder\n"
     status, _, errors = run(0)
     assert (status, errors.endswith(refused)) == (2, True)
     status, _, errors = run(1, "--seed", "2")
@@ -219,7 +219,7 @@ def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("sys.argv", ["megatron.adaptive", *COMMAND[2:], *paths_in(tmp_path)])
     assert program.main() == 2
-    assert "tuned exists and is not empty: name a new folder" in capsys.readouterr().err
+    assert "tuned exists and is not empty; choose a new folder" in capsys.readouterr().err
 
 
 def losses_of(output: str) -> dict[str, float]:

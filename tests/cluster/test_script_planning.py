@@ -99,7 +99,7 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text('{"format": 0}')
     assert MeasuredModule.read(path) is None  # measured again
     path.write_text("{")
-    with pytest.raises(ConfigError, match="remove it, and the model is measured again"):
+    with pytest.raises(ConfigError, match="remove it to measure the model again"):
         MeasuredModule.read(path)
 
 
@@ -180,7 +180,7 @@ def test_the_microbatch_stays_where_it_must(tmp_path: Path) -> None:
 
 def test_memory_says_what_cannot_be(tmp_path: Path) -> None:
     small = replace(module().hosts[0], memory_bytes=1e6)
-    with pytest.raises(ConfigError, match="no pipeline size and microbatch fits into memory"):
+    with pytest.raises(ConfigError, match="no pipeline and microbatch size fit into memory"):
         planned(tmp_path, 1, hosts=(small,), whole=profile(1e8))
 
 

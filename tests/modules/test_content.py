@@ -133,7 +133,7 @@ def test_an_order_by_cost_leaves_running_means_as_they_are(opened: list[Pipeline
     parts = [{"x": torch.randn(n, 4), "y": torch.arange(n) % 3} for n in (9, 2, 3, 2)]
     rule: Any
     for rule in ("work", "time"):
-        message = f"order is '{rule}', and buffer mean changes in the forward.*leave out order"
+        message = f"order is '{rule}', and buffer mean changes in the forward.*remove order"
         with pytest.raises(ConfigError, match=message):
             Pipeline(Mean(1), parts[1:], order=rule)
     with Pipeline(Mean(9), parts[1:], order="work") as pipeline:
@@ -155,8 +155,8 @@ def test_an_order_by_cost_leaves_running_means_as_they_are(opened: list[Pipeline
 def test_an_unknown_order_or_dealing_is_refused() -> None:
     wrong: Any
     for wrong, message in (
-        ({"order": "cost"}, "order 'cost': choose one of given, work, time"),
-        ({"dealing": "given"}, "dealing 'given': choose one of turns, work, time"),
+        ({"order": "cost"}, "order 'cost' is invalid; choose one of given, work, time"),
+        ({"dealing": "given"}, "dealing 'given' is invalid; choose one of turns, work, time"),
     ):
         with pytest.raises(ConfigError, match=message):
             Pipeline(viewer(), SAMPLE, **VIEWER, **wrong)
@@ -201,7 +201,7 @@ def test_recordings_are_bounded_and_reported_once(
     late, again = capsys.readouterr().out.splitlines()
     assert late.startswith("step 26: recorded the model in ")
     assert "no microbatch before had ids [1, 6]" in late
-    assert "more than 2 kinds of microbatches are in use: raise max_recordings" in again
+    assert "more than 2 kinds of microbatches are in use; raise max_recordings" in again
     assert len(pipeline._assembly.recordings._kept) == 2
 
 
@@ -233,25 +233,25 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
     opened.append(pipeline)
     good: Any = viewed(0, 4)
     for batch, message in (
-        (good, "sample_batch is a list of microbatches: give a list"),
+        (good, "sample_batch is a list of microbatches; pass a list"),
         ([], "batch is empty"),
         ([{}], r"batch\[0\] is empty"),
         ([good, good["ids"]], r"batch\[1\] is a Tensor"),
-        ([{**good, "patches": None}], r"batch\[0\]\['patches'\] is a NoneType: .* leave out"),
-        ([{"ids": good["ids"].int()}], "torch.int32, the sample_batch has torch.int64"),
+        ([{**good, "patches": None}], r"batch\[0\]\['patches'\] is a NoneType; .* without entries"),
+        ([{"ids": good["ids"].int()}], "torch.int32, but the sample_batch has torch.int64"),
     ):
         with pytest.raises(ConfigError, match=message):
             pipeline.step(batch)
     for items in ([1.0], [-1.0, 1.0], [float("nan"), 1.0], 3, ["x", 1]):
-        with pytest.raises(ConfigError, match="num_items .* 2 microbatches: give one number"):
+        with pytest.raises(ConfigError, match="num_items .* number for each of 2 microbatches"):
             pipeline.step([good, good], num_items=items)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_items is 0 for all"):
         pipeline.step([good], num_items=[0])
     for options, message in (
-        ({"micro_batch_size": 2}, "leave out micro_batch_size"),
-        ({"pipeline_size": "auto"}, "pipeline_size as a number"),
-        ({"max_recordings": 0}, "max_recordings 0"),
-        ({"decisive_entries": "sizes"}, "decisive_entries 'sizes': give a sequence"),
+        ({"micro_batch_size": 2}, "remove micro_batch_size"),
+        ({"pipeline_size": "auto"}, "pipeline_size to a number"),
+        ({"max_recordings": 0}, "max_recordings must be an integer of at least 1, got 0"),
+        ({"decisive_entries": "sizes"}, "decisive_entries 'sizes' must be a sequence"),
     ):
         with pytest.raises(ConfigError, match=message):
             Pipeline(viewer(), SAMPLE, **{**VIEWER, **options})

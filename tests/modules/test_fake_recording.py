@@ -136,7 +136,7 @@ def test_values_that_depend_on_weights_are_refused() -> None:
         ConfigError, match=r"test_fake_recording.py:\d+ \(chosen\) needs the values"
     ):
         Forwards.of(Forward(on_meta(Model(chosen))), batch, "auto")
-    with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) looks at the"):
+    with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) reads the"):
         Forwards.of(Forward(on_meta(Model(branching))), batch, "auto")
     # The sample's values may be read: unlike the weights, they exist.
     forwards = Forwards.of(Forward(on_meta(Model(branching))), batch, "record")

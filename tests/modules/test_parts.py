@@ -55,7 +55,7 @@ def test_partitions_that_do_not_fit_are_refused() -> None:
         ({"x": torch.ones(2), "y": torch.ones(3)}, 1, "x of 2, y of 3"),
         ({"x": torch.ones(0)}, 1, "x of 0"),
         ({"x": torch.ones(2)}, 4, "2 samples, fewer than micro_batch_size 4"),
-        ({"x": torch.ones(2)}, 0, "micro_batch_size 0"),
+        ({"x": torch.ones(2)}, 0, "micro_batch_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_samples_that_are_none(sample: Any, size: int, message: str) -> None:

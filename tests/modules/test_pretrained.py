@@ -160,7 +160,7 @@ def test_a_folder_that_is_wrong_is_named_in_one_line(
 def test_weights_come_from_the_folder_alone(folders: Path) -> None:
     with pytest.raises(ConfigError, match="initialize was given to from_pretrained"):
         Pipeline.from_pretrained(folders / "tied", BATCH, initialize=print)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="dtype 'bf16': give a type"):
+    with pytest.raises(ConfigError, match="dtype 'bf16' must be a type"):
         Pipeline.from_pretrained(folders / "tied", BATCH, dtype="bf16")  # type: ignore[arg-type]
 
 
@@ -224,9 +224,13 @@ def test_one_process_saves_one_file_to_a_new_folder(folders: Path, tmp_path: Pat
             "model.safetensors",
             "tokenizer_config.json",
         ]
-        with pytest.raises(AdaptiveError, match="saved exists and is not empty: name a new folder"):
+        with pytest.raises(
+            AdaptiveError, match="saved exists and is not empty; choose a new folder"
+        ):
             pipeline.save_pretrained(output)
-        with pytest.raises(ConfigError, match="shard_bytes None: give a whole number"):
+        with pytest.raises(
+            ConfigError, match="shard_bytes must be an integer of at least 1, got None"
+        ):
             pipeline.save_pretrained(tmp_path / "other", shard_bytes=None)  # type: ignore[arg-type]
     original = safetensors.load_file(folders / "experts" / "model.safetensors")
     saved = safetensors.load_file(output / "model.safetensors")
@@ -259,7 +263,7 @@ def test_a_model_that_peft_has_wrapped_trains_its_adapters(
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
     with (
         Pipeline(Tower(), {"x": torch.ones(2, 16)}, micro_batch_size=1) as pipeline,
-        pytest.raises(AdaptiveError, match="writes models of transformers, and Tower is none"),
+        pytest.raises(AdaptiveError, match="writes models of transformers, but Tower is not one"),
     ):
         pipeline.save_pretrained(tmp_path / "tower")
     pipeline.close()

@@ -70,7 +70,7 @@ def test_the_planner_reads_what_is_written(
     path = tmp_path / "profile.json"
     measured = Profiler(Tower(), {"x": torch.randn(4, WIDE)}, name="tower").run()
     measured.write(path)
-    with pytest.raises(ConfigError, match="name another file"):
+    with pytest.raises(ConfigError, match="choose another file"):
         measured.write(tmp_path / "none" / "profile.json")
     again = profile_file.make_profile(profile_file.load(path))
     here = profile_file.make_profile(measured.document())
@@ -112,9 +112,9 @@ class Failing(Tower):
 @pytest.mark.parametrize(
     ("model", "options", "phrases"),
     [
-        (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes 0", "from 1 on"]),
-        (Tower, {"repeats": 0}, ["repeats 0"]),
-        (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes -1.0"]),
+        (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes must be", "at least 1, got 0"]),
+        (Tower, {"repeats": 0}, ["repeats must be", "at least 1, got 0"]),
+        (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes must be", "above 0, got -1.0"]),
         (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         (Failing, {}, ["rank 0", "IndexError", "no such row"]),
     ],

@@ -114,8 +114,8 @@ def test_what_cannot_be_recomputed_is_named() -> None:
     batch = {"x": torch.randn(4, 6, 8)}
     for model, recompute, message in (
         (Attention(in_place=True), "all", r"segment 1 changes a tensor of shape \[2, 6, 8\]"),
-        (Attention(in_place=False), [2], "segment 2, and the cut points make 2 .* from 0 to 1"),
-        (Attention(in_place=False), "attention", "recompute 'attention': give 'all'"),
+        (Attention(in_place=False), [2], "segment 2, but the cut points make 2 .* from 0 to 1"),
+        (Attention(in_place=False), "attention", "recompute 'attention' must be 'all'"),
         (Attention(in_place=False), [-1], r"recompute \[-1\]"),
     ):
         with pytest.raises(ConfigError, match=message):

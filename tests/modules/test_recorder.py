@@ -237,7 +237,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (by_chance, ["test_recorder.py", "by_chance", "values of a tensor"]),
         (by_mode, ["cuts.0", "not passed"]),
         (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
-        (unregistered, ["test_recorder.py", "no module of the model"]),
+        (unregistered, ["test_recorder.py", "not a module of the model"]),
         (hidden, ["test_recorder.py", "hidden", "[4]", "no parameter"]),
         (seen_elsewhere, ["changed in place", "stage 1"]),
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
@@ -304,7 +304,7 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
         (kept_in_place, ["changes mean", "no buffer", "register_buffer"]),
         (counting, ["test_recorder.py", "counting", "buffer table", "forward changes"]),
         (hooked, ["test_recorder.py", "hooked", "hook for a gradient"]),
-        (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "generator of its own"]),
+        (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "its own generator"]),
         (part_of_parameter, ["test_recorder.py", "changes parameter first.weight"]),
     ],
 )

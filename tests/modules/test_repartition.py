@@ -67,7 +67,7 @@ def test_segments_move_and_go_back_and_numbers_stay(
         ),
         (
             "a_slow_search_ends_before_other_ranks_stop_to_wait",
-            "repartition: segments stay, as no partition was simulated within 6 s",
+            "repartition: segments stay: no partition was simulated within 6 s",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_difference_between_optimizers_names_option_and_ranks() -> None:
         "use the same on all ranks"
     )
     assert "option betas of" in _difference([first, [{"lr": "0.5"}]])
-    assert "rank 0 has 1 parameter groups, and that of rank 1 has 2" in _difference(
+    assert "rank 0 has 1 parameter groups, but that of rank 1 has 2" in _difference(
         [first, first * 2]
     )
 
@@ -160,8 +160,20 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
         (40, 0.95, 0.05, False, "a step takes 950 ms, 5.0% less"),
         (42, 0.9975, 0.05, False, "a step of the former work takes 950 ms, 5.0% less"),
         (38, 0.95, 0.1, True, "a step of the former work takes 1000 ms, 0.0% less"),
-        (80, 1.8, 0.05, False, "is not judged, as the counted work of a step has changed by +100"),
-        (20, 0.5, 0.05, False, "is not judged, as the counted work of a step has changed by -50"),
+        (
+            80,
+            1.8,
+            0.05,
+            False,
+            "is not judged, because the counted work of a step has changed by +100",
+        ),
+        (
+            20,
+            0.5,
+            0.05,
+            False,
+            "is not judged, because the counted work of a step has changed by -50",
+        ),
     ],
 )
 def test_a_move_is_judged_by_the_time_per_counted_work(

@@ -49,7 +49,7 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
     labels = sample["labels"][0]
     assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
     assert sample["input_ids"].shape[1] % 8 == 0
-    with pytest.raises(ConfigError, match="no samples with something to learn, and 1 without"):
+    with pytest.raises(ConfigError, match="no samples with something to learn, but 1 without"):
         read(tmp_path, line, processor=tokenizer, max_length=4)
 
 
@@ -143,26 +143,26 @@ def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
 IMAGE = {"type": "image", "path": "a.png"}
 WRONG_LINES: dict[str, tuple[Any, str]] = {
     "not JSON": ('{"text": ', "it cannot be encoded (JSONDecodeError: Expecting value"),
-    "no object": ("[1]", "give an object with text, or with messages"),
-    "no text": ({"prompt": "a"}, "give an object with text, or with messages"),
-    "number as text": ({"text": 5}, "text is a int: give a string"),
-    "messages": ({"messages": "a"}, "messages is not a list of objects such as"),
-    "no role": ({"messages": [{"content": "a"}]}, "messages is not a list of objects such as"),
-    "content": ({"messages": [{"role": "user", "content": 5}]}, "neither a text nor a list"),
+    "no object": ("[1]", "it must be an object with text, or messages"),
+    "no text": ({"prompt": "a"}, "it must be an object with text, or messages"),
+    "number as text": ({"text": 5}, "text must be a string, got a int"),
+    "messages": ({"messages": "a"}, "messages must be a list of objects like"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages must be a list of objects like"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "must be text or a list"),
     "part": (conversation({"type": "video", "path": "a"}), "a part of a message is"),
     "missing": (conversation({"type": "image", "path": "b.png"}), "b.png does not exist"),
     "folder": (conversation({"type": "image", "path": "."}), "is not a file"),
     "pipe": (conversation({"type": "image", "path": "pipe"}), "pipe is not a file"),
     "outside": (conversation({"type": "image", "path": "../a.png"}), "is outside of the folder"),
     "link": (conversation({"type": "image", "path": "link.png"}), "is outside of the folder"),
-    "text file": (conversation({"type": "image", "path": "text.png"}), "in no format that Pillow"),
+    "text file": (conversation({"type": "image", "path": "text.png"}), "not in a format of Pillow"),
     "cut off": (conversation({"type": "image", "path": "cut.png"}), "cut.png is damaged ("),
     "address": (conversation({"type": "image", "url": "https://a/b.png"}), "nothing is downloaded"),
-    "no list": ({"text": "<image>", "images": "a.png"}, "images is not a list"),
+    "no list": ({"text": "<image>", "images": "a.png"}, "images must be a list"),
     "no path": (conversation({"type": "image"}), "more parts of type image than the 0 images"),
     "too many": (conversation(IMAGE, images=["a.png"]), "1 of 1 images have no part of type image"),
-    "marker": ({"text": "<image> a"}, "the line has 0 images, and its text has 1 places"),
-    "no marker": ({"text": "a", "images": ["a.png"]}, "the line has 1 images, and its text has 0"),
+    "marker": ({"text": "<image> a"}, "the line has 0 images, but its text has 1 places"),
+    "no marker": ({"text": "a", "images": ["a.png"]}, "the line has 1 images, but its text has 0"),
     "long": (conversation(IMAGE, IMAGE, IMAGE), "an image is among the 11 tokens after"),
 }
 
@@ -188,11 +188,11 @@ def test_a_wrong_line_is_named(tmp_path: Path, name: str) -> None:
 def test_models_and_templates_without_images_refuse_them(tmp_path: Path) -> None:
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     for line in (conversation(IMAGE), {"text": "a", "images": ["a.png"]}):
-        with pytest.raises(ConfigError, match=r"jsonl:1: the line has images, and the model's"):
+        with pytest.raises(ConfigError, match=r"jsonl:1: the line has images, but the model's"):
             read(tmp_path, line, processor=make_tokenizer())
     processor = make_processor()
     processor.chat_template = str(processor.chat_template).replace("<image>", "")
-    with pytest.raises(ConfigError, match=r"jsonl:1: the line has 1 images, and its text has 0"):
+    with pytest.raises(ConfigError, match=r"jsonl:1: the line has 1 images, but its text has 0"):
         read(tmp_path, conversation(IMAGE), processor=processor)
     processor.chat_template = None
     with pytest.raises(ConfigError, match=r"jsonl:1: the model's folder has no chat template"):

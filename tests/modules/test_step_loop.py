@@ -157,7 +157,7 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
     with pytest.raises(
-        ConfigError, match="local_folder x was given without folder.* give Pipeline.loop folder"
+        ConfigError, match="local_folder x was given without folder.* pass folder to Pipeline.loop"
     ):
         trained().run(3, None, local_folder="x")
 
@@ -182,7 +182,7 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match="outside of the steps"):
         training.pipeline.step(batch_of(0))
     assert next(steps) == 0
-    with pytest.raises(ConfigError, match=r"has 4: give Pipeline.step pipeline.share"):
+    with pytest.raises(ConfigError, match=r"has 4; pass pipeline.share"):
         training.pipeline.step(batch_of(0, 8))
     training.pipeline.step(batch_of(0))
     with pytest.raises(ConfigError, match="called twice in step 0"):
@@ -194,16 +194,16 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
         training.pipeline.loop(9)
     saved = trained()
     saved.run(1, tmp_path / "own")
-    with pytest.raises(CheckpointError, match="its steps have 4 samples, those of the script"):
+    with pytest.raises(CheckpointError, match="its steps have 4 samples, but those of the script"):
         trained(8).run(2, tmp_path / "own")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"total_steps": -1}, "total_steps -1: give a whole number from 0 on"),
-        ({"total_steps": 1, "save_interval": 0}, "save_interval 0"),
-        ({"total_steps": 1, "keep": 1.5}, "keep 1.5"),
+        ({"total_steps": -1}, "total_steps must be an integer of at least 0, got -1"),
+        ({"total_steps": 1, "save_interval": 0}, "save_interval must be .* got 0"),
+        ({"total_steps": 1, "keep": 1.5}, "keep must be .* got 1.5"),
         ({"total_steps": 1, "state": {"x": 3}}, r"state\['x'\] is a int"),
     ],
 )

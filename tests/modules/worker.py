@@ -389,7 +389,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
-        refused(lambda: pipeline.share([1.0, 2.0]), "other things than microbatches")
+        refused(lambda: pipeline.share([1.0, 2.0]), "other objects than microbatches")
         refused(lambda: pipeline.eval(shared) if rank else pipeline.step(shared), "different steps")
         assert pipeline.steps == 0
         loss, _ = pipeline.step(shared)
@@ -639,8 +639,8 @@ def what_is_given_is_kept() -> None:
 
 def what_cannot_be_planned_is_named_on_every_rank() -> None:
     for options, phrases in (
-        ({"memory_limit_bytes": 2000.0}, ["fits into memory", "2e-06 GB", "more processes"]),
-        ({"batch_size": 0}, ["batch_size 0", "from 1 on"]),
+        ({"memory_limit_bytes": 2000.0}, ["fit into memory", "2e-06 GB", "more processes"]),
+        ({"batch_size": 0}, ["batch_size must be", "at least 1, got 0"]),
         (
             {"batch_size": 6, "pipeline_size": 1},
             ["6 samples", "4 processes", "pipeline_size 1", "multiple of 4"],
@@ -702,7 +702,7 @@ def require_broken_checkpoints_refused(folder: Path) -> None:
         require_refused(lambda: save(folder, extra={"a": torch.ones(1)}), "extra", "JSON")
         require_refused(lambda: save(folder, keep=0), "keep must be", "got 0")
         inside = folder / "step_00000003" / ".metadata"
-        require_refused(lambda: save(inside), ".metadata", "name another folder")
+        require_refused(lambda: save(inside), ".metadata", "choose another folder")
         pipeline.set_optimizer(sgd)
         require_refused(lambda: load(folder), "AdamW", "SGD")
         load(folder, optimizer=False)

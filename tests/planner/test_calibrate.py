@@ -110,12 +110,12 @@ def test_embedding_lies_first_and_head_last(
 
 def test_refused(tmp_path: Path) -> None:
     traced = _traced(tmp_path)
-    with pytest.raises(ConfigError, match="layers 4-4-4 add up to 12, model made up has 11"):
+    with pytest.raises(ConfigError, match="layers 4-4-4 add up to 12, but model made up has 11"):
         calibrate(_model(11), [traced])
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
     sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
-    with pytest.raises(ConfigError, match="times of slices .*: trace a run without --seq"):
+    with pytest.raises(ConfigError, match="times of slices .*; trace a run without --seq"):
         calibrate(_model(12), [sliced])
 
 

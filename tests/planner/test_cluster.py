@@ -87,18 +87,22 @@ bandwidth = "100 Gbit/s"
     [
         ("300 GB/s", "0 GB/s", r"nodes\[0\].link.bandwidth must be above 0, got '0 GB/s'"),
         ("300 GB/s", "300", r"nodes\[0\].link.bandwidth must be text.*got 300"),
-        ("type: old", "type: a100-40", "node type 'a100-40' is given twice"),
+        ("type: old", "type: a100-40", "node type 'a100-40' occurs twice"),
         ("count: 3", "count: 0", r"nodes\[1\].count must be at least 1.*got 0"),
         ("count: 3", "counts: 3", r"nodes\[1\].counts is not a key; the nearest is count"),
         ("gpus_per_node: 4, ", "", r"nodes\[1\].gpus_per_node is missing"),
-        ("[old, a100-40]", "[older, a100-40]", "no node type 'older'"),
-        ("price_per_hour: 32.77", "hosts: [n1, n1]", "n1 is listed twice: list each host once"),
+        ("[old, a100-40]", "[older, a100-40]", "unknown node type 'older'"),
+        (
+            "price_per_hour: 32.77",
+            "hosts: [n1, n1]",
+            "hosts contains n1 twice; list each host once",
+        ),
         ("price_per_hour: 32.77", "hosts: [n1]", "names 1 nodes, but count is 2"),
         ("format: 1", "format: 7", "format must be 1.*got 7"),
         (
             "between_zones",
             "  - {between: [a100-40, old], bandwidth: 2 GB/s}\nbetween_zones",
-            "have a link already",
+            "already have a link",
         ),
     ],
 )
@@ -160,7 +164,7 @@ def test_rails_carry_a_pair_each_and_switches_what_they_can() -> None:
     link = made.link_of_types(made.nodes[0], made.nodes[1])
     assert [link.bandwidth(1e9, pairs) for pairs in (1, 2, 4, 8)] == [25e9, 25e9, 25e9, 12.5e9]
     network["sizes"] = [["1 MB", "3 GB/s"]]
-    with pytest.raises(ConfigError, match="give either measured sizes and by_pairs"):
+    with pytest.raises(ConfigError, match="must have either measured sizes and by_pairs"):
         make_cluster({"format": 1, "nodes": [node], "network": network}, "file", {})
 
 
@@ -199,9 +203,12 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
 @pytest.mark.parametrize(
     ("islands", "text"),
     [
-        ([{"bandwidth": "1 GB/s"}], "give either gpus, for parts of a node, or nodes"),
-        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "3 GPUs do not nest"),
-        ([{"nodes": 4, "bandwidth": "1 GB/s"}, {"nodes": 6, "bandwidth": "1 GB/s"}], "do not nest"),
+        ([{"bandwidth": "1 GB/s"}], "must have either gpus, for parts of a node, or nodes"),
+        ([{"gpus": 3, "bandwidth": "1 GB/s"}], "has 3 GPUs, which must be a multiple"),
+        (
+            [{"nodes": 4, "bandwidth": "1 GB/s"}, {"nodes": 6, "bandwidth": "1 GB/s"}],
+            "be a multiple",
+        ),
     ],
 )
 def test_islands_that_do_not_nest_are_refused(islands: list[Any], text: str) -> None:
@@ -320,14 +327,14 @@ def test_sinfo_alone_says_nodes_and_their_gpus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", "given: it begins with 'hello': it must be the output of scontrol show node"),
-        ("", "it begins with '': it must be .*; save the output of one of them to a file"),
-        ('{"host": "n1"}', "given: 'node' is missing: it must be the output of"),
+        ("hello", r"given \(it begins with 'hello'\) must be the output of scontrol show node"),
+        ("", r"it begins with ''\) must be .*; save the output of one of them to a file"),
+        ('{"host": "n1"}', r"given \('node' is missing\) must be the output of"),
         ('{"host": "n1", "node": {"gpu": "x"}}', "'gpus_per_node' is missing"),
-        ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", "invalid .* 'x': it must be the output of"),
-        ("SwitchName=s0 Level=x Nodes=n1", "invalid .* 'x': it must be the output of"),
+        ("NODELIST GRES STATE\na[1-x] gpu:h100:8 idle", r"invalid .* 'x'\) must be the output of"),
+        ("SwitchName=s0 Level=x Nodes=n1", r"invalid .* 'x'\) must be the output of"),
         ("NODELIST STATE\nn1 idle", "no column GRES"),
-        (slurm_node("n1", "gpu:8"), "does not say which GPU n1 has, only 'how many'"),
+        (slurm_node("n1", "gpu:8"), "does not report which GPU n1 has, only 'how many'"),
         (slurm_node("n1", "(null)"), "no node with GPUs is up"),
     ],
 )

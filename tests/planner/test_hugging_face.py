@@ -247,5 +247,5 @@ def test_what_is_not_known_is_named(change: Any, message: str, tmp_path: Path) -
 def test_experts_that_no_degree_divides_are_named(tmp_path: Path) -> None:
     inputs = _inputs(read(MIXTRAL, tmp_path))
     options = SearchOptions(expert_ranks=(3, 6))
-    with pytest.raises(ConfigError, match=r"size 3,6: .* choose from 1,2,4,8"):
+    with pytest.raises(ConfigError, match=r"size 3,6: .* allows only 1,2,4,8"):
         propose(inputs, Request(global_batch=8, options=options))

@@ -184,7 +184,7 @@ def test_every_schedule_has_a_shape(schedule: str) -> None:
     [
         ({"batch": 2}, {"pipeline_sizes": (1,)}, ["2 samples", "4 processes", "pipeline_size"]),
         ({"pieces": 3}, {"pipeline_sizes": (4,)}, ["3 segments", "mark more cut points"]),
-        ({"memory": 1e6}, {}, ["fits into memory", "0.001 GB", "smaller batch_size"]),
+        ({"memory": 1e6}, {}, ["fit into memory", "0.001 GB", "smaller batch_size"]),
     ],
 )
 def test_what_is_impossible_is_named(

@@ -26,7 +26,7 @@ from megatron.adaptive.planner.propose import complete_profile
 
 def test_a_part_without_bfloat16_is_refused_for_it() -> None:
     estimate = make_estimator(preset("gpt2-medium", "bf16"))
-    with pytest.raises(ConfigError, match="v100-16 does not compute in bf16"):
+    with pytest.raises(ConfigError, match="v100-16 does not support bf16"):
         estimate("transformer", "V100", 1, 1)
 
 

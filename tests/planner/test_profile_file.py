@@ -73,14 +73,14 @@ def test_merging_puts_nodes_together(tmp_path: Path) -> None:
     again = profile_file.merge([("one", first), ("again", measured(launch_s={"a100": 3e-3}))])
     assert len(again["layers"]) == 3
     assert again["launch_s"] == {"a100": 3e-3}
-    with pytest.raises(ConfigError, match="b is of model gpt2-xl, a of gpt2: merge"):
+    with pytest.raises(ConfigError, match="b describes model gpt2-xl, but a describes gpt2; merge"):
         profile_file.merge([("a", first), ("b", measured("gpt2-xl"))])
 
 
 def test_a_profile_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="p is of model gpt2, whose embedding has"):
+    with pytest.raises(ConfigError, match="p describes model gpt2, whose embedding has"):
         profile_file.check_model(measured(), preset("gpt2-xl"), "p")
-    with pytest.raises(ConfigError, match="measured in bf16, gpt2 is planned in fp16"):
+    with pytest.raises(ConfigError, match="measured in bf16, but gpt2 is planned in fp16"):
         profile_file.check_model(measured(), preset("gpt2", "fp16"), "p")
     with pytest.raises(ConfigError, match="no layers of kind 'encoder'"):
         profile_file.check_model(measured(), preset("t5-small"), "p")

@@ -133,7 +133,7 @@ def test_long_sequences_are_shared_and_the_trainer_takes_such_plans() -> None:
     )
     assert config.parallel.context_parallel_size == plan.context_ranks
     assert world_size_of(document) == world_size
-    with pytest.raises(ConfigError, match="--context-parallel-size 3: .* multiple of 6 tokens"):
+    with pytest.raises(ConfigError, match="--context-parallel-size 3 .* multiple of 6 tokens"):
         propose(inputs, replace(request, options=replace(request.options, context_ranks=(3,))))
 
 

@@ -201,10 +201,15 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
 @pytest.mark.parametrize(
     ("more", "slices", "schedules", "text"),
     [
-        (EXPERTS, (2,), ("adaptive",), "--sequence-slices 2: long has none: .*balancing"),
-        ("", (1, 1024), ("adaptive",), "--sequence-slices 1024: .*8192 tokens.* give 512 or fewer"),
-        ("", (2,), ("1f1b",), "--sequence-slices 2: only run-time rules order slices"),
-        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: no plan that fits cuts"),
+        (EXPERTS, (2,), ("adaptive",), "--sequence-slices 2 cannot be used for long: .*balancing"),
+        (
+            "",
+            (1, 1024),
+            ("adaptive",),
+            "--sequence-slices 1024: .*8192 tokens.* use 512 slices or fewer",
+        ),
+        ("", (2,), ("1f1b",), "--sequence-slices 2 needs a run-time rule"),
+        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: no plan that fits has several"),
     ],
 )
 def test_bad_numbers_of_slices(

@@ -33,7 +33,7 @@ def _peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ConfigError(f"adapters need the package peft ({error}): install it") from None
+        raise ConfigError(f"adapters need the package peft ({error}); install peft") from None
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
@@ -54,18 +54,18 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     """
     peft = _peft()
     if not isinstance(config, peft.LoraConfig):
-        raise ConfigError(f"adapter is of type {type(config).__name__}: give a LoraConfig of peft")
+        raise ConfigError(f"adapter must be a LoraConfig of peft, got a {type(config).__name__}")
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter has init_lora_weights={start!r}, for which each process needs other weights "
-            'than its own: leave it out, or give True or "gaussian"'
+            f"adapter has init_lora_weights={start!r}, for which each process needs the weights "
+            'of other processes; remove it, or set True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():
         if name not in _SUPPORTED and value != getattr(defaults, name, None):
             raise ConfigError(
-                f"adapter has {name}={value!r}, which Pipeline does not support: leave it out"
+                f"adapter has {name}={value!r}, which Pipeline does not support; remove it"
             )
     config = copy.deepcopy(config)
     config.base_model_name_or_path = str(folder)
@@ -80,7 +80,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Draws initial values for the adapters that this process holds, not on the ``meta`` device.
+    """Draws initial values for this process's adapters that are not on the ``meta`` device.
 
     Args:
         model: Model with adapters.

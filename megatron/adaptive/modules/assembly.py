@@ -98,7 +98,7 @@ class PipelineSettings(SampledModel):
             order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
             arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
             the same order. A model whose forward pass changes buffers in training needs ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` deals
+        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
             counted arithmetic or by predicted time.
         repartition: Whether segments, with their optimizer state, move between processes if
@@ -119,7 +119,7 @@ class PipelineSettings(SampledModel):
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` takes a default for the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in an action of their own, separate
+        split_backward: Whether weight gradients are computed in actions of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
@@ -172,7 +172,7 @@ class PipelineSettings(SampledModel):
             named = (*self.model.named_parameters(), *self.model.named_buffers())
             name = next(name for name, tensor in named if tensor.is_meta)
             raise ConfigError(
-                f"{name} of the model is on the meta device and has no values: give initialize, a "
+                f"{name} of the model is on the meta device and has no values; pass initialize, a "
                 "function that fills the tensors of this process, or build the model with its "
                 "weights"
             )
@@ -328,7 +328,7 @@ def assemble(
     def measured() -> tuple[float, ...]:
         if not is_on_meta(request.model):
             _check_replays(request, examples, moved)
-        # A single stage contains all segments, whatever they cost.
+        # A single stage contains all segments, regardless of their costs.
         if request.partition or weights or placement.num_stages == 1:
             return tuple(weights or ())
         return _segment_seconds(request, examples)
@@ -612,6 +612,6 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     for name, tensor in floats.items():
         if tensor.view(-1)[0].isnan():
             raise ConfigError(
-                f"initialize has not filled {name}, of shape {list(tensor.shape)}: write values "
-                "into each tensor that it gets, in place"
+                f"initialize has not filled {name}, of shape {list(tensor.shape)}; it must write "
+                "values into each tensor in place"
             )

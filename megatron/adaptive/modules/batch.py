@@ -77,8 +77,8 @@ class BatchShape:
         self.samples = samples_in(sample, "sample_batch")
         if self.samples < micro_batch_size:
             raise ConfigError(
-                f"sample_batch holds {self.samples} samples, fewer than micro_batch_size "
-                f"{micro_batch_size}: give a sample of at least one microbatch"
+                f"sample_batch has {self.samples} samples, fewer than micro_batch_size "
+                f"{micro_batch_size}; pass samples for at least one microbatch"
             )
         self._entries = {name: tensor.dtype for name, tensor in sample.items()}
 
@@ -93,13 +93,13 @@ class BatchShape:
         if count % self.micro_batch_size:
             raise ConfigError(
                 f"a batch of {count} samples does not divide into microbatches of "
-                f"{self.micro_batch_size}: give a multiple"
+                f"{self.micro_batch_size}; pass a multiple"
             )
         unmatched = sorted(set(batch) ^ set(self._entries))
         if unmatched:
             lacking = "the sample_batch lacks" if unmatched[0] in batch else "the batch lacks"
             raise ConfigError(
-                f"{lacking} {unmatched[0]!r}: a batch must have the entries "
+                f"{lacking} {unmatched[0]!r}; a batch must have the entries "
                 f"{', '.join(map(repr, self._entries))} of the sample_batch"
             )
         for name, dtype in self._entries.items():
@@ -159,7 +159,7 @@ class MicrobatchList:
 
         Raises:
             ConfigError: If ``batch`` is not a list of dictionaries of tensors, or an entry has
-                another dtype than in the sample batch.
+                a different dtype than in the sample batch.
         """
         listed = microbatch_list(batch, "batch")
         for number, part in enumerate(listed):
@@ -172,8 +172,8 @@ class MicrobatchList:
 def _require_type(entry: str, dtype: torch.dtype, expected: torch.dtype) -> None:
     if dtype != expected:
         raise ConfigError(
-            f"{entry} has elements of {dtype}, the sample_batch has {expected}: cast the batch, or "
-            "make the Pipeline with such a sample"
+            f"{entry} has dtype {dtype}, but the sample_batch has {expected}; cast the batch, or "
+            "make the Pipeline with a sample of this dtype"
         )
 
 
@@ -195,20 +195,20 @@ def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
     if not is_list(batch) or not batch:
         given_text = "is empty" if is_list(batch) else f"is a {type(batch).__name__}"
         raise ConfigError(
-            f"{argument} {given_text}: give a list of microbatches, each a dictionary of tensors"
+            f"{argument} {given_text}; pass a list of microbatches, each a dictionary of tensors"
         )
     for number, part in enumerate(batch):
         if not isinstance(part, Mapping) or not part:
             raise ConfigError(
-                f"{argument}[{number}] is {'empty' if part == {} else f'a {type(part).__name__}'}:"
+                f"{argument}[{number}] is {'empty' if part == {} else f'a {type(part).__name__}'};"
                 " each microbatch must be a dictionary of tensors, by the names of forward's"
                 " arguments"
             )
         for name, entry in part.items():
             if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
                 raise ConfigError(
-                    f"{argument}[{number}][{name!r}] is a {type(entry).__name__}: each entry must"
-                    " be a tensor; leave out an entry that a microbatch does not have"
+                    f"{argument}[{number}][{name!r}] is a {type(entry).__name__}; each entry must"
+                    " be a tensor, without entries that a microbatch does not have"
                 )
     return list(batch)
 
@@ -231,8 +231,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
         numbers = []
     if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
         raise ConfigError(
-            f"num_items {num_items!r} was given for {count} microbatches: give one number from 0 on"
-            " for each"
+            f"num_items {num_items!r} must have one non-negative number for each of {count}"
+            " microbatches"
         )
     return numbers
 
@@ -258,7 +258,7 @@ def samples_in(batch: Any, argument: str) -> int:
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"{argument} is a {type(batch).__name__}: give a dictionary of tensors, by the names "
+            f"{argument} is a {type(batch).__name__}; pass a dictionary of tensors, by the names "
             "of forward's arguments"
         )
     counts: dict[str, int] = {}
@@ -268,29 +268,29 @@ def samples_in(batch: Any, argument: str) -> int:
                 "a scalar" if isinstance(entry, torch.Tensor) else f"a {type(entry).__name__}"
             )
             raise ConfigError(
-                f"{argument}[{name!r}] is {entry_text}: each entry must be a tensor with an axis "
-                "of samples; a value that is the same for all samples belongs into arguments={...}"
+                f"{argument}[{name!r}] is {entry_text}; each entry must be a tensor with an axis "
+                "of samples; a value that is the same for all samples belongs in arguments={...}"
             )
         counts[name] = entry.shape[0]
     if len(set(counts.values())) != 1 or not all(counts.values()):
         counts_text = ", ".join(f"{name} of {count}" for name, count in counts.items())
         raise ConfigError(
-            f"{argument} has {counts_text or 'no entries'}: all entries must have the same number "
+            f"{argument} has {counts_text or 'no entries'}; all entries must have the same number "
             "of samples, at least 1"
         )
     return next(iter(counts.values()))
 
 
 def require_whole(least: int, **values: Any) -> None:
-    """Checks that settings are whole numbers of at least ``least``.
+    """Checks that settings are integers of at least ``least``.
 
     Args:
         least: Smallest valid value of each setting.
         **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is not such a number. The message names the first such setting.
+        ConfigError: If a setting is not such an integer. The message names the first such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:
-            raise ConfigError(f"{name} {value!r}: give a whole number from {least} on")
+            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")

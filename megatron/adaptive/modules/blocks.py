@@ -1,11 +1,11 @@
-"""Finds the repeated blocks of a model, behind which the model may be cut into stages.
+"""Finds the repeated blocks of a model, after which the model may be cut into stages.
 
 ::
 
     model
-    ├── vision.layers       list of 24 blocks    ┐ a cut point behind each block
+    ├── vision.layers       list of 24 blocks    ┐ a cut point after each block
     ├── projector           plain layers         │ none: other lists have blocks
-    └── language.layers     list of 32 blocks    ┘ a cut point behind each block
+    └── language.layers     list of 32 blocks    ┘ a cut point after each block
             └── experts     list within a block    none: only outermost lists count
 
 The rules look at the structure of the model alone, not at names of classes. This module does not

@@ -37,7 +37,7 @@ _FORMER_STATE = "state.pt"
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
 _PLAIN = (bool, int, float, str, type(None))
-_REMEDY = "Free space there or name another folder"
+_REMEDY = "Free space there or choose another folder"
 
 
 class Checkpointer:
@@ -93,7 +93,7 @@ class Checkpointer:
         Args:
             folder: Folder that contains the checkpoints of the run.
             head: Step, seed, loss scale and user values from :meth:`head`.
-            is_behind: Whether a thread writes the files while training continues.
+            is_behind: Whether a background thread writes the files while training continues.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
             state: Objects of the user with a ``state_dict``, by name.
 
@@ -167,7 +167,7 @@ class Checkpointer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"extra cannot be written as JSON ({error}): give plain values"
+                f"extra cannot be written as JSON ({error}); use plain values"
             ) from None
         scaler = self._update.scaler
         return {
@@ -296,7 +296,7 @@ class Checkpointer:
                     plain.setdefault(name, {})[key] = value
                 else:
                     raise CheckpointError(
-                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}: only "
+                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}; only "
                         "tensors and plain values can be saved"
                     )
         return tensors, plain
@@ -330,7 +330,7 @@ class Checkpointer:
                 has = "lacks it" if saved is None else f"has it with shape {list(saved.size)}"
                 raise CheckpointError(
                     f"{path}: the model has {name} with shape {list(tensor.shape)}, the checkpoint "
-                    f"{has}: load it into the model that was saved"
+                    f"{has}; load it into the model that was saved"
                 )
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
@@ -339,13 +339,13 @@ class Checkpointer:
         kind = self._kind()
         if self._update.parameters and kind is None:
             raise ConfigError(
-                f"{path} holds the state of an optimizer: call set_optimizer before load, or give "
+                f"{path} has the state of an optimizer; call set_optimizer before load, or pass "
                 "optimizer=False"
             )
         if kind not in (None, manifest["optimizer"]):
             raise CheckpointError(
-                f"{path} holds the state of {manifest['optimizer']}, the optimizer is {kind}: use "
-                "the same, or give optimizer=False"
+                f"{path} has the state of {manifest['optimizer']}, but the optimizer is {kind};"
+                " use the same optimizer, or pass optimizer=False"
             )
         for _, names in self._groups():
             options = [_without_lists(manifest["options"].get(name, {})) for name in names]
@@ -357,8 +357,8 @@ class Checkpointer:
             if unequal:
                 raise CheckpointError(
                     f"{path}: {names[0]} and {unequal[0]} were saved in groups with different "
-                    f"options, the optimizer has both in a group of {len(names)}: make the same "
-                    "groups"
+                    f"options, but the optimizer has both in a group of {len(names)}; make the"
+                    " same groups"
                 )
 
     def _empty_states(
@@ -464,7 +464,7 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
         )
     except TypeError as error:
         raise ConfigError(
-            f"state: the states of {', '.join(state)} cannot be read again ({error}): give objects"
+            f"state: the states of {', '.join(state)} cannot be read again ({error}); pass objects"
             " whose state_dict() has only plain values and tensors"
         ) from error
 
@@ -480,7 +480,7 @@ def _read_state(
     if missing:
         present = ", ".join(states) or "none"
         raise CheckpointError(
-            f"{reader.path}: it has no state of {missing[0]!r} (it has: {present}): give the names"
+            f"{reader.path} has no state of {missing[0]!r} (it has: {present}); use the names"
             " that it was saved with"
         )
     return states

@@ -1,4 +1,4 @@
-"""Orders and deals microbatches of unequal content by their predicted cost.
+"""Orders microbatches of unequal content, and distributes them over replicas, by predicted cost.
 
 ::
 
@@ -159,8 +159,8 @@ class Declared:
 class Content:
     """Describes the content of microbatches by numbers, from which costs are predicted.
 
-    The numbers are: the number of elements of each entry; for each entry of integers also this
-    number times the length of the last axis (such as the pairs of tokens); and 1.
+    The numbers are the number of elements of each entry, for each integer entry also this number
+    times the length of its last axis (such as the pairs of tokens), and 1.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -222,9 +222,9 @@ def digest_of(parts: Iterable[object]) -> Digest:
 
 
 class ContentBalance:
-    """Decides by predicted cost in which order, and on which replica, microbatches run.
+    """Chooses the order and the replica of each microbatch from its predicted cost.
 
-    The constructor is collective over all ranks if an order or dealing by cost is chosen.
+    The constructor is collective over all ranks if a cost-based order or dealing is chosen.
 
     Args:
         order: Order in which a replica runs its microbatches.
@@ -237,7 +237,7 @@ class ContentBalance:
         least: Minimum number of microbatches per replica.
 
     Attributes:
-        is_on: Whether an order or dealing by cost is chosen.
+        is_on: Whether a cost-based order or dealing is chosen.
         advises: Whether to report once that another partition would be much better.
     """
 
@@ -369,8 +369,8 @@ class ContentBalance:
             return DealtList(batch, numbers) if is_of_microbatches else None
         if not is_of_microbatches:
             raise ConfigError(
-                f"share() was given a list of other things than microbatches, and dealing is"
-                f" {self._dealing!r}: take [values[n] for n in numbers], with the numbers of the"
+                f"share() does not accept a list of other objects than microbatches if dealing is"
+                f" {self._dealing!r}; use [values[n] for n in numbers], with the numbers of the"
                 " list that share() returned for the microbatches"
             )
         each = self._costs_of(self._dealing, batch)
@@ -400,7 +400,7 @@ class ContentBalance:
             return
         if not self._is_trainable(batch.total):
             raise ConfigError(
-                f"a batch of {batch.total} microbatches was given to {replicas} replicas: give at"
+                f"a batch of {batch.total} microbatches was given to {replicas} replicas; pass at"
                 f" least {self._least * replicas}"
                 + (f", and a multiple of {self._group}" if self._group > 1 else "")
             )
@@ -424,8 +424,8 @@ class ContentBalance:
             return range(mesh.dp_rank, mesh.dp_rank + count * mesh.dp_size, mesh.dp_size)
         if not isinstance(batch, DealtList) or not batch.is_unchanged:
             raise ConfigError(
-                f"dealing is {self._dealing!r}, and the list was not made by share(), or was"
-                " changed since: pass the list that share() returned"
+                f"dealing is {self._dealing!r}, but the list was not made by share(), or was"
+                " changed since; pass the list that share() returned"
             )
         return batch.numbers
 
@@ -471,16 +471,16 @@ class ContentBalance:
             ConfigError: If a fact differs between two ranks.
         """
         texts = {
-            "step": "are in different steps: call step() and eval() equally often on all processes",
-            "is_listed": "have different kinds of batches: pass a list of microbatches on all"
+            "step": "are in different steps; call step() and eval() equally often on all processes",
+            "is_listed": "have different kinds of batches; pass a list of microbatches on all"
             " processes, or a dictionary on all",
-            "has_items": "disagree on num_items: give it on all processes, or on none",
-            "dealt": "dealt different batches, or dealt before different steps: pass the same whole"
-            " batch to share() on all processes, as often",
-            "content": "of one replica have different microbatches: pass the same list on all"
+            "has_items": "disagree on num_items; pass it on all processes, or on none",
+            "dealt": "dealt different batches, or dealt before different steps; pass the same whole"
+            " batch to share() equally often on all processes",
+            "content": "of one replica have different microbatches; pass the same list on all"
             " processes of a replica",
             "order": "of one replica have different orders, because their recordings or times of"
-            " earlier steps differ: build the same model on all processes, and make a new Pipeline",
+            " earlier steps differ; build the same model on all processes, and make a new Pipeline",
         }
         for field, text in texts.items():
             groups: dict[int, list[int]] = {}
@@ -527,7 +527,7 @@ class ContentBalance:
             print(
                 f"partition {partition_text(partition)} would make the largest stage"
                 f" {100 * (1 - least / largest):.0f}% shorter than"
-                f" {partition_text(self._partition)} for the microbatches of the last steps: give"
+                f" {partition_text(self._partition)} for the microbatches of the last steps; pass"
                 " it as partition at the next start, or pipeline.segment_seconds as weights",
                 flush=True,
             )
@@ -541,7 +541,7 @@ def _differing(values: Sequence[object]) -> tuple[int, int] | None:
             if value != values[0]:
                 return 0, index
             continue
-        # Compare each digest with that of the first rank that has read the same tensors' values.
+        # Compare each digest with the digest of the first rank that read the same tensors' values.
         for earlier in (0, first_of.setdefault(value.read, index)):
             other = values[earlier]
             if not isinstance(other, Digest) or not other.is_alike(value):
@@ -571,4 +571,4 @@ def check_rules(order: str, dealing: str) -> None:
         ("dealing", dealing, get_args(Dealing)),
     ):
         if value not in values:
-            raise ConfigError(f"{name} {value!r}: choose one of {', '.join(values)}")
+            raise ConfigError(f"{name} {value!r} is invalid; choose one of {', '.join(values)}")

@@ -15,14 +15,14 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 
 NO_BLOCKS = (
-    "no list of repeated blocks in which to find cut points: call CutPoint.after(module) for each "
-    "module behind which it may be cut"
+    "no list of repeated blocks in which to find cut points; call CutPoint.after(module) for each "
+    "module after which it may be cut"
 )
 """End of the error message about a model in which no cut points can be found."""
 
 
 def mark(tensors: Any, cut_point: int, passing: int) -> Any:
-    """Returns ``tensors`` unchanged; shows an active recorder that the cut point was reached.
+    """Returns ``tensors`` unchanged, and notifies an active recorder of the cut point.
 
     Args:
         tensors: A tensor, or tuples, lists and dictionaries of tensors.
@@ -61,8 +61,8 @@ class CutPoint(torch.nn.Module):
         for block, cut in zip(self.blocks, self.cuts):
             x = cut(block(x))
 
-    If you cannot edit the model's ``forward``, :meth:`after` adds a cut point behind one of its
-    modules, and :meth:`between_blocks` adds one behind each repeated block.
+    If you cannot edit the model's ``forward``, :meth:`after` adds a cut point after one of its
+    modules, and :meth:`between_blocks` adds one after each repeated block.
 
     Attributes:
         is_optional: Whether to ignore the cut point if the sample's forward pass does not call it
@@ -75,7 +75,7 @@ class CutPoint(torch.nn.Module):
 
     @staticmethod
     def after(module: torch.nn.Module) -> CutPoint:
-        """Adds a cut point behind a module of a model, and returns the cut point.
+        """Adds a cut point after a module of a model, and returns the cut point.
 
         Args:
             module: Module that is called once per forward pass. The cut point is added to it as the
@@ -90,11 +90,11 @@ class CutPoint(torch.nn.Module):
 
     @staticmethod
     def between_blocks(model: torch.nn.Module) -> list[CutPoint]:
-        """Adds a cut point behind each repeated block of a model, and returns the cut points.
+        """Adds a cut point after each repeated block of a model, and returns the cut points.
 
         ``Pipeline`` and ``Profiler`` call this for a model without cut points. Repeated blocks are
         the members of a ``ModuleList`` or ``Sequential`` that has at least two members of one
-        class, such as the layers of an encoder or a decoder. The model is not cut behind a block
+        class, such as the layers of an encoder or a decoder. The model is not cut after a block
         that the sample's forward pass does not call exactly once.
 
         Args:
@@ -106,7 +106,7 @@ class CutPoint(torch.nn.Module):
         existing = next(iter(cut_points_of(model)), None)
         if existing is not None:
             raise ConfigError(
-                f"{type(model).__name__} already has the cut point {existing}: either set all cut "
+                f"{type(model).__name__} already has the cut point {existing}; set either all cut "
                 "points yourself, or none"
             )
         lists = repeated_blocks(model)

@@ -42,14 +42,14 @@ def check_stages(num_segments: int, num_stages: int) -> None:
     """
     if num_stages > num_segments == 1:
         raise ConfigError(
-            f"{num_stages} stages were asked for, and the model has {NO_BLOCKS}, or lower "
+            f"{num_stages} stages were requested, but the model has {NO_BLOCKS}, or reduce "
             "pipeline_size or chunks"
         )
     if num_stages > num_segments:
         raise ConfigError(
-            f"{num_segments - 1} cut points make {num_segments} segments, and {num_stages} stages "
-            f"were asked for: mark at least {num_stages - 1} cut points, or lower pipeline_size or "
-            "chunks"
+            f"{num_segments - 1} cut points make {num_segments} segments, but {num_stages} stages "
+            f"were requested; mark at least {num_stages - 1} cut points, or reduce pipeline_size "
+            "or chunks"
         )
 
 
@@ -83,8 +83,8 @@ def given_partition(
     partition = read_partition(text)
     if len(partition) != num_stages or min(partition) < 1 or sum(partition) != num_segments:
         raise ConfigError(
-            f"partition {format_partition(partition)} was given for {num_segments} segments and "
-            f"{num_stages} stages: give {num_stages} numbers from 1 on whose sum is {num_segments}"
+            f"partition {format_partition(partition)} does not fit {num_segments} segments and "
+            f"{num_stages} stages; use {num_stages} positive integers whose sum is {num_segments}"
         )
     return partition
 
@@ -97,7 +97,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
-            f"{len(weights)} weights were given for {num_segments} segments: give one for each "
+            f"{len(weights)} weights were given for {num_segments} segments; pass one for each "
             "piece between cut points"
         )
 
@@ -122,7 +122,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for segment, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(
-                f"weight {weight} of segment {segment}: give a finite number that is not negative"
+                f"weight {weight} of segment {segment} must be finite and non-negative"
             )
     partition = least_largest_of(weights, num_stages)
     assert partition is not None
@@ -132,7 +132,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
 def balanced_together(
     weights: Sequence[float], num_stages: int, together: Sequence[range]
 ) -> tuple[int, ...]:
-    """Divides segments among stages like :func:`balanced`, but keeps some in one stage.
+    """Divides segments among stages like :func:`balanced`, but keeps some segments together.
 
     Args:
         weights: Cost of each segment, in any unit, at least 0.
@@ -141,7 +141,7 @@ def balanced_together(
 
     Returns:
         Number of segments in each stage. If the segments are too few to be kept together, the
-        result is that of :func:`balanced`.
+        result is the same as from :func:`balanced`.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -219,7 +219,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, also if segments change a buffer that others use.
+    """Returns a plan for each segment, even if a segment changes a buffer that others use.
 
     Such segments can run one after the other in one process, for example to be measured.
     """
@@ -239,7 +239,7 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
     users: dict[str, set[int]] = {}
     changed: set[str] = set()
     for tape in tapes:
-        # Buffers that share memory count as one.
+        # Buffers that share memory count as one buffer.
         names: dict[int, str] = {}
         for value in tape.values:
             if value.source == "buffer" and value.storage:
@@ -416,7 +416,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def check_changes(self) -> None:
-        """Raises a ``ConfigError`` if a stage changes a tensor in place that another one reads."""
+        """Raises a ``ConfigError`` if a stage changes a tensor in place that another reads."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -462,14 +462,14 @@ class _Slicer:
             if elsewhere:
                 raise ConfigError(
                     f"buffer {value.name} changes in stage {stage} and is used in stage "
-                    f"{min(elsewhere)}: move the cut point so that only one stage uses it"
+                    f"{min(elsewhere)}; move the cut point so that only one stage uses it"
                 )
             return
         home = stage if value.made_by < 0 else self._home(value)
         if later and (home != stage or (value.source and reading_stages - {stage})):
             raise ConfigError(
                 f"a tensor of shape {list(value.shape)} is changed in place in stage {stage} and "
-                f"read through another tensor in stage {max(reading_stages)}: use the operation "
+                f"read through another tensor in stage {max(reading_stages)}; use the operation "
                 "that returns a new tensor, or move the cut point"
             )
 
@@ -488,24 +488,24 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
     for group in groups:
         if isinstance(group, str):
             raise ConfigError(
-                f"shared_weights holds {group!r}: give a list of groups, each a list of names"
+                f"shared_weights contains {group!r}; pass a list of groups, each a list of names"
             )
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is no parameter of the model"
+                    f"shared_weights names {name!r}, which is not a parameter of the model"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
                     f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two: assign one to the other before"
+                    f"model has two; assign one to the other first"
                 )
 
 
 def keep_only(
     model: torch.nn.Module, names: Iterable[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Moves the named parameters and buffers to a device, and frees the memory of all others.
+    """Moves the named parameters and buffers to a device, and frees the memory of other tensors.
 
     Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
     replaced by parameters with memory, whose values are not set. The other tensors are replaced by

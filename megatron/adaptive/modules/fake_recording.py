@@ -61,7 +61,7 @@ class Fakes:
         sample: Fakes of the microbatch's tensors, by name.
         mode: Mode of torch in which calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model, by a pair of
-            ``input`` or ``buffer`` and the name. Buffers on the ``meta`` device are not in it.
+            ``input`` or ``buffer`` and the name. Buffers on ``meta`` are not included.
     """
 
     def __init__(self, model: torch.nn.Module, sample: Mapping[str, torch.Tensor]) -> None:
@@ -221,7 +221,7 @@ class FakeRecorder(CallRecorder):
         """Raises a ``ConfigError`` for a tensor without values that no recorded call made."""
         raise ConfigError(
             f"{where()} uses a tensor of shape {list(tensor.shape)} without values that is neither "
-            "a parameter nor a buffer of the model: register it with a module, or build the model "
+            "a parameter nor a buffer of the model; register it with a module, or build the model "
             "with its weights"
         )
 
@@ -252,8 +252,8 @@ class FakeRecorder(CallRecorder):
             return True
         if values is None:
             raise ReadsValueError(
-                f"{where()} needs the values of a tensor that depends on parameters, and parameters"
-                " on the meta device have none: compute with tensors of fixed shapes there, or"
+                f"{where()} needs the values of a tensor that depends on parameters, but parameters"
+                " on the meta device have none; compute with tensors of fixed shapes there, or"
                 " build the model with its weights"
             )
         by_id = {id(fake): values[number] for fake, number in zip(fakes, numbers, strict=True)}

@@ -47,7 +47,7 @@ class FineTuning:
         lora_rank: Rank of the adapters; 0 trains the whole model.
         epochs: Number of times that all samples are trained.
         batch_size: Number of samples per step, over all replicas.
-        lr: Learning rate of AdamW at the first step; it falls to 0 along a cosine.
+        lr: Learning rate of AdamW at the first step; it decays to 0 along a cosine.
         max_length: Number of tokens after which a sample is cut off.
         length_multiple: Number to whose next multiple each sample is padded, in tokens.
         eval_share: Share of the samples that is kept for evaluation, from 0 to below 1.
@@ -62,7 +62,7 @@ class FineTuning:
         checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
             save none.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
-        wandb: Project of Weights & Biases to log to; ``None`` to log to none.
+        wandb: Project of Weights & Biases to log to; ``None`` turns it off.
         trust_remote_code: Whether Python code in the model's folder may be run.
     """
 
@@ -145,7 +145,7 @@ class FineTuning:
         folder = self.output
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
         if not is_new and not self.is_saved(samples):
-            raise ConfigError(f"{folder} exists and is not empty: name a new folder")
+            raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
     def num_trained(self, num_samples: int) -> int:
         """Returns the number of samples to train on; the remaining samples are for evaluation.
@@ -163,8 +163,8 @@ class FineTuning:
         num_trained = num_samples - num_held_out
         if num_trained < self.batch_size:
             raise ConfigError(
-                f"{max(0, num_trained)} samples are left to train on, and a step needs "
-                f"{self.batch_size}: give more samples or a smaller batch size"
+                f"{max(0, num_trained)} samples are left to train on, but a step needs "
+                f"{self.batch_size}; use more samples or a smaller batch size"
             )
         return num_trained
 
@@ -176,7 +176,7 @@ class FineTuning:
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise SetupError(f"adapters need peft ({error}): pip install peft") from None
+            raise SetupError(f"adapters need peft ({error}); run pip install peft") from None
         return LoraConfig(
             r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
         )
@@ -190,7 +190,7 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
     # Imported after Pipeline, which lets megatron-core run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # This job ends before the pipeline begins another one, which may have other settings.
+    # This job ends before the pipeline joins its own job, which may have other settings.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -265,16 +265,16 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         count: Number of samples in the batch.
 
     Raises:
-        ConfigError: If samples have entries without an axis of samples, as those of images.
+        ConfigError: If samples have entries without an axis of samples, such as images.
     """
     kinds = samples.kinds
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in kinds[0].values()):
         raise ConfigError(
             "train finetune was started in an elastic job, which cannot choose sizes for samples "
-            "with images: start it under torchrun --max-restarts N or job launch, with "
+            "with images; start it under torchrun --max-restarts N or job launch, with "
             "--checkpoints DIR; a later start continues from the newest checkpoint"
         )
-    # All starts of the job take the same sample, of middle length.
+    # Every start of the job uses the same sample, which has the median length.
     numbers = sorted(range(len(samples)), key=samples.num_learned.__getitem__)
     sample = samples[numbers[len(numbers) // 2]]
     return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}
@@ -356,14 +356,14 @@ class _Run:
             if name == "samples" and saved not in (None, value):
                 raise CheckpointError(
                     f"{self._settings.checkpoints} was made with other samples than "
-                    f"{self._settings.data} has now: give the former file and images, or a new "
+                    f"{self._settings.data} has now; use the former file and images, or a new "
                     "folder of checkpoints"
                 )
             # Checkpoints of earlier versions have no digest.
             if name != "samples" and saved != value:
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with {name} {saved}, and now "
-                    f"it is {value}: give the former settings, or a new folder of checkpoints"
+                    f"{self._settings.checkpoints} was made with {name} {saved}, but now "
+                    f"it is {value}; use the former settings, or a new folder of checkpoints"
                 )
 
     def _evaluate(self) -> float:
@@ -413,7 +413,7 @@ class _Run:
                 import wandb
             except ImportError as error:
                 raise SetupError(
-                    f"Weights & Biases needs wandb ({error}): pip install wandb"
+                    f"Weights & Biases needs wandb ({error}); run pip install wandb"
                 ) from None
             values = {
                 name: str(value) if isinstance(value, Path) else value

@@ -145,7 +145,7 @@ def check_pipeline_size(size: int) -> int:
     world_size = dist.get_world_size()
     if type(size) is not int or size < 1 or world_size % size:
         raise ConfigError(
-            f"pipeline_size {size!r} was given to {world_size} processes: give a divisor of their "
+            f"pipeline_size {size!r} was given to {world_size} processes; it must divide their "
             "number"
         )
     return size
@@ -165,7 +165,7 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "megatron-core's parallel state is in use already: close the Pipeline before, or do "
+            "megatron-core's parallel state is in use already; close the Pipeline first, or do "
             "not initialize it"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)

@@ -196,7 +196,7 @@ class SegmentMover:
         trained = [name for name in gains if parameters[name].requires_grad]
         if optimizer is None:
             if trained or any(p.requires_grad for p in self._update.parameters.values()):
-                return "it has no optimizer, set by Pipeline.set_optimizer, for what it trains"
+                return "it has no optimizer for its trained parameters; call Pipeline.set_optimizer"
             return ""
         for name, parameter in self._update.parameters.items():
             if name in plan.layout.kept:
@@ -325,7 +325,7 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # settle() took the groups that existed before, and close() destroys only those in the list.
+        # settle() took the groups that existed before. close() destroys only groups in the list.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -353,8 +353,8 @@ def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
         first, expected = optimizers[0]
         if len(options) != len(expected):
             return (
-                f"the optimizer of rank {first} has {len(expected)} parameter groups, and that of "
-                f"rank {rank} has {len(options)}: make the same groups on all ranks"
+                f"the optimizer of rank {first} has {len(expected)} parameter groups, but that of "
+                f"rank {rank} has {len(options)}; make the same groups on all ranks"
             )
         for index, (left, right) in enumerate(zip(expected, options, strict=True)):
             for key in sorted(left.keys() | right.keys()):
@@ -362,7 +362,7 @@ def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
                 if texts[0] != texts[1]:
                     return (
                         f"option {key} of the optimizer's parameter group {index} is {texts[0]} on "
-                        f"rank {first} and {texts[1]} on rank {rank}: use the same on all ranks"
+                        f"rank {first} and {texts[1]} on rank {rank}; use the same on all ranks"
                     )
     return ""
 

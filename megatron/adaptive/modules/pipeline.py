@@ -70,7 +70,7 @@ def _inputs(
 
 
 def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
-    """Checks the sample batch; returns completed settings and its number of samples."""
+    """Checks the sample batch, and returns completed settings and the number of samples."""
     sample = request.sample_batch
     if not is_list(sample):
         if request.micro_batch_size is not None:
@@ -79,8 +79,8 @@ def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
     microbatch_list(sample, "sample_batch")
     if request.micro_batch_size not in (None, 1) or request.pipeline_size == "auto":
         raise ConfigError(
-            "sample_batch is a list of microbatches, so their sizes are given: leave out "
-            "micro_batch_size, and give pipeline_size as a number or None"
+            "sample_batch is a list of microbatches, so their sizes are known; remove "
+            "micro_batch_size, and set pipeline_size to a number or None"
         )
     return dataclasses.replace(request, micro_batch_size=1), len(sample)
 
@@ -108,7 +108,7 @@ class Pipeline:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` turns autocast off.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get a recording of their own.
+            Microbatches with other values get their own recording.
         shared_weights: Groups of parameter names. All names in a group must belong to a single
             parameter. Parameters used on both sides of a cut are found without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
@@ -123,7 +123,7 @@ class Pipeline:
             order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
             arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
             the same order. A model whose forward pass changes buffers in training needs ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` deals
+        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` assigns
             microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
             counted arithmetic or by predicted time.
         repartition: Whether segments, with their optimizer state, move between processes if
@@ -144,7 +144,7 @@ class Pipeline:
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` takes a default for the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in an action of their own, separate
+        split_backward: Whether weight gradients are computed in actions of their own, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
@@ -280,7 +280,7 @@ class Pipeline:
 
         Args:
             folder: Folder to write, visible to all nodes; new or empty.
-            shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+            shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
 
         Returns:
             Path of the folder.
@@ -378,7 +378,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Makes the thread that watches for hangs, with access to the trace and executor."""
+        """Makes the hang detector, which has access to the trace and executor."""
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -471,7 +471,7 @@ class Pipeline:
         Args:
             batch: Batch of this replica, the same on all processes of its pipeline: a dictionary
                 whose number of samples is a multiple of the microbatch size, or a list of
-                microbatches with shapes of their own. All replicas must pass a dictionary, or all
+                microbatches of any shapes. All replicas must pass a dictionary, or all
                 must pass a list. A process uses only the entries that its stages need.
             num_items: Number of items in each microbatch of this replica over which its loss is a
                 mean, such as the tokens that have a label. The loss and the gradients are then
@@ -718,7 +718,7 @@ class Pipeline:
             ConfigError: If a setting is invalid, or this pipeline already has a loop.
         """
         if self._loop is not None:
-            raise ConfigError("Pipeline.loop was already called: run all steps in one loop")
+            raise ConfigError("Pipeline.loop was already called; run all steps in one loop")
         self._loop = Loop(
             self,
             total_steps,
@@ -735,7 +735,7 @@ class Pipeline:
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # Imported only when needed, because this import is slow.
+        # Imported only when needed, because the import is slow.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)

@@ -1,7 +1,7 @@
 """Writes the trace of a ``Pipeline``, in new files after each move of segments.
 
-The header of a trace file describes one partition. So the files of the former partition are put
-aside before the first step of the new one::
+The header of a trace file describes one partition. So the files of the former partition are moved
+to another folder before the first step of the new partition::
 
     steps 1-50, 1-6-1-1 ──> traces/      segments move: renamed to traces-1/
     steps 51-,  2-3-2-2 ──> traces/
@@ -75,7 +75,7 @@ class PipelineTrace:
             partition: Number of segments in each stage.
 
         Raises:
-            TraceError: If the former files cannot be put aside.
+            TraceError: If the former files cannot be moved.
         """
         if self.folder is None:
             return

@@ -42,7 +42,7 @@ def transformers_module(name: str = "") -> Any:
         return importlib.import_module(f"transformers{name and '.'}{name}")
     except ImportError as error:
         raise ConfigError(
-            f"folders of transformers need transformers 5.20 or newer ({error}): install it"
+            f"model folders need transformers 5.20 or newer ({error}); install transformers"
         ) from None
 
 
@@ -61,22 +61,22 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     document = read_json(path, "name the folder of a model that transformers saved")
     kind = document.get("model_type") if isinstance(document, dict) else None
     if not isinstance(kind, str):
-        raise ConfigError(f"{path} has no model_type: it does not describe a model of transformers")
+        raise ConfigError(f"{path} has no model_type, so it describes no model of transformers")
     if document.get("quantization_config"):
         raise ConfigError(
-            f"{path}: the weights are quantized, and training needs them in 16 or 32 bits: save "
+            f"{path}: the weights are quantized, but training needs them in 16 or 32 bits; save "
             "the model without quantization_config"
         )
     transformers = transformers_module()
     known_types = transformers.CONFIG_MAPPING
     if kind not in known_types and "auto_map" in document and not trust_remote_code:
         raise ConfigError(
-            f"{path}: model_type {kind!r} needs the Python code in its folder: read that, then "
-            "give trust_remote_code=True"
+            f"{path}: model_type {kind!r} needs the Python code in its folder; read the code, then "
+            "pass trust_remote_code=True"
         )
     if kind not in known_types and "auto_map" not in document:
         raise ConfigError(
-            f"{path}: transformers {transformers.__version__} does not know model_type {kind!r}: "
+            f"{path}: transformers {transformers.__version__} does not know model_type {kind!r}; "
             "install a newer version"
         )
     try:
@@ -136,8 +136,8 @@ def _model_class(folder: Path, config: Any) -> Any:
                 reference, str(folder), local_files_only=True
             )
     raise ConfigError(
-        f"{folder / CONFIG}: architectures {names} names no class of transformers "
-        f"{transformers.__version__}: install a newer version, or correct the name"
+        f"{folder / CONFIG}: architectures {names} does not name a class of transformers "
+        f"{transformers.__version__}; install a newer version, or correct the name"
     )
 
 
@@ -311,15 +311,15 @@ class PretrainedWeights:
                     self._extra.add(name)
                 elif shapes[name] != shape:
                     raise CheckpointError(
-                        f"{self.folder}: {name} has shape {list(shape)}, and {CONFIG} says "
-                        f"{list(shapes[name])}: copy both again from one model"
+                        f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG} says "
+                        f"{list(shapes[name])}; copy both again from one model"
                     )
                 else:
                     read.add(self._name_of[name])
         missing = {name for name in shapes if self._name_of[name] not in read}
         if missing:
             raise CheckpointError(
-                f"{self.folder} lacks {_first_of(missing)} of {type(self._model).__name__}: name a "
+                f"{self.folder} lacks {_first_of(missing)} of {type(self._model).__name__}; use a "
                 f"folder with all tensors of the model that its {CONFIG} describes"
             )
         report = SimpleNamespace(missing_keys=set(), unexpected_keys=self._extra)
@@ -327,7 +327,7 @@ class PretrainedWeights:
         if report.unexpected_keys:
             raise CheckpointError(
                 f"{self.folder} has {_first_of(report.unexpected_keys)}, for which "
-                f"{type(self._model).__name__} has no place: correct architectures in its {CONFIG}"
+                f"{type(self._model).__name__} has no place; correct architectures in its {CONFIG}"
             )
 
 
@@ -360,8 +360,8 @@ class Pretrained:
         """
         if "initialize" in settings:
             raise ConfigError(
-                "initialize was given to from_pretrained, which reads all tensors from the folder: "
-                "leave it out, or build the model on the meta device and call Pipeline"
+                "initialize was given to from_pretrained, which reads all tensors from the folder; "
+                "remove it, or build the model on the meta device and call Pipeline"
             )
 
         def initialize(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -395,7 +395,7 @@ def open_pretrained(
     if dtype == "auto":
         dtype = None
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype {dtype!r}: give a type such as torch.bfloat16, or 'auto'")
+        raise ConfigError(f"dtype {dtype!r} must be a type such as torch.bfloat16, or 'auto'")
     config = read_config(folder, trust_remote_code=trust_remote_code)
     model = build_on_meta(folder, config, dtype)
     weights = PretrainedWeights(folder, model)

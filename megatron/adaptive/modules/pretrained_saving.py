@@ -1,6 +1,6 @@
 """Writes a pipeline's model as a folder that ``transformers`` or PEFT reads.
 
-Each rank writes the tensors of its stages to files of its own, so no process holds the whole
+Each rank writes the tensors of its stages to its own files, so no process holds the whole
 model::
 
     rank 0   model-00001-of-00003.safetensors   config.json, index, tokenizer
@@ -69,13 +69,13 @@ def save_pretrained(
     Raises:
         CheckpointError: If the folder cannot be written.
         ConfigError: If the model is not one of ``transformers``, the folder is not empty, or
-            ``shard_bytes`` is not a whole number of at least 1.
+            ``shard_bytes`` is not a positive integer.
     """
     require_whole(1, shard_bytes=shard_bytes)
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained writes models of transformers, and {type(base).__name__} is none: "
+            f"save_pretrained writes models of transformers, but {type(base).__name__} is not one; "
             "use save"
         )
     partial = folder.parent / f".{folder.name}.partial"
@@ -93,9 +93,9 @@ def save_pretrained(
 
 
 def _make(folder: Path, partial: Path) -> None:
-    """Makes the folder ``partial`` for the files, and replaces one that an earlier save left."""
+    """Makes the folder ``partial`` for the files, and replaces a folder of an earlier save."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty: name a new folder")
+        raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
     def make() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +110,7 @@ def guarded(action: Callable[[], None]) -> None:
         action()
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename}: {error.strerror or error}: free space there, or name another folder"
+            f"{error.filename}: {error.strerror or error}; free space there, or use another folder"
         ) from error
 
 

@@ -29,7 +29,7 @@ _CORRECT = "save the folder again with save_pretrained of the processor"
 
 
 class VideoSettings(dict[str, Any]):
-    """Takes the place of a video processor, and contains the settings of the folder for it."""
+    """Replaces a video processor, and contains the processor's settings from the folder."""
 
     # Attributes that processors of transformers read from each of their parts.
     _auto_class = None
@@ -73,7 +73,7 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     except _FAILURES as error:
         raise ConfigError(
             f"{folder} has no tokenizer or processor that transformers can read "
-            f"({_reason(folder, error)}): name the folder of a model"
+            f"({_reason(folder, error)}); use the folder of a model"
         ) from None
 
 
@@ -98,7 +98,7 @@ def _reason(folder: Path, error: Exception) -> str:
                 f"torchvision cannot be imported: {first_line(cause)}; install the torchvision of "
                 "the installed torch, or remove it"
             )
-    # The message of these errors is only a name that the damaged file should have had.
+    # The messages of these exceptions contain only the name of a missing key or attribute.
     name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
     return f"{name}{first_line(error)}"
 
@@ -160,14 +160,14 @@ def _video_settings(folder: Path) -> dict[str, Any]:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if there is no such file."""
+    """Returns the JSON object in a file; an empty object if there is no such file."""
     # Not read_json: it refuses the length of 10**30 that tokenizers without a limit have.
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no JSON ({first_line(error)}); {_CORRECT}") from None
+        raise ConfigError(f"{path} is not JSON ({first_line(error)}); {_CORRECT}") from None
     return document if isinstance(document, dict) else {}
 
 

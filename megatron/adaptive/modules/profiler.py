@@ -107,7 +107,7 @@ class Profiler(SampledModel):
         for limit in ("time_limit_s", "memory_limit_bytes"):
             value = getattr(self, limit)
             if value is not None and not value > 0:
-                raise ConfigError(f"{limit} {value!r}: give a number above 0")
+                raise ConfigError(f"{limit} must be a number above 0, got {value!r}")
 
     def run(self) -> ModuleProfile:
         """Returns the profile, the same on all processes. Collective over all processes of the job.
@@ -211,7 +211,7 @@ class Profiler(SampledModel):
             if tape is None:
                 return DeviceMemoryError(
                     f"profile: no microbatch of {min(self.micro_batch_sizes or (1,))} samples "
-                    f"fits into {limit_bytes / 1e9:.3g} GB: mark more cut points, so that pieces "
+                    f"fits into {limit_bytes / 1e9:.3g} GB; mark more cut points, so that pieces "
                     "get smaller"
                 )
             tied = tied_parameters(tape, tensors_of(model))

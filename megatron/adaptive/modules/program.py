@@ -448,7 +448,7 @@ class RankPrograms:
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs combined with those of another recording of the same signature."""
+        """Returns these programs combined with programs of another recording of the signature."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -635,8 +635,8 @@ class MessageLayout:
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
-                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is to go to the next stage, "
-                    f"but when recorded it was {list(part.shape)} {part.dtype}: the shape depends "
+                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is sent to the next stage, "
+                    f"but when recorded it was {list(part.shape)} {part.dtype}, so it depends "
                     "on values of the batch; name the entry in decisive_entries, or move the cut "
                     "point"
                 )
@@ -677,7 +677,7 @@ class _Deferred:
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
         padding: Row of the embedding that gets no gradient (``padding_idx``); -1 for no such row.
         by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
-        is_unsupported: Whether an option of the call prevents that its weight gradient is deferred.
+        is_unsupported: Whether an option of the call prevents deferring its weight gradient.
     """
 
     activation: Any

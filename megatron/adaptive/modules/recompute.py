@@ -75,7 +75,7 @@ def check_recompute(recompute: Any) -> None:
         type(index) is int and index >= 0 for index in recompute
     ):
         raise ConfigError(
-            f"recompute {recompute!r}: give 'all', 'selective', or the indices of segments from 0"
+            f"recompute {recompute!r} must be 'all', 'selective', or the indices of segments from 0"
         )
 
 
@@ -91,9 +91,9 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         ranges = _attention_ranges(tape)
         if not ranges:
             raise ConfigError(
-                "recompute='selective' recomputes attention, and the model calls neither"
-                " scaled_dot_product_attention nor a softmax between two products of matrices:"
-                " give 'all', or the indices of segments"
+                "recompute='selective' recomputes attention, but the model calls neither"
+                " scaled_dot_product_attention nor a softmax between two matmuls;"
+                " use 'all', or the indices of segments"
             )
         return [calls for calls in ranges if _outside_change(tape, calls) is None]
     count = tape.num_segments
@@ -102,8 +102,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
     for segment in chosen:
         if segment >= count:
             raise ConfigError(
-                f"recompute names segment {segment}, and the cut points make {count} segments: "
-                f"give indices from 0 to {count - 1}"
+                f"recompute names segment {segment}, but the cut points make {count} segments; "
+                f"use indices from 0 to {count - 1}"
             )
         numbers = [n for n, call in enumerate(tape.calls) if call.segment == segment]
         if not numbers:
@@ -113,8 +113,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         if shape is not None:
             raise ConfigError(
                 f"segment {segment} changes a tensor of shape {list(shape)} from before it in "
-                "place, so it cannot be recomputed: use the operation that returns a new tensor, "
-                "or give recompute the indices of other segments"
+                "place, so it cannot be recomputed; use the operation that returns a new tensor, "
+                "or set recompute to the indices of other segments"
             )
         ranges.append(calls)
     return ranges

@@ -151,7 +151,7 @@ class MappedFunction:
         self._captured = tuple(captured)
 
     def __call__(self, captured: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Runs the function with the tensors ``captured`` in place of those that it captured."""
+        """Runs the function with its captured tensors replaced by ``captured``."""
         pairs = zip(self._captured, captured, strict=True)
         return self._call(_Captured(replaced={id(old): new for old, new in pairs}), args, kwargs)
 
@@ -194,7 +194,7 @@ class _Read:
     """Describes where Python code read the values of a tensor.
 
     Attributes:
-        storages: Addresses of the memory of the tensor, and of those from which it was computed.
+        storages: Memory addresses of the tensor and of the tensors that it was computed from.
         code_line: File and line of the Python code.
     """
 
@@ -237,8 +237,8 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
-                f"{name or type(module).__name__} has a hook for its backward pass, and stages run "
-                "recorded calls, not modules: remove it, or change the gradient by an "
+                f"{name or type(module).__name__} has a hook for its backward pass, but stages run "
+                "recorded calls, not modules; remove it, or change the gradient by an "
                 "autograd.Function"
             )
 
@@ -247,13 +247,13 @@ def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) ->
     """Raises a ``ConfigError`` for a call with an effect that the recording would lose."""
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
-            f"{where()} registers a hook for a gradient, which the recording loses: change the "
+            f"{where()} registers a hook for a gradient, which the recording loses; change the "
             "gradient by an autograd.Function"
         )
     if any(isinstance(part, torch.Generator) for part in (*args, *kwargs.values())):
         raise ConfigError(
-            f"{where()} draws random numbers from a generator of its own, so they would depend on "
-            "the order of microbatches: leave out generator, and give Pipeline a seed"
+            f"{where()} draws random numbers from its own generator, so they would depend on "
+            "the order of microbatches; remove the generator, and pass a seed to Pipeline"
         )
 
 
@@ -337,7 +337,7 @@ class CallRecorder(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
                 f"{where()} runs within a function of torch.func, of which only vmap can be "
-                "recorded: compute the same with plain tensors there"
+                "recorded; compute the same with plain tensors there"
             )
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
@@ -489,7 +489,7 @@ class CallRecorder(TorchFunctionMode):
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
                 f"{where()} uses a tensor of shape {list(tensor.shape)} that requires a gradient "
-                "and is no parameter of the model: register it with a module as a parameter"
+                "but is not a parameter of the model; register it with a module as a parameter"
             )
         return self._add(
             tensor,
@@ -543,7 +543,7 @@ class CallRecorder(TorchFunctionMode):
         name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
-                f"{where()} calls a CutPoint that is no module of the model: make it in "
+                f"{where()} calls a CutPoint that is not a module of the model; make it in "
                 "__init__ and keep it as an attribute"
             )
         if name in self.tape.cuts and name in self._optional:
@@ -551,8 +551,8 @@ class CallRecorder(TorchFunctionMode):
             return
         if name in self.tape.cuts:
             raise ConfigError(
-                f"cut point {name} is passed twice in one forward ({where()}): give each place a "
-                "CutPoint of its own"
+                f"cut point {name} is passed twice in one forward ({where()}); use a "
+                "separate CutPoint at each place"
             )
         self.tape.cuts.append(name)
 
@@ -567,10 +567,10 @@ class CallRecorder(TorchFunctionMode):
             is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
-                    f"{where()} looks at the values of a tensor ({name}), and what follows may "
-                    "differ between microbatches: compute with tensors there, keep cut points out "
+                    f"{where()} reads the values of a tensor ({name}), so later calls may "
+                    "differ between microbatches; compute with tensors there, keep cut points out "
                     "of such control flow, name the batch entry that decides in decisive_entries, "
-                    'or give slicing="record" if the answer is always the sample\'s'
+                    'or set slicing="record" if the values are always the sample\'s'
                 )
 
     def _sources_of(self, tensor: torch.Tensor) -> set[int]:
@@ -611,9 +611,9 @@ class CallRecorder(TorchFunctionMode):
                 storage = self._storage(attribute.tensor)
                 if attribute.is_buffer and storage in changed & read.storages:
                     raise ReadsValueError(
-                        f"{read.code_line} looks at the values of buffer {attribute.name}, which "
-                        'the forward changes: compute with tensors there, or give slicing="record" '
-                        "if the answer is always the sample's"
+                        f"{read.code_line} reads the values of buffer {attribute.name}, which "
+                        'the forward changes; compute with tensors there, or set slicing="record" '
+                        "if the values are always the sample's"
                     )
 
     def check_attributes(self) -> None:
@@ -630,8 +630,8 @@ class CallRecorder(TorchFunctionMode):
         for attribute in self._attributes:
             if self._storage(attribute.tensor) in changed:
                 raise ConfigError(
-                    f"the forward changes {attribute.name}, which is no buffer, so the "
-                    "recording loses the change: register it with register_buffer"
+                    f"the forward changes {attribute.name}, which is not a buffer, so the "
+                    "recording loses the change; register it with register_buffer"
                 )
             tensor = attribute.current
             number = self._numbers.get(id(tensor))
@@ -642,7 +642,7 @@ class CallRecorder(TorchFunctionMode):
             if self.tape.values[number].varies or old in self._sources_of(tensor):
                 raise ConfigError(
                     f"the forward assigns another tensor to {attribute.name}, which the recording "
-                    "loses: register it with a module as a buffer, and change it in place, as by "
+                    "loses; register it with a module as a buffer, and change it in place with "
                     "copy_"
                 )
 
@@ -653,15 +653,15 @@ class CallRecorder(TorchFunctionMode):
         if missed and not self._may_miss:
             raise ConfigError(
                 f"cut point {missed[0]} is not passed in the sample's forward"
-                f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}: cut points "
-                "must not be inside control flow; move it, or remove it"
+                f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}; cut points "
+                "must not be inside control flow, so move or remove it"
             )
         number = self._numbers.get(id(loss))
         if number is None or loss.dim() or not loss.is_floating_point():
             shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"the forward gives a loss of {shape}: it must be a floating-point scalar that is "
-                "computed from the batch; return one, or give loss=function(output, batch)"
+                f"the forward returns a loss of {shape}; it must be a floating-point scalar "
+                "computed from the batch (or pass loss=function(output, batch))"
             )
         self.tape.loss = number
         self.tape.remove_cuts(self._repeated)

@@ -65,7 +65,7 @@ class Forward:
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
             a dynamic loss scale. ``None`` turns autocast off.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
-            Microbatches with other values get a recording of their own.
+            Microbatches with other values get their own recording.
 
     Raises:
         ConfigError: If ``mixed_precision`` is neither ``bf16`` nor ``fp16``.
@@ -81,12 +81,12 @@ class Forward:
     def __post_init__(self) -> None:
         if isinstance(self.decisive_entries, str):
             raise ConfigError(
-                f"decisive_entries {self.decisive_entries!r}: give a sequence of names of batch "
+                f"decisive_entries {self.decisive_entries!r} must be a sequence of names of batch "
                 "entries"
             )
         if self.mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
-                f"mixed_precision {self.mixed_precision!r}: choose {' or '.join(PRECISIONS)}, or "
+                f"mixed_precision {self.mixed_precision!r} must be {' or '.join(PRECISIONS)}, or "
                 "None"
             )
 
@@ -112,7 +112,7 @@ class Forward:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the first parameter that is not on ``meta``; the CPU if none is."""
+        """Returns the device of the first parameter that is not on ``meta``, or the CPU."""
         real = (parameter for parameter in self.model.parameters() if not parameter.is_meta)
         first = next(real, None)
         return torch.device("cpu") if first is None else first.device
@@ -237,7 +237,7 @@ class Forwards:
                 line of the model.
         """
         if slicing not in get_args(Slicing):
-            raise ConfigError(f"slicing {slicing!r}: choose one of {', '.join(get_args(Slicing))}")
+            raise ConfigError(f"slicing {slicing!r} must be one of {', '.join(get_args(Slicing))}")
         if not is_on_meta(forward.model):
             make: MakeRecorder = partial(
                 CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
@@ -271,7 +271,7 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # Values that the model reads are fixed to those of the sample. Record by trace, because
+            # Values that the model reads are fixed to the sample's values. Record by trace, because
             # a model reads fewer values then.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
@@ -332,7 +332,7 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that only one mode passes; all others must be equal."""
+        """Removes optional cut points that only one mode passes; other cut points must be equal."""
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):
@@ -340,8 +340,8 @@ class Forwards:
                 evaluation.remove_cuts((name,))
         if training.cuts != evaluation.cuts:
             raise ConfigError(
-                f"in training the forward passes the cut points {', '.join(training.cuts)}, in "
-                f"evaluation {', '.join(evaluation.cuts)}: cut points must not be inside control "
+                f"in training the forward passes the cut points {', '.join(training.cuts)}, but in "
+                f"evaluation {', '.join(evaluation.cuts)}; cut points must not be inside control "
                 "flow"
             )
 
@@ -465,7 +465,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
     if any("vmap" in getattr(node.target, "__name__", "") for node in module.graph.nodes):
         raise _ExportError("the exported module uses torch.vmap")
     if _reads_values(module):
-        raise _ExportError("the exported module reads values of tensors too")
+        raise _ExportError("the exported module also reads values of tensors")
     tape = _recorded(forward, sample, module, make=make)
     if any(isinstance(value.tensor, FakeTensor) for value in tape.values):
         raise _ExportError("the exported module contains tensors without values")

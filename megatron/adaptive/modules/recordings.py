@@ -90,8 +90,8 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     }
     if model.slicing != "record" and _host_random_state() != before:
         raise ConfigError(
-            "the forward draws random numbers from Python's random or numpy.random, and those of "
-            "the sample would be used for all microbatches: draw them with torch, or give "
+            "the forward draws random numbers from Python's random or numpy.random, but those of "
+            "the sample would be used for all microbatches; draw them with torch, or set "
             'slicing="record" if they do not matter'
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
@@ -154,8 +154,8 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         in_order = [name for name in cuts if name in tape.cuts]
         if in_order != tape.cuts:
             raise ConfigError(
-                f"a microbatch passes the cut points {', '.join(tape.cuts)}, the sample "
-                f"{', '.join(cuts)}: each microbatch must pass them in the same order, but may "
+                f"a microbatch passes the cut points {', '.join(tape.cuts)}, but the sample "
+                f"{', '.join(cuts)}; each microbatch must pass them in the same order, but may "
                 "leave some out"
             )
         passed = [cuts.index(name) for name in tape.cuts]
@@ -268,7 +268,7 @@ class BufferUse:
             if len(ranks) > 1:
                 raise ConfigError(
                     f"buffer {name} changes in the forward, and ranks {ranks[0]} and {ranks[1]} of "
-                    "the pipeline use it, in evaluation or in microbatches of other kinds: move "
+                    "the pipeline use it, in evaluation or in microbatches of other kinds; move "
                     "the cut point so that only one stage uses it"
                 )
 
@@ -282,7 +282,7 @@ class BufferUse:
         if names:
             raise ConfigError(
                 f"order is {self.order!r}, and buffer {names[0]} changes in the forward, so its"
-                " values depend on the order of the microbatches: leave out order"
+                " values depend on the order of the microbatches; remove order"
             )
 
 
@@ -394,8 +394,8 @@ class KeptPart:
         Args:
             cut: Recording, cut into stages.
             signature: Signature of the recorded microbatches.
-            held: Names of the parameters and buffers that this rank keeps; ``None`` for those in
-                the attribute ``held``.
+            held: Names of the parameters and buffers that this rank keeps; ``None`` for the names
+                in the attribute ``held``.
 
         Raises:
             ConfigError: If a rank lacks a parameter or buffer, or two ranks use a buffer that
@@ -417,8 +417,8 @@ class KeptPart:
                 if lacking:
                     raise ConfigError(
                         f"a microbatch with {signature} uses {lacking[0]} in stage {stage}, which "
-                        "the sample_batch does not use there: give a list of microbatches as "
-                        "sample_batch, among them one of this kind"
+                        "the sample_batch does not use there; pass a list of microbatches as "
+                        "sample_batch that contains one of this kind"
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
@@ -499,7 +499,7 @@ class Recordings:
         }
 
     def use(self, part: KeptPart, cuts: Mapping[Signature, Sequence[CutForwards]]) -> None:
-        """Replaces all programs by those of another partition.
+        """Replaces all programs by programs for another partition.
 
         Args:
             part: New partition, and the parameters and buffers that ranks keep for it.
@@ -557,7 +557,7 @@ class Recordings:
             self._reported.add("again")
             self._say(
                 f"recorded the model again in {seconds:.2f} s with {signature}, because more than "
-                f"{self._most} kinds of microbatches are in use: raise max_recordings, or pad to "
+                f"{self._most} kinds of microbatches are in use; raise max_recordings, or pad to "
                 "fewer lengths"
             )
 

@@ -12,8 +12,8 @@ encoder. The time of a stage is divided among its segments by their counted work
 microbatches that were trained. For example, microbatches with many images make the segments of an
 image encoder expensive.
 
-Whether a move has paid is judged by the time per counted work before and after it, because steps
-may become larger or smaller in between.
+A move is judged by the time per counted work before and after it, because steps may become larger
+or smaller in between.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
         return
     if is_elastic:
         raise ConfigError(
-            "repartition 'auto' was given in a job that changes its shape, whose launcher chooses "
-            "the partition: leave repartition out"
+            "repartition 'auto' cannot be used in a job that changes its shape, whose launcher "
+            "chooses the partition; remove repartition"
         )
 
 
@@ -209,7 +209,7 @@ class SegmentBalancer:
         )
         move, _, is_late = self._mesh.on_first(decide)
         if is_late:
-            self._say(f"segments stay, as no partition was simulated within {self._limit_s:g} s")
+            self._say(f"segments stay: no partition was simulated within {self._limit_s:g} s")
         way_back = self._compare(self._pace)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
@@ -265,7 +265,7 @@ class SegmentBalancer:
         change = pace.work / before.work - 1
         if abs(change) > _SIMILAR_WORK:
             self._say(
-                f"the last move is not judged, as the counted work of a step has changed by "
+                f"the last move is not judged, because the counted work of a step has changed by "
                 f"{change:+.1%} since"
             )
             return None
@@ -321,7 +321,7 @@ class SegmentBalancer:
 def _segment_sizes(request: PipelineSettings, assembly: Assembly) -> list[int]:
     """Returns the size in bytes of each segment's parameters, gradients and optimizer state.
 
-    A parameter that several segments use counts in the first of these segments.
+    A parameter shared by several segments is counted only in the first segment.
     """
     part = assembly.recordings.part
     sizes = [0] * (len(part.cuts) + 1)
@@ -336,5 +336,5 @@ def _segment_kinds(assembly: Assembly, sizes: Sequence[int]) -> list[int]:
     works = zip(*assembly.sample_work.values(), strict=True)
     kinds = list(zip(sizes, works, strict=True))
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    # The number of the kind makes kinds of equal size differ, and is small compared to the size.
+    # The number of the kind distinguishes kinds of equal size, and is small compared to the size.
     return [kind[0] + numbers[kind] for kind in kinds]

@@ -6,8 +6,8 @@
 
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
 the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
-file is read, so that a wrong line is an error before training starts. The processes of a job share
-this work: each line is encoded by one process, which sends the result to all others.
+file is read, so that an invalid line raises an error before training starts. The processes of a job
+share this work: each line is encoded by one process, which sends the result to other processes.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SampleReader:
                 process encodes all lines itself.
 
         Raises:
-            ConfigError: If the file cannot be read, has no such samples, has a wrong line, or
+            ConfigError: If the file cannot be read, has no such samples, has an invalid line, or
                 differs between processes. The message names the line. All processes of the job
                 raise the same error.
         """
@@ -136,14 +136,14 @@ class SampleReader:
                 chat template takes no images.
         """
         if not isinstance(sample, Mapping) or not ("messages" in sample or "text" in sample):
-            raise ConfigError("give an object with text, or with messages for the chat template")
+            raise ConfigError("it must be an object with text, or messages for the chat template")
         images, messages = _with_images(sample, image_folder, self.processor)
         if messages is not None:
             encoded = self._apply_template(messages, images)
         else:
             text = sample["text"]
             if not isinstance(text, str):
-                raise ConfigError(f"text is a {type(text).__name__}: give a string")
+                raise ConfigError(f"text must be a string, got a {type(text).__name__}")
             self._check_places(text, images)
             options = {"images": images} if images else {}
             encoded = self.processor(text=text, return_tensors="pt", **options)
@@ -155,7 +155,7 @@ class SampleReader:
         template = processor.chat_template
         if template is None:
             raise ConfigError(
-                "the model's folder has no chat template: give text, or add chat_template.jinja"
+                "the model's folder has no chat template; use text, or add chat_template.jinja"
             )
         self._check_places(processor.apply_chat_template(messages, tokenize=False), images)
         return processor.apply_chat_template(
@@ -167,13 +167,13 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that the text before encoding has a place for each image."""
+        """Checks that the prompt has a placeholder for each image, before it is encoded."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
             raise ConfigError(
-                f"the line has {len(images)} images, and its text has {max(counts)} places for "
-                f"images ({markers[0]}) after the chat template: correct the line, or the template"
+                f"the line has {len(images)} images, but its text has {max(counts)} places for "
+                f"images ({markers[0]}) after the chat template; correct the line or the template"
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
@@ -198,14 +198,14 @@ class SampleReader:
         return entries
 
     def _check_cut(self, removed: torch.Tensor) -> None:
-        """Checks that the tokens to be cut off do not stand for parts of an image."""
+        """Checks that truncation does not remove tokens of an image."""
         placeholders = self._placeholders
         if removed.numel() and (
             not placeholders.numel() or torch.isin(removed, placeholders).any()
         ):
             raise ConfigError(
                 f"an image is among the {removed.numel()} tokens after the first "
-                f"{self.max_length}: raise the maximum length, or give smaller images"
+                f"{self.max_length}; raise the maximum length, or use smaller images"
             )
 
 
@@ -224,10 +224,10 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains what the first pass finds out about a line.
+    """Contains the results of the first pass for a line.
 
     Attributes:
-        error: Reason why the line is wrong; empty if it is not.
+        error: Reason why the line is invalid; empty if it is valid.
         learned: Number of learned tokens.
         names: Names of the sample's entries.
         content: Hashes of the line and of its images.
@@ -249,7 +249,7 @@ class SampleFile:
     Args:
         path: Path of the file, with a JSON object in each line.
         reader: Reader that encodes the lines.
-        job: Job whose processes all read the file and share the work; ``None`` without others.
+        job: Job whose processes all read the file and share the work; ``None`` for one process.
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
@@ -285,14 +285,14 @@ class SampleFile:
         self.digest = digest.hexdigest()
         if not self._lines:
             raise ConfigError(
-                f"{path} has no samples with something to learn, and {self.num_empty} without: "
-                "give samples, or raise the maximum length if it cuts off all answers"
+                f"{path} has no samples with something to learn, but {self.num_empty} without; "
+                "add samples, or raise the maximum length if it cuts off all answers"
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
-        The lines of a block are dealt to the processes in turn. After each block the processes
+        The lines of a block are assigned to the processes in turn. After each block the processes
         exchange their results.
         """
         if job is None:
@@ -324,7 +324,7 @@ class SampleFile:
         return part
 
     def _examined(self, line: _Line) -> _Encoded:
-        """Encodes a line, without its sample if there is no room to keep one."""
+        """Encodes a line, and drops the sample if it does not fit in memory."""
         try:
             sample = self._encode(line)
             content = _content(line, self._image_folder)
@@ -350,7 +350,7 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns a sample for each set of entries, such as one with and one without images.
+        """Returns a sample for each set of entries, for example with images and without images.
 
         The samples show a pipeline what microbatches contain.
         """
@@ -366,7 +366,7 @@ class SampleFile:
         """Encodes a line.
 
         Raises:
-            ConfigError: If the line is wrong.
+            ConfigError: If the line is invalid.
         """
         from jinja2 import TemplateError
 
@@ -425,7 +425,7 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
             raise ConfigError(wrong_there if is_everywhere else f"rank {rank}: {wrong_there}")
         if there != of_rank[0][1]:
             raise ConfigError(
-                f"{path} has other lines on rank {rank} than on rank 0: give all processes the "
+                f"{path} has other lines on rank {rank} than on rank 0; give all processes the "
                 "same file"
             )
     return lines
@@ -476,7 +476,7 @@ def _with_images(
     """
     names = sample.get("images") or []
     if not isinstance(names, list):
-        raise ConfigError('images is not a list: give "images": ["FILE", ...]')
+        raise ConfigError('images must be a list, such as "images": ["FILE", ...]')
     takes_images = getattr(processor, "image_processor", None) is not None
     if names and not takes_images:
         raise _no_images()
@@ -485,7 +485,7 @@ def _with_images(
         return listed, None
     messages = sample["messages"]
     if not (isinstance(messages, list) and all(map(_has_role, messages))):
-        raise ConfigError('messages is not a list of objects such as {"role": ..., "content": ...}')
+        raise ConfigError('messages must be a list of objects like {"role": ..., "content": ...}')
     images: list[Any] = []
     waiting = iter(listed)
     filled: list[Any] = []
@@ -504,8 +504,8 @@ def _with_images(
             image = next(waiting, None) if name is None else _open_image(name, folder)
             if image is None:
                 raise ConfigError(
-                    f"the messages have more parts of type image than the {len(listed)} images: "
-                    "give a path in each of these parts, or as many images"
+                    f"the messages have more parts of type image than the {len(listed)} images; "
+                    "add a path to each of these parts, or list more images"
                 )
             part.update(type="image", image=image)
             images.append(image)
@@ -515,8 +515,8 @@ def _with_images(
     unused = sum(1 for _ in waiting)
     if unused:
         raise ConfigError(
-            f"{unused} of {len(listed)} images have no part of type image in the messages: add "
-            '{"type": "image"} where each one belongs'
+            f"{unused} of {len(listed)} images have no part of type image in the messages; add "
+            '{"type": "image"} where each image belongs'
         )
     return images, filled
 
@@ -528,8 +528,8 @@ def _has_role(message: Any) -> bool:
 
 def _no_images() -> ConfigError:
     return ConfigError(
-        "the line has images, and the model's folder has no processor for images: leave them out, "
-        "or name a model that takes images"
+        "the line has images, but the model's folder has no processor for images; remove them, "
+        "or use a model that takes images"
     )
 
 
@@ -538,14 +538,14 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise ConfigError("the content of a message is neither a text nor a list of parts")
+        raise ConfigError("the content of a message must be text or a list of parts")
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         is_text = kind == "text" and isinstance(part.get("text"), str)
         if not (is_text or kind in ("image", "image_url")):
             raise ConfigError(
-                f"a part of a message is {str(part)[:80]!r}: give "
+                f"a part of a message is {str(part)[:80]!r}; it must be "
                 '{"type": "text", "text": ...} or {"type": "image", "path": ...}'
             )
         parts.append(dict(part))
@@ -570,10 +570,10 @@ def _open_image(name: Any, folder: Path) -> Any:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
-        raise ConfigError(f"image {path} is in no format that Pillow reads: convert it") from None
+        raise ConfigError(f"image {path} is not in a format of Pillow; convert it") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"image {path} is damaged ({reason}): replace it") from None
+        raise ConfigError(f"image {path} is damaged ({reason}); replace it") from None
 
 
 def _path_of_image(name: Any, folder: Path) -> str:
@@ -590,11 +590,11 @@ def _path_of_image(name: Any, folder: Path) -> str:
     if isinstance(name, Mapping):
         name = name.get("url")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"an image is {str(name)[:80]!r}: give the path of a file")
+        raise ConfigError(f"an image is {str(name)[:80]!r}; it must be the path of a file")
     if name.startswith("data:") or "://" in name:
         raise ConfigError(
-            f"image {name[:80]}: nothing is downloaded or decoded from an address: save the image, "
-            "and give the path of the file"
+            f"image {name[:80]}: nothing is downloaded or decoded from an address; save the image, "
+            "and use the path of the file"
         )
     # Resolve links, because a link may lead to a file outside of the folder that the user does not
     # want to show to a model.
@@ -602,12 +602,12 @@ def _path_of_image(name: Any, folder: Path) -> str:
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
     if os.path.commonpath([root, path]) != root:
         raise ConfigError(
-            f"image {name} is outside of the folder of images {root}: move it there, or name "
+            f"image {name} is outside of the folder of images {root}; move it there, or choose "
             "another folder of images"
         )
     if not os.path.isfile(path):
         problem = "is not a file" if os.path.exists(path) else "does not exist"
-        raise ConfigError(f"image {path} {problem}: correct the path")
+        raise ConfigError(f"image {path} {problem}; correct the path")
     return path
 
 
@@ -626,4 +626,4 @@ def _lines_of(path: Path) -> Iterator[_Line]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}:{number}: byte {error.start} is not valid UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: name a file of JSON lines") from None
+        raise ConfigError(f"{path}: {error.strerror}; pass a file of JSON lines") from None

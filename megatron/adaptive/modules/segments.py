@@ -336,6 +336,6 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     if abs(float(replayed) - expected) > tolerance * max(1.0, abs(expected)):
         raise ConfigError(
             f"the recorded forward gives a loss of {float(replayed):g} for a second microbatch, "
-            f"the model itself {expected:g}: its forward keeps something of the sample's values "
+            f"but the model itself {expected:g}: its forward keeps some of the sample's values "
             'outside of tensors; compute with tensors there, or try slicing="export"'
         )

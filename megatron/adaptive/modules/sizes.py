@@ -161,14 +161,14 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     if is_list(request.sample_batch):
         raise ConfigError(
             "sample_batch is a list of microbatches, whose size the launcher of an elastic job"
-            " cannot choose: give a dictionary of tensors as sample_batch; Pipeline.step still"
+            " cannot choose; pass a dictionary of tensors as sample_batch; Pipeline.step still"
             " takes lists"
         )
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
-            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, and"
-            f" there are {world_size}: start the script with python -m megatron.adaptive train"
+            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, but"
+            f" there are {world_size}; start the script with python -m megatron.adaptive train"
             " elastic alone"
         )
     if _signature(request) != order.signature:
@@ -200,13 +200,13 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
         ScheduleError: If there is no such schedule.
     """
     if schedule == "forward-only":
-        raise ConfigError("schedule forward-only trains nothing: eval() uses it; choose another")
+        raise ConfigError("schedule forward-only is for eval() and cannot train; choose another")
     num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
     placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
             f"chunks {chunks} was given with schedule {schedule}, which has "
-            f"{placement.num_chunks} per rank: leave chunks out"
+            f"{placement.num_chunks} per rank; remove chunks"
         )
     return placement
 
@@ -234,7 +234,7 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         if split not in (None, splits):
             raise ConfigError(
                 f"split_backward={split} was given, but schedule {schedule} "
-                f"{'has' if splits else 'has no'} weight gradients as work of their own: leave it "
+                f"{'has' if splits else 'has no'} weight gradients as separate actions; leave it "
                 "out"
             )
     return Orders(
@@ -357,7 +357,7 @@ def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
         given_partition(partition, num_segments, stages)
         raise ConfigError(
             f"partition of {stages} stages: no number of processes has {stages} under schedule "
-            f"{request.schedule}; give another partition, or chunks"
+            f"{request.schedule}; use another partition, or set chunks"
         )
     return tuple(sizes)
 
@@ -371,7 +371,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
     size = request.micro_batch_size
     if size is not None and request.samples % size:
         raise ConfigError(
-            f"batch_size {request.samples} does not divide into microbatches of {size}: give a"
+            f"batch_size {request.samples} does not divide into microbatches of {size}; use a"
             f" multiple of {size}, or leave micro_batch_size to the job"
         )
     _, module = _measure(job, request)
@@ -385,7 +385,7 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
             module.write(Path(order.model))
         except OSError as error:
             raise CheckpointError(
-                f"{order.model}: {error.strerror or error}: free space there, or name another"
+                f"{order.model}: {error.strerror or error}; free space there, or choose another"
                 " folder with --checkpoint"
             ) from error
 

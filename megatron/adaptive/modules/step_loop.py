@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NO_LOOP = (
     "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
-    " Pipeline.loop: train within `for step in pipeline.loop(...)`, which saves and continues; see"
+    " Pipeline.loop; train within `for step in pipeline.loop(...)`, which saves and continues; see"
     " docs/elastic.md"
 )
 
@@ -52,7 +52,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
     for name, user_object in state.items():
         if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
             raise ConfigError(
-                f"state[{name!r}] is a {type(user_object).__name__}: give an object with"
+                f"state[{name!r}] is a {type(user_object).__name__}; it must be an object with"
                 " state_dict() and load_state_dict()"
             )
 
@@ -190,19 +190,19 @@ class Loop:
         replicas = self._pipeline.replicas
         if self._current is None or self._is_over:
             raise ConfigError(
-                "Pipeline.step was called outside of the steps of Pipeline.loop: call it once in"
-                " each turn of the loop; eval() trains nothing"
+                "Pipeline.step was called outside of the steps of Pipeline.loop; call it once in"
+                " each iteration of the loop"
             )
         if self._pipeline.steps != self._current:
             raise ConfigError(
-                f"Pipeline.step was called twice in step {self._current} of Pipeline.loop: call it"
-                " once in each turn, or training would be lost or repeated after a checkpoint"
+                f"Pipeline.step was called twice in step {self._current} of Pipeline.loop; call it"
+                " once in each iteration, or training would be lost or repeated after a checkpoint"
             )
         if samples is not None and samples * replicas != batch_size:
             raise ConfigError(
                 f"step {self._current} of Pipeline.loop was given {samples} samples on each of"
-                f" {replicas} replicas, and its batch has {batch_size}: give Pipeline.step"
-                " pipeline.share(batch) of a whole batch, or give batch_size to Pipeline"
+                f" {replicas} replicas, but its batch has {batch_size}; pass"
+                " pipeline.share(batch) of a whole batch to it, or pass batch_size to Pipeline"
             )
 
     def before_update(self) -> None:
@@ -210,7 +210,7 @@ class Loop:
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Leaves out the steps so far, whose trace files were put aside, in later diagnoses."""
+        """Excludes the steps so far, whose trace files were moved, from later diagnoses."""
         self._diagnosis.begin_after(self._pipeline.steps)
 
     def close(self) -> None:
@@ -258,8 +258,8 @@ class Loop:
             if local_folder is not None:
                 raise ConfigError(
                     f"local_folder {local_folder} was given without folder, to which checkpoints"
-                    " are copied from there: give Pipeline.loop folder, on storage that all nodes"
-                    " share"
+                    " are copied from there; pass folder to Pipeline.loop, on storage that all"
+                    " nodes share"
                 )
             return None
         local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)
@@ -276,8 +276,8 @@ class Loop:
         before = extra.get(_BATCH, self._batch_size)
         if before != self._batch_size:
             raise CheckpointError(
-                f"{self._folder}: its steps have {before} samples, those of the script have"
-                f" {self._batch_size}: samples would be lost or repeated; give"
+                f"{self._folder}: its steps have {before} samples, but those of the script have"
+                f" {self._batch_size}: samples would be lost or repeated; use"
                 f" batch_size={before}, or another folder"
             )
         return time.perf_counter() - begin_s
@@ -288,8 +288,8 @@ class Loop:
         assert self._current is not None
         if pipeline.steps != self._current + 1:
             raise ConfigError(
-                f"step {self._current} of Pipeline.loop was not trained: call Pipeline.step once in"
-                " each turn"
+                f"step {self._current} of Pipeline.loop was not trained; call Pipeline.step once in"
+                " each iteration"
             )
         done = pipeline.steps
         self._snapshots.settle(done)

@@ -119,8 +119,8 @@ class BatchForm:
             return self._lists.microbatches(batch)
         if self._shape is None:
             raise ConfigError(
-                f"batch is a {type(batch).__name__}, and the sample_batch is a list of "
-                "microbatches: give a list of microbatches"
+                f"batch is a {type(batch).__name__}, but the sample_batch is a list of "
+                "microbatches; pass a list of microbatches"
             )
         return self._shape.microbatches(batch)
 
@@ -178,15 +178,15 @@ class StepMaker:
         if is_list(batch):
             if len(batch) < replicas:
                 raise ConfigError(
-                    f"a batch of {len(batch)} microbatches was given to {replicas} replicas: "
-                    "give at least one to each"
+                    f"a batch of {len(batch)} microbatches was given to {replicas} replicas; "
+                    "pass at least one for each"
                 )
             dealt = self.balance.share(batch)
             return list(batch[replica::replicas]) if dealt is None else dealt
         count = samples_in(batch, "batch")
         if count % replicas:
             raise ConfigError(
-                f"a batch of {count} samples does not divide among {replicas} replicas: give "
+                f"a batch of {count} samples does not divide among {replicas} replicas; use "
                 f"a multiple of {replicas * self._micro_batch_size}"
             )
         part = count // replicas
@@ -219,7 +219,7 @@ class StepMaker:
                 order = balance.order_of(microbatches, [each.work for each in programs])
         except Exception as error:
             # Report the error to the other ranks, which would otherwise wait for this rank until
-            # their time limit.
+            # their timeout.
             if balance.is_on:
                 balance.agree(Declared(step=step, refused=True), error)
             raise
@@ -264,17 +264,17 @@ class StepMaker:
         for replica, (other_is_listed, other_has_items, _) in enumerate(rows):
             if other_is_listed != rows[0][0]:
                 raise ConfigError(
-                    f"replicas 0 and {replica} have different kinds of batches: pass a list of "
+                    f"replicas 0 and {replica} have different kinds of batches; pass a list of "
                     "microbatches on all replicas, or a dictionary on all"
                 )
             if other_has_items != rows[0][1]:
                 raise ConfigError(
-                    f"replicas 0 and {replica} disagree on num_items: give it on all replicas, or "
+                    f"replicas 0 and {replica} disagree on num_items; pass it on all replicas, or "
                     "on none"
                 )
         if items is None and (not is_listed or replicas == 1):
             return None
         total = sum(of_replica for _, _, of_replica in rows)
         if not total:
-            raise ConfigError("num_items is 0 for all microbatches: there is no loss to average")
+            raise ConfigError("num_items is 0 for all microbatches, so there is no loss to average")
         return [replicas * number / total for number in numbers]

@@ -163,11 +163,11 @@ class Update:
     ) -> None:
         """Sets the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise ConfigError(f"clip_norm {clip_norm}: give a finite number above 0, or None")
+            raise ConfigError(f"clip_norm must be a finite number above 0 or None, got {clip_norm}")
         if self.scaler is not None:
             if not (math.isfinite(initial_scale) and initial_scale >= 1 and interval >= 1):
                 raise ConfigError(
-                    f"initial_loss_scale {initial_scale} with loss_scale_interval {interval}: both "
+                    f"initial_loss_scale {initial_scale} with loss_scale_interval {interval}; both "
                     "must be finite and at least 1"
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
@@ -188,8 +188,8 @@ class Update:
         foreign = [parameter for parameter in parameters if id(parameter) not in owned]
         if foreign:
             raise ConfigError(
-                f"the optimizer holds {len(foreign)} of {len(parameters)} parameters that are not "
-                f"of this process's stages (the first of shape {list(foreign[0].shape)}): make it "
+                f"the optimizer has {len(foreign)} of {len(parameters)} parameters that are not "
+                f"of this process's stages (the first of shape {list(foreign[0].shape)}); make it "
                 "after the Pipeline, with pipeline.parameters()"
             )
 
@@ -202,9 +202,9 @@ class Update:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad != self._was_trained[name]:
                 raise ConfigError(
-                    f"requires_grad of {name} is {parameter.requires_grad}, and was "
+                    f"requires_grad of {name} is {parameter.requires_grad}, but was "
                     f"{not parameter.requires_grad} when the Pipeline was made, which decides what "
-                    "stages send to one another: change it before, and make a new Pipeline"
+                    "stages send to one another; change it before, and make a new Pipeline"
                 )
 
     def process_groups(self) -> dict[str, Any]:

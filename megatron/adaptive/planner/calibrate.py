@@ -11,8 +11,8 @@ model on two stages::
 
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
-Run 1 alone does not separate the embedding's time from the time of the layers after it. Their time
-is then divided in proportion to their operations. More runs with other partitions, and stages
+Run 1 alone cannot separate the embedding's time from the time of the layers after it. Their total
+time is then divided in proportion to their operations. More runs with other partitions, and stages
 without embedding and head, therefore make a profile more accurate.
 
 Times are not corrected. If the ranks of a run shared CPU cores, the profile is only valid for ranks
@@ -57,8 +57,8 @@ class TracedRun:
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
         skip: Number of iterations at the beginning to ignore, as warm-up.
-        iterations: Numbers of the iterations to use. If empty, all are used except those that
-            ``skip`` ignores.
+        iterations: Numbers of the iterations to use. If empty, all iterations after the skipped
+            iterations are used.
     """
 
     trace: RunTrace
@@ -87,7 +87,7 @@ class TracedRun:
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace lacks the number of layers of each stage: trace"
+                f"{self.trace.origin}: the trace lacks the number of layers of each stage; trace"
                 " the run again"
             )
         return tuple(layers)
@@ -96,15 +96,15 @@ class TracedRun:
         """Returns the times of actions and steps, measured in the iterations to use.
 
         Raises:
-            ConfigError: The trace has no such iteration.
+            ConfigError: The trace contains none of these iterations.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
             return run_figures(self.trace, tuple(sorted(set(self.iterations) & set(complete))))
         if len(complete) <= self.skip:
             raise ConfigError(
-                f"{self.trace.origin}: {len(complete)} complete iterations, of which the first"
-                f" {self.skip} do not count: trace more"
+                f"{self.trace.origin} has {len(complete)} complete iterations, but the first"
+                f" {self.skip} are skipped as warm-up; trace more iterations"
             )
         return run_figures(self.trace, complete[self.skip :])
 
@@ -132,7 +132,7 @@ def calibrate(
         if run.trace.is_sliced:
             raise ConfigError(
                 f"{run.trace.origin} has times of slices of sequences, but a profile needs times of"
-                " whole sequences: trace a run without --sequence-slices and --slice-tokens"
+                " whole sequences; trace a run without --sequence-slices and --slice-tokens"
             )
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()
@@ -182,7 +182,7 @@ class _Gathered:
         reduce: Times of gradient reductions in seconds, by size in bytes. These are stored for each
             node type and number of replicas.
         optimizer: Time of the optimizer per parameter in seconds, by GPU.
-        rest: Remaining time of a step in seconds that no other measurement explains, by GPU.
+        rest: Time of a step in seconds that no other measurement explains, by GPU.
         spread: Standard deviation of a rank's forward and backward times, divided by the median.
     """
 
@@ -262,7 +262,7 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Returns non-negative times per kind of layer, in seconds, that explain the stages best.
+    """Returns the non-negative times of the layer kinds that best explain the stages, in seconds.
 
     Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` are the
     counts, ``b`` the measured times, and ``p`` times in proportion to the operations.
@@ -313,8 +313,8 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The replica that starts last waits for no other, so its reduction is the shortest. Take
-        # that time.
+        # The replica that starts last does not wait for other replicas, so its reduction is the
+        # shortest. Use its time.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -359,7 +359,7 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns how accurately the step times of some runs were predicted, as measures by name.
+    """Returns measures of how accurately the step times of runs were predicted, by name.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times put the runs in the same order. ``place_of_best`` is the position of the fastest run in

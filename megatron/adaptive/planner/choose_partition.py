@@ -229,7 +229,7 @@ class Decision:
         move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
             nothing.
         partition: Number of layers of each stage after the move. ``None`` for the current numbers.
-        present_s: Simulated step time in seconds without a move, ``None`` if nothing fits then.
+        present_s: Simulated step time in seconds without a move. ``None`` if no schedule fits.
         step_s: Simulated step time in seconds after the move, ``None`` if nothing moves.
     """
 
@@ -242,7 +242,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers are on another rank under partition ``new`` than under ``old``."""
+    """Returns how many layers change their rank between partitions ``old`` and ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -276,8 +276,8 @@ def propose(
 
     Args:
         loads: Measured times and memory of the stages.
-        step_s: Function that returns the step time in seconds under a partition.
-            :func:`simulated_step` makes it.
+        step_s: Function that returns the step time in seconds under a partition, such as the result
+            of :func:`simulated_step`.
         gain: Minimum fraction of the step time that a move must save.
 
     Returns:
@@ -331,7 +331,7 @@ def choose_together(
     Raises:
         ScheduleError: No schedule fits in memory.
 
-    Source: AdaPtis, arXiv 2509.23722, for choosing these together. The search is our own.
+    Source: AdaPtis, arXiv 2509.23722, for the joint choice. The search algorithm is our own.
     """
     job = _Job(
         profile=profile,
@@ -414,7 +414,7 @@ class _Runs:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._actions: Counter[str] = Counter()  # simulated up to now, by compiled loop
+        self._actions: Counter[str] = Counter()  # actions simulated so far, by compiled loop
 
     def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
         """Simulates one step of a candidate."""
@@ -425,7 +425,7 @@ class _Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Inputs of :func:`choose_together` that do not change, with methods that simulate under them.
+    """Inputs of :func:`choose_together` that do not change, with methods for simulations.
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
@@ -594,7 +594,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
         # Divide the rank's remaining time and memory equally among its stages, so keep a part for
-        # the later ones.
+        # the later stages.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
@@ -627,7 +627,7 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
     """Yields partitions with one layer moved to another stage.
 
-    Moves from the slowest rank come first, and among these, moves to the fastest rank.
+    Moves from the slowest rank come first. Among these, moves to the fastest rank come first.
 
     Args:
         loads: Measured times and memory of the stages.

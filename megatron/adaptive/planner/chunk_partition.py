@@ -2,7 +2,7 @@
 
 The search finds 1F1B pipelines with one stage per rank. This module tries other schedules, and
 partitions the layers again for schedules with several stages (chunks) per rank. Unlike the search,
-it proves nothing: it improves a first partition step by step. An example: 15 layers in 4
+it does not prove optimality: it improves a first partition step by step. An example: 15 layers in 4
 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
 rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
@@ -46,8 +46,9 @@ def hand_over(
 ) -> tuple[Any, float, int]:
     """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
 
-    All pairs of stages take turns. The stages between the two shift by one layer, so that each of
-    them keeps its number of layers. The search ends when a whole round has found no improvement.
+    All pairs of stages are tried in turn. The stages between the two shift by one layer, so that
+    each of them keeps its number of layers. The search ends when a round over all pairs has found
+    no improvement.
 
     Args:
         cuts: Index of the first layer of each stage, followed by the number of layers,
@@ -207,7 +208,7 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves a plan's partition by moving layers. Predicts each try under the plan's schedule.
+    """Improves a plan's partition by moving layers, using predictions under the plan's schedule.
 
     Args:
         plan: Plan whose layers are moved between stages.
@@ -238,7 +239,7 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         plan: Plan from the search. If its stages have unequal parallel sizes, they get microbatches
             of one size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Schedules to choose from. Those that need several chunks are skipped if the plan
+        schedules: Schedules to choose from. Schedules with several chunks are skipped if the plan
             has one chunk per rank.
 
     Returns:
@@ -256,7 +257,7 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
         try:
             rows.append(_with_cap(candidate, inputs))
         except ScheduleError:
-            continue  # the schedule does not allow these stages, or so few microbatches
+            continue  # the schedule does not allow these stages or microbatches
     # If several schedules are equally good, ``min`` returns the one that was listed first.
     return min(
         rows, default=None, key=lambda row: (not row.prediction.fits, row.prediction.seconds)
@@ -267,13 +268,13 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     """Returns a plan with its prediction. If sequences are cut, chooses the limit on activations.
 
     The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
-    Otherwise, lower limits are tried, the largest first. If the plan fits with none of them, it
-    keeps the default limit.
+    Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
+    the default limit is kept.
     """
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # This is what the first rank holds under the fixed order of slices. The minimum is 1.
+    # The first rank holds this many microbatches under the fixed order of slices.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))

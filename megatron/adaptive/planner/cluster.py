@@ -39,7 +39,7 @@ class Gpu:
         memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
         memory_bytes_per_s: Bandwidth of its memory in bytes per second.
         flops: Peak speed of dense matmuls in operations per second, by dtype. Types are ``bf16``,
-            ``fp16``, ``tf32`` and ``fp32``. Unsupported types are missing.
+            ``fp16``, ``tf32`` and ``fp32``. Unsupported dtypes are omitted.
         source: Title of the data sheet with these figures.
     """
 
@@ -61,8 +61,8 @@ class Gpu:
         if precision not in self.flops:
             types = ", ".join(kind for kind in self.flops if kind != "tf32")
             raise ConfigError(
-                f"GPU {self.name} does not compute in {precision}, only in {types}: train with"
-                f" --{next(iter(self.flops))}, or leave its nodes out"
+                f"GPU {self.name} does not support {precision}, only {types}; train with"
+                f" --{next(iter(self.flops))}, or exclude its nodes"
             )
         return self.flops[precision]
 
@@ -113,8 +113,8 @@ def find_gpu(name: str, where: str) -> Gpu:
         nearest = difflib.get_close_matches(name.lower(), gpu_names(), n=1, cutoff=0.4)
         hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(gpu_names())}"
         raise ConfigError(
-            f"{where}: GPU {name!r} is neither in the profile nor in the table of GPUs: {hint};"
-            " or measure it with python -m megatron.adaptive profile"
+            f"{where}: GPU {name!r} is neither in the profile nor in the table of GPUs ({hint});"
+            " correct the name, or measure the GPU with python -m megatron.adaptive profile"
         )
     return gpu
 
@@ -270,7 +270,7 @@ class Cluster:
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
-        network: Default link between two nodes. ``None`` if every type has a link of its own.
+        network: Default link between two nodes. ``None`` if every type has its own link.
         links: Links that differ from the default, by the names of both node types in either order.
         between_zones: Link between nodes in different zones. ``None`` if zones make no difference.
         name: Name of the cluster, shown to the user.
@@ -289,14 +289,14 @@ class Cluster:
         names = [group.type.name for group in self.groups]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"cluster: node type {name!r} is given twice: merge the two")
+                raise ConfigError(f"cluster: node type {name!r} occurs twice; merge the entries")
         known_names = {*names, *(node.link_name for node in self.types)}
         for pair in self.links:
             for name in pair:
                 if name not in known_names:
                     raise ConfigError(
-                        f"cluster: link between {' and '.join(pair)}: no node type {name!r};"
-                        f" types are {', '.join(names)}"
+                        f"cluster: the link between {' and '.join(pair)} has the unknown node type"
+                        f" {name!r}; the node types are {', '.join(names)}"
                     )
         if len(self.nodes) > 1:
             for i, node_type in enumerate(self.types):
@@ -358,8 +358,8 @@ class Cluster:
         networks = [node.network or self.network for node in (node_type, other)]
         if networks[0] is None or networks[1] is None:
             raise ConfigError(
-                f"cluster: no link is known between {node_type.name} and {other.name}: give the"
-                " cluster, both types or this pair of types a network"
+                f"cluster: no link is known between {node_type.name} and {other.name}; add a"
+                " network to the cluster, to both types or to this pair of types"
             )
         return min(networks[0], networks[1], key=lambda network: network.bytes_per_s)
 
@@ -399,19 +399,19 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         groups.append(NodePool(type=node, count=entry["count"], hosts=tuple(names)))
         if names and len(names) != entry["count"]:
             raise ConfigError(
-                f"{key}.hosts names {len(names)} nodes, but count is {entry['count']}: make them"
+                f"{key}.hosts names {len(names)} nodes, but count is {entry['count']}; make them"
                 " equal"
             )
         for host in names:
             if host in hosts:
-                raise ConfigError(f"{key}.hosts: {host} is listed twice: list each host once")
+                raise ConfigError(f"{key}.hosts contains {host} twice; list each host once")
             hosts.add(host)
     links: dict[tuple[str, str], LinkSpeed] = {}
     for index, entry in enumerate(document.get("links", [])):
         key = f"{where}: links[{index}]"
         first, second = entry["between"]
         if (first, second) in links or (second, first) in links:
-            raise ConfigError(f"{key}: {first} and {second} have a link already; keep one")
+            raise ConfigError(f"{key}: {first} and {second} already have a link; keep only one")
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
@@ -444,7 +444,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
     else:
         raise ConfigError(
             f"{key}.memory is missing: GPU {name!r} is neither in the profile nor in the table"
-            " of GPUs; give the memory of each GPU, as in 40 GB"
+            " of GPUs; set the memory of each GPU, such as 40 GB"
         )
     return NodeType(
         name=entry.get("type", name),
@@ -468,7 +468,7 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
         island_key = f"{key}.islands[{index}]"
         is_inner = "gpus" in entry
         if is_inner == ("nodes" in entry):
-            raise ConfigError(f"{island_key}: give either gpus, for parts of a node, or nodes")
+            raise ConfigError(f"{island_key} must have either gpus, for parts of a node, or nodes")
         size = entry["gpus"] if is_inner else entry["nodes"] * node_gpus
         if (
             size <= before
@@ -476,8 +476,8 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
             or (is_inner and (size == node_gpus or node_gpus % size))
         ):
             raise ConfigError(
-                f"{island_key}: {size} GPUs do not nest: each island holds several of the one"
-                f" before, and a node of {node_gpus} GPUs several of its parts"
+                f"{island_key} has {size} GPUs, which must be a multiple of the previous island's"
+                f" GPUs and, for a part of a node, a divisor of the node's {node_gpus} GPUs"
             )
         link = {name: value for name, value in entry.items() if name not in ("gpus", "nodes")}
         islands.append((size, _speed(link, island_key, shared=not is_inner)))
@@ -506,13 +506,13 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
         entry = {name: value for name, value in entry.items() if name not in expanded}
         if "sizes" in entry or "by_pairs" in entry:
             raise ConfigError(
-                f"{key}: give either measured sizes and by_pairs, or rails and oversubscription"
+                f"{key} must have either measured sizes and by_pairs, or rails and oversubscription"
             )
         more = [{"pairs": count, "bandwidth": count * speed} for count in range(2, rails + 1)]
         entry |= {"bandwidth": speed, "by_pairs": more}
     sizes = tuple((size, speed) for size, speed in entry.get("sizes", ()))
     if any(a[0] >= b[0] for a, b in itertools.pairwise(sizes)):
-        raise ConfigError(f"{key}.sizes must ascend without repeats: put them in order")
+        raise ConfigError(f"{key}.sizes must be strictly ascending; sort them without repeats")
     return LinkSpeed(
         bytes_per_s=entry["bandwidth"],
         latency_s=entry.get("latency", 0.0),

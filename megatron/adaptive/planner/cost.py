@@ -146,12 +146,12 @@ def _stage_predictions(
 class StageSums:
     """Costs of every stage and rank of a plan, summed over layers. Each chunk is a stage.
 
-    Times and messages are those of a microbatch. If sequences are cut, they are those of a slice of
-    mean cost.
+    Times and messages are for one microbatch. If sequences are cut, they are for one slice of mean
+    cost.
 
     Attributes:
-        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. They
-            are those of the slowest replica, ``[3, stages]``.
+        durations_s: Times of forward pass, input gradients and weight gradients on the slowest
+            replica, in seconds, ``[3, stages]``.
         launch_s: Kernel launch times within ``durations_s``, in seconds. During these times, a rank
             may still wait for its input, ``[3, stages]``.
         tp_s: Time of communication within ``durations_s`` in seconds, ``[stages]``.
@@ -163,8 +163,8 @@ class StageSums:
         optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
         of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
-        message_bytes: Size of the messages that a stage sends forward and backward, in bytes. It is
-            that of one microbatch of a replica, ``[2, stages]``.
+        message_bytes: Size of the messages that a stage sends forward and backward for one
+            microbatch of a replica, in bytes, ``[2, stages]``.
         estimated: Whether a time was estimated instead of measured.
         attention_share: Part of a forward pass that grows with the square of the sequence, from 0
             to 1.
@@ -194,7 +194,7 @@ class StageSums:
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
                 f"partition {format_partition(plan.partition)} has {sum(plan.partition)} layers,"
-                f" model {inputs.model.name} has {inputs.model.num_layers}: the partition"
+                f" but model {inputs.model.name} has {inputs.model.num_layers}; the partition"
                 " must assign every layer"
             )
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)

@@ -55,13 +55,11 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
             outputs.add(text, where)
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ConfigError(f"{where}: {reason}: it must be the output of {_TOOLS}") from error
+            raise ConfigError(f"{where} ({reason}) must be the output of {_TOOLS}") from error
     entries = outputs.entries(assumed)
     if not entries:
         names = ", ".join(where for where, _ in texts)
-        raise ConfigError(
-            f"{names}: no node with GPUs is up: give the outputs of nodes that have some"
-        )
+        raise ConfigError(f"{names}: no node with GPUs is up; pass the outputs of nodes with GPUs")
     nodes = _grouped(entries, outputs.switches)
     document: dict[str, Any] = {"format": 1, "nodes": nodes}
     without = [group["gpu"] for group in nodes if "network" not in group]
@@ -171,7 +169,7 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
     """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
-        raise ConfigError(f'{where}: no column GRES: ask for sinfo -N -o "%N %G %T"')
+        raise ConfigError(f'{where} has no column GRES; run sinfo -N -o "%N %G %T"')
     return [
         _slurm_entry({"NodeName": host, "Gres": row["GRES"], "State": row.get("STATE", "")})
         for row in (dict(zip(head, line, strict=False)) for line in lines)
@@ -267,8 +265,8 @@ def _with_report(
     listed = known_gpu(node["gpu"])
     if not node["gpu"] or (listed is None and "memory" not in node):
         raise ConfigError(
-            f"Slurm does not say which GPU {node['hosts'][0]} has, only"
-            f" {node['gpu'] or 'how many'!r}: give nvidia-smi -q or doctor --json of such a node"
+            f"Slurm does not report which GPU {node['hosts'][0]} has, only"
+            f" {node['gpu'] or 'how many'!r}; pass nvidia-smi -q or doctor --json of such a node"
         )
     if listed is not None:
         if not alike and plain_name(node["gpu"]) != plain_name(listed.name):

@@ -6,7 +6,7 @@ parts between two cut points::
 
     for each pipeline size that divides the processes:
         for each microbatch size that divides a replica's samples:
-            partition = the partition that fits into memory and has the fastest slowest stage
+            partition = the partition that fits into memory and whose slowest stage is fastest
             bound     = number of microbatches x the slowest rank's time per microbatch
 
     predict the step times by ascending bound, until no bound is lower than the second-best
@@ -110,7 +110,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        """Whether every process has the memory that it needs."""
+        """Whether every process has enough memory."""
         return self.needed_bytes <= self.limit_bytes
 
     def __str__(self) -> str:
@@ -355,7 +355,7 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divides a sequence of weights among stages so that the heaviest one is as light as possible.
+    """Divides a sequence of weights among stages so that the heaviest stage is lightest.
 
     Args:
         weights: Weight of each piece, for example its time.
@@ -377,19 +377,19 @@ def _nothing_divides(
     return (
         f"a batch of {running.batch} samples on {_counted(world, 'process', 'es')}, pipeline_size "
         f"{sizes}, micro_batch_size {samples}, schedule {running.schedule} and "
-        f"{running.model.num_layers} segments: no pipeline size divides the processes, leaves each "
-        "replica whole microbatches and each stage a segment; give a batch_size that is a multiple "
-        f"of {world}, or mark more cut points"
+        f"{running.model.num_layers} segments: no pipeline size divides the processes and gives "
+        "each replica whole microbatches and each stage a segment; use a batch_size that is "
+        f"a multiple of {world}, or mark more cut points"
     )
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns the error message for a job of which no option fits into memory."""
+    """Returns the error message for a job if no option fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
-        f"no pipeline size and microbatch fits into memory: nearest is {best}, where process "
+        f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
         f"{best.fullest} of a pipeline needs {best.needed_bytes / 1e9:.3g} GB of "
-        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or give a "
+        f"{best.limit_bytes / 1e9:.3g} GB; start more processes, mark more cut points, or use a "
         "smaller batch_size"
     )
 

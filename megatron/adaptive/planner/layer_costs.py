@@ -14,8 +14,8 @@ An estimate ignores differences between kernel libraries and drivers. ``LayerTab
 true if a table contains an estimate.
 
 The memory of weights, gradients and optimizer state follows from the layers' parameters. The memory
-of activations is that of one microbatch, times the maximum number of microbatches that the schedule
-has in flight (:func:`in_flight`).
+of activations is the memory for one microbatch, multiplied by the maximum number of microbatches
+that the schedule has in flight (:func:`in_flight`).
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def stage_memory(
 class LayerTable:
     """Costs of every layer of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
-    Times and sizes are those of one microbatch, or of one slice of mean size if sequences are cut.
-    The workspace is that of the longest slice.
+    Times and sizes are for one microbatch, or for one slice of mean size if sequences are cut. The
+    workspace is for the longest slice.
 
     Attributes:
         estimated: Whether a time was estimated instead of measured.
@@ -335,13 +335,13 @@ def layer_table(
 
 
 def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
-    """Returns the length of the longest slice of a sequence, relative to the mean of all."""
+    """Returns the length of the longest slice of a sequence, relative to the mean length."""
     slices, share = settings.slices, model.attention_share
     if slices == 1:
         return 1.0
     try:
         ends = slice_ends(model.sequence, slices, tp if settings.sequence_parallel else 1, share)
-    except ConfigError:  # The trainer itself will refuse to cut such sequences.
+    except ConfigError:  # the trainer refuses to cut such sequences
         return cut_points(slices, share)[1] * slices
     longest = max(end - start for start, end in pairwise((0, *ends)))
     return longest * slices / model.sequence
@@ -357,7 +357,7 @@ class _LayerSetup:
         tp: Number of tensor-parallel ranks.
         samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
             sequences, or if they are cut into slices.
-        longest_slice: Length of the longest slice, relative to the mean of all.
+        longest_slice: Length of the longest slice, relative to the mean length.
         settings: Settings of the plan.
         exchange: Function that returns the time to send tokens to their experts, made by
             :func:`exchange_of`.
@@ -486,7 +486,8 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
     # A backward pass with recompute holds all activations of the one layer that it recomputes. The
-    # longest slice needs most, except for scores, because it attends to the fewest tokens.
+    # longest slice needs the most memory, except for scores, because it attends to the fewest
+    # tokens.
     longest = setup.longest_slice
     working = kind.workspace_bytes / tp * samples * longest + max(whole - kept, 0.0)
     working += max(whole - kept - kind.attention_bytes / tp * samples, 0.0) * (longest - 1)
@@ -613,7 +614,7 @@ def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
     """Estimates the optimizer's time per updated parameter, in seconds.
 
     Args:
-        model: Model, for the number of bytes per parameter and the fraction of trained ones.
+        model: Model, for the number of bytes per parameter and the fraction of trained parameters.
         gpu: GPU on which the optimizer runs.
     """
     moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained

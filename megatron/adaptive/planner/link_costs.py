@@ -48,8 +48,8 @@ def exchange_of(
 ) -> Callable[[float], float]:
     """Returns a function that computes the time of an all-to-all exchange between ranks.
 
-    Ranks within a node exchange data at the same time as ranks on different nodes. The latter share
-    each node's link to the network.
+    Ranks within a node exchange data at the same time as ranks on different nodes. Ranks on
+    different nodes share each node's link to the network.
 
     Args:
         inputs: Model, cluster and profile, from which the links are taken.
@@ -138,7 +138,7 @@ def links_out(
 
 
 def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSpeed:
-    """Returns the link between nodes of two types: as measured, or as in the cluster file."""
+    """Returns the measured link between nodes of two types, or the link in the cluster file."""
     measured = link_in(inputs.profile.links, node, other)
     return inputs.cluster.link_of_types(node, other) if measured is None else measured
 
@@ -260,7 +260,7 @@ def reduce_s(
     expert_parameters: float = 0.0,
     expert_ranks: int = 1,
 ) -> float:
-    """Returns how long the replicas of one pipeline rank reduce their gradients, in seconds.
+    """Returns the time in seconds that replicas of one pipeline rank take to reduce gradients.
 
     Args:
         places: GPUs of all pipeline ranks.
@@ -350,7 +350,7 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns how long first and last stage add up gradients of tied embeddings, in seconds."""
+    """Returns the seconds that the first and last stage take to add up tied-embedding gradients."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     size = tied_bytes(inputs.model, tp)
@@ -366,7 +366,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
     names = {inputs.cluster.nodes[first.node].link_name for first, _ in pairs}
     measured = [inputs.profile.all_reduce.get((name, 2)) for name in names]
     if not leaving and None not in measured:
-        # An all-reduce may be slower than the messages between stages, whose transport is another.
+        # An all-reduce may be slower than messages between stages, which use a different transport.
         sharing = max(sharing for _, sharing in segments)
         return max(curve.seconds(size, sharing) for curve in measured if curve is not None)
     return max(all_reduce_s(link, size, 2, sharing) for link, sharing in segments)

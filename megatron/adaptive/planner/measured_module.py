@@ -1,4 +1,4 @@
-"""Stores a module's measurements in a running job, to plan again when the machines change.
+"""Stores a module's measurements in a file, so that a job can plan again if machines change.
 
 The ranks write the file once, before they choose the first layout, and the planner reads it. The
 file is JSON, and is replaced atomically, so a reader never sees an incomplete file.
@@ -158,7 +158,7 @@ class MeasuredModule:
             return None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{path} cannot be read ({error}): remove it, and the model is measured again"
+                f"{path} cannot be read ({error}); remove it to measure the model again"
             ) from None
         names = {field.name for field in fields(cls)}
         if not isinstance(content, dict):
@@ -166,8 +166,8 @@ class MeasuredModule:
         written = content.pop("format", None)
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(
-                f"{path} has format {written}, but this program reads {FORMAT}: use the program"
-                " that wrote it, or remove the file, and the model is measured again"
+                f"{path} has format {written}, but this program reads {FORMAT}; use the program"
+                " that wrote the file, or remove the file to measure the model again"
             )
         if written != FORMAT or set(content) != names:
             return None
@@ -189,7 +189,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
     """
     counts = Counter(host.type for host in hosts)
     # A dictionary keeps the last value per key, but at the position where the key occurred first.
-    # So the order of types stays, and each type gets its host with the least memory.
+    # So the types keep their order, and each type gets its host with the least memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
     groups = tuple(

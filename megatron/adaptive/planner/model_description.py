@@ -75,7 +75,7 @@ class Precision:
             ConfigError: The precision is not bf16.
         """
         if self.name != "bf16":
-            raise ConfigError(f"--fp8 with precision {self.name}: fp8 needs bf16: plan in bf16")
+            raise ConfigError(f"--fp8 requires precision bf16, got {self.name}; plan in bf16")
         return replace(self, fp8=True)
 
     @classmethod
@@ -86,7 +86,7 @@ class Precision:
             name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
 
         Raises:
-            ConfigError: ``name`` is none of these three names.
+            ConfigError: ``name`` is not one of these names.
         """
         if name == "fp32":
             return cls(name=name, element_bytes=4, parameter_bytes=4, optimizer_bytes=8)
@@ -95,7 +95,7 @@ class Precision:
             return cls(name=name, gradient_bytes=2, reduce_bytes=2)
         if name == "bf16":
             return cls(name=name)
-        raise ConfigError(f"precision is {name!r}: choose one of fp32, fp16, bf16")
+        raise ConfigError(f"precision must be fp32, fp16 or bf16, got {name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class LayerKind:
         tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
             backward pass all-reduces the same number.
         expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
-            experts are distributed over, the fewer replicas hold each of them.
+            experts are distributed over, the fewer replicas hold each expert.
         context_bytes: Size in bytes of the keys and values that ranks exchange if they share a
             sequence. The size is for a forward pass, before tensor parallelism divides it. 0 if
             ranks cannot share a sequence.
@@ -322,12 +322,12 @@ class Model:
         """
         if sum(counted) != self.num_counted:
             raise ConfigError(
-                f"layers {'-'.join(map(str, counted))} add up to {sum(counted)}, model {self.name}"
-                f" has {self.num_counted}: make them equal"
+                f"layers {'-'.join(map(str, counted))} add up to {sum(counted)}, but model"
+                f" {self.name} has {self.num_counted} layers; make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
         # Each stage ends after its last counted layer. A stage without counted layers is empty. The
-        # first stage still has the layers before all counted ones.
+        # first stage still has the layers before all counted layers.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])

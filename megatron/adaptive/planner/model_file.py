@@ -1,6 +1,6 @@
 """Reads models from preset names, lists of the trainer's arguments, model files and profiles.
 
-GPT and Llama presets are defined in ``config.model``, and the trainer has them too. BERT and T5
+GPT and Llama presets are defined in ``config.model`` and shared with the trainer. BERT and T5
 presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
 schema ``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
 """
@@ -117,7 +117,7 @@ def preset(
         names = preset_names()
         nearest = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"the nearest is {nearest[0]}" if nearest else f"names are {', '.join(names)}"
-        raise ConfigError(f"model {name!r} is not known: {hint}")
+        raise ConfigError(f"model {name!r} is not known; {hint}")
     family = name.partition("-")[0]
     vocabulary = _VOCABULARY.get("gpt" if family.startswith("gpt") else family, _SMALL_VOCABULARY)
     flags = [*MODELS[name].split(), "--vocab-size", str(vocabulary)]
@@ -141,15 +141,16 @@ def arguments_model(
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
         name: Name of the model, by which profiles are matched to models.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any, it is fp32,
-            which is also the default of a run.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If none of them is given,
+            it is fp32, the default of a run.
         attention: Implementation of attention, if the arguments do not choose one. It is one of
-            ``ATTENTIONS``, by default that of a run without GPUs. With ``kernel``, the memory of
-            attention scores is still counted if no kernel supports the model's attention.
+            ``ATTENTIONS``, by default the implementation that runs without GPUs use. With
+            ``kernel``, the memory of attention scores is still counted if no kernel supports the
+            model's attention.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: An argument is wrong, unknown or missing.
+        ConfigError: An argument is invalid, unknown or missing.
     """
     adapters = only_groups(arguments, (LoraConfig,), ("load_hf", "hf_family"))
     adapters = adapters if "lora" in " ".join(adapters) else []
@@ -178,7 +179,7 @@ def settings_model(
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
     """
     halves = [] if precision == "fp32" else [f"--{precision}"]
     source = _ModelSource(name, [*flag_words(settings), *halves], halves, settings)
@@ -224,7 +225,7 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
             f"{source.name}: --heterogeneous-layers-config-path makes layers differ, which the"
-            " planner does not support: drop it, or start the run without a plan"
+            " planner does not support; remove it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
     shape = trainer_shape(config, source.name, source.arguments, device=device)
@@ -373,7 +374,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
     """Returns whether each layer uses the attention window. Empty if all layers are equal.
 
     Raises:
-        ConfigError: The window pattern has another number of layers than the model.
+        ConfigError: The window pattern and the model have different numbers of layers.
     """
     if not core.window_size or core.window_attn_skip_freq is None:
         return ()
@@ -382,8 +383,8 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
         return tuple(bool((layer + 1) % skipped) for layer in range(num_layers))
     if len(skipped) != num_layers:
         raise ConfigError(
-            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, the model has"
-            f" {num_layers} layers: give one 0 or 1 for each layer"
+            f"{name}: --window-attn-skip-freq has {len(skipped)} entries, but the model has"
+            f" {num_layers} layers; use one 0 or 1 for each layer"
         )
     return tuple(map(bool, skipped))
 
@@ -441,18 +442,18 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; close the quotes") from error
     except OSError as error:
-        raise ConfigError(f"{where}: {text}: {error.strerror}; name a file of arguments") from error
+        raise ConfigError(f"{where}: {text}: {error.strerror}; pass a file of arguments") from error
     context = only_groups(arguments, (), ("context_parallel_size",))
     if context and context[-1].rpartition("=")[2] != "1":
         raise ConfigError(
-            f"{where}: {' '.join(context)}: the plan decides this: pass --context-parallel-size to"
+            f"{where}: {' '.join(context)} is decided by the plan; pass --context-parallel-size to"
             " plan instead"
         )
     if tokens := only_groups(arguments, (), ("slice_tokens",)):
         raise ConfigError(
-            f"{where}: {' '.join(tokens)}: the planner knows no lengths of documents, on which"
-            " slices of so many tokens depend: leave it out here, pass --sequence-slices 1 to plan,"
-            " and give it to the job"
+            f"{where}: {' '.join(tokens)} is not supported here, because the planner does not know"
+            " the lengths of documents; pass --sequence-slices 1 to plan, and pass this flag only"
+            " to the job"
         )
     return arguments
 
@@ -476,14 +477,14 @@ def read_model(
             model or profile file (``.yaml``, ``.toml``, ``.json``), a file with arguments, or a
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
         precision: Data type of the training run, which overrides the data type of the model.
-        default: Data type for models that do not name one.
+        default: Data type for models that do not specify a data type.
         attention: Implementation of attention, if the model does not choose one. It is one of
             ``ATTENTIONS``.
         sequence: Number of tokens per sample, for a ``config.json`` only.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text names no model, or the model is invalid.
+        ConfigError: The text does not name a model, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)
@@ -503,7 +504,7 @@ def read_model(
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
-            f"--seq-length {sequence}: model {text} has a sequence length; leave it out"
+            f"--seq-length {sequence}: model {text} already has a sequence length; remove it"
         )
     if is_document and isinstance(document, dict) and isinstance(document.get("model"), dict):
         return _of_profile(document, str(path), precision, make)
@@ -533,8 +534,8 @@ def _of_file(
         hidden, heads = shape["hidden"], shape["heads"]
         if "head_width" not in shape and hidden % heads:
             raise ConfigError(
-                f"model {name}: hidden {hidden} is no multiple of {heads} heads: change one, or"
-                " give head_width"
+                f"model {name}: hidden {hidden} is not a multiple of {heads} heads; change one, or"
+                " set head_width"
             )
         usual = {"head_width": hidden // heads, "ffn": 4 * hidden, "positions": shape["sequence"]}
         if attention is not None:
@@ -566,8 +567,8 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         kind = LayerKind(name=entry["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
-                f"model {name}: layers[{index}] is of kind {kind.name!r} with other sizes than"
-                " before: give it a kind of its own"
+                f"model {name}: layers[{index}] has other sizes than an earlier layer of kind"
+                f" {kind.name!r}; use a separate kind"
             )
         layers += [kind.name] * entry.get("count", 1)
     return Model(
@@ -594,6 +595,6 @@ def _of_profile(
     arguments: Sequence[str] = model.get("arguments", ())
     if not arguments:
         raise ConfigError(
-            f"{where}: the profile does not contain its model: give the model's name as --model"
+            f"{where}: the profile does not contain its model; pass the model's name as --model"
         )
     return make(arguments, model["name"])

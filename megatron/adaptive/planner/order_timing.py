@@ -19,7 +19,7 @@ link busy for its occupancy, and arrives after its latency. Launching an action'
 input, so a rank launches them while it waits for the input.
 
 If a duration grows, the step never gets shorter. The search relies on this property. Schedules that
-choose the next action at run time do not have it, so the simulator times them instead.
+choose the next action at run time lack this property, so the simulator times them instead.
 
 :func:`jitter_s` adds the effect of random variation. If durations vary, a single rank takes the
 same time on average. But in a pipeline, each action waits for the later of two events: its rank is

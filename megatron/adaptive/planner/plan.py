@@ -1,4 +1,4 @@
-"""Defines plans and predictions, and writes them as plan files, tables or other programs' files.
+"""Defines plans and predictions, and writes plans as plan files and in other programs' formats.
 
 ``config.plan_file`` reads the plan files back.
 """
@@ -268,7 +268,7 @@ def place_ranks(
     gpus = sum(cluster.nodes[node].gpus for node in order)
     if gpus < tp * dp * pp:
         raise ConfigError(
-            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, these nodes have {gpus}"
+            f"tp {tp} x dp {dp} x pp {pp} needs {tp * dp * pp} GPUs, but these nodes have {gpus}"
         )
     return tuple(
         place_stage(cluster, order, tp, dp, micro_batch, position=rank) for rank in range(pp)
@@ -291,7 +291,7 @@ def place_stage(
         node, gpu = slots[first]
         if (last := slots[first + tp - 1][0]) != node:
             raise ConfigError(
-                f"tp {tp}: a tensor-parallel group would cross nodes {node} and {last}: choose a"
+                f"tp {tp}: a tensor-parallel group would cross nodes {node} and {last}; choose a"
                 " tp that divides the GPUs of every node"
             )
         replicas.append(Replica(node=node, gpu=gpu, tp=tp))
@@ -401,7 +401,7 @@ def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; choose another file") from error
 
 
 def conf_text(document: Mapping[str, Any]) -> str:
@@ -454,12 +454,13 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     program = "Megatron-LM" if form == "megatron" else "torchtitan"
     if "stages" in document:
         raise ConfigError(
-            f"--export {form}: {program} has no stages of unequal widths: plan without --unequal"
+            f"--export {form}: {program} does not support stages of unequal widths; plan without"
+            " --unequal"
         )
     if document["degrees"]["pipeline"] > 1 and document["schedule"] not in schedules:
         raise ConfigError(
-            f"--export {form}: {program} has no schedule {document['schedule']}: plan with"
-            f" --schedules {','.join(schedules)}"
+            f"--export {form}: {program} does not support schedule {document['schedule']};"
+            f" plan with --schedules {','.join(schedules)}"
         )
     if form == "megatron":
         return _megatron_flags(document, arguments)
@@ -489,7 +490,7 @@ def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
     precision = document["precision"]
     if precision == "fp16":
         raise ConfigError(
-            "--export torchtitan: torchtitan does not train in fp16: plan with --precision bf16"
+            "--export torchtitan: torchtitan does not train in fp16; plan with --precision bf16"
         )
     batch = document["global_batch_size"]
     values: dict[str, dict[str, Any]] = {
@@ -537,8 +538,8 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
     """Returns an ``sbatch`` command that runs a plan on a Slurm cluster."""
     if len(document["placement"]) > 1:
         raise ConfigError(
-            "--export sbatch: the plan is on nodes of several types: write it with --conf and start"
-            " it with python -m megatron.adaptive job submit"
+            "--export sbatch does not support plans with several node types; save the plan with"
+            " --conf, and run python -m megatron.adaptive job submit"
         )
     group = document["placement"][0]
     nodes, processes = group["nodes"], group["processes_per_node"]

@@ -40,7 +40,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         prediction = document.get("prediction")
         keys = {"parts_s", "memory_bytes", *_COMPARED}
         if not isinstance(prediction, dict) or not keys <= set(prediction):
-            raise ConfigError(f"{name}: the plan has no prediction: write it with plan --output")
+            raise ConfigError(f"{name}: the plan has no prediction; write it with plan --output")
     predictions = [document["prediction"] for _, document in files]
     lines = [["", *(name for name, _ in files)]]
     settings = [_settings(document) for _, document in files]
@@ -227,7 +227,7 @@ def explain(row: PlanRow, inputs: PlanInputs) -> str:
     )
     description = _PARTS[name].format(stage=slowest)
     share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name}: {description}: {share:.0%} of the step"])
+    return "\n".join([*lines, "", f"held back by {name} ({description}): {share:.0%} of the step"])
 
 
 def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:

@@ -156,8 +156,8 @@ class Profile:
         )
         raise ConfigError(
             f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not measured,"
-            f" only {measured_text or 'other kinds'}: measure it with the profile command, or leave"
-            " that GPU or width out"
+            f" only {measured_text or 'other kinds'}; measure it with the profile command, or"
+            " exclude that GPU or width"
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:

@@ -57,19 +57,19 @@ def profile_of_plan(content: Any, where: str) -> Any:
     """Returns the profile that ``plan --try`` stored in a plan file.
 
     Args:
-        content: Content of a plan file or of another file, which is returned unchanged.
+        content: Parsed file. If it is not a plan file, it is returned unchanged.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The content is a plan file in which no rank was tried.
+        ConfigError: The plan file has no measurements from ``--try``.
     """
     if not isinstance(content, dict) or "degrees" not in content:
         return content
     tried = content.get("tried")
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
-            f"{where} is a plan without measurements: try a rank of it with plan --try {where}, or"
-            " name a profile"
+            f"{where} is a plan without measurements; try a rank of it with plan --try {where}, or"
+            " pass a profile"
         )
     return tried["profile"]
 
@@ -88,7 +88,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; choose another file") from error
 
 
 def document(
@@ -173,8 +173,8 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     for name, part in parts:
         if part["model"] != first["model"]:
             raise ConfigError(
-                f"{name} is of model {part['model']['name']}, {first_name} of"
-                f" {first['model']['name']}: merge profiles of one model, measured with equal"
+                f"{name} describes model {part['model']['name']}, but {first_name} describes"
+                f" {first['model']['name']}; merge profiles of one model, measured with equal"
                 " arguments"
             )
         for key in ("optimizer_s_per_parameter", "launch_s", "step_s"):
@@ -185,7 +185,7 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
             rows = {key_of(row): row for row in merged.get(key, [])}
             rows.update({key_of(row): row for row in part.get(key, [])})
             merged[key] = list(rows.values())
-    # All nodes wait for the one with the most variation, so its value applies to the whole job.
+    # All nodes wait for the node with the most variation, so its value applies to the whole job.
     merged["action_sigma"] = max(part.get("action_sigma", 0.0) for _, part in parts)
     return merged
 
@@ -205,7 +205,7 @@ def make_profile(content: Mapping[str, Any]) -> Profile:
         if key in layers:
             raise ConfigError(
                 f"profile: layers[{index}]: kind {kind} on {gpu} with tp {tp} and microbatch {size}"
-                " comes twice: keep one"
+                " occurs twice; keep one"
             )
         layers[key] = LayerTimes(
             forward_s=row["forward_s"],
@@ -348,13 +348,13 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
         for number, row in enumerate(_rows(path), start=1)
     ]
     if not rows:
-        raise ConfigError(f"{path}: no measurements: give a row for each piece of the model")
+        raise ConfigError(f"{path} has no measurements; add a row for each piece of the model")
     pieces: dict[int, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: -row["micro_batch"]):
         pieces.setdefault(row["cut_point"], row)
     if lost := sorted(set(range(len(pieces))) - set(pieces)):
         raise ConfigError(
-            f"{path}: cut point {lost[0]} has no row: number them from 0 without gaps"
+            f"{path}: cut point {lost[0]} has no row; number cut points from 0 without gaps"
         )
     element_bytes = Precision.named(precision).element_bytes
     model_layers = [
@@ -390,7 +390,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts a text to a number, or returns it unchanged if that is not possible."""
+    """Converts text to a number, or returns it unchanged if that is not possible."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -409,15 +409,15 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         ConfigError: A kind of layer is missing in the profile, or its sizes or precision differ.
     """
     measured = content["model"]
-    subject = f"{where} is of model {measured['name']}"
-    advice = "measure the model that is planned, or leave --profile out"
+    subject = f"{where} describes model {measured['name']}"
+    advice = "measure the model that is planned, or remove --profile"
     # The part of a name after "/" is the number of ranks that experts are distributed over. It may
     # differ, so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
     if missing:
         raise ConfigError(
-            f"{subject}, which has no layers of kind {missing[0]!r} as {model.name} does: {advice}"
+            f"{subject}, which has no layers of kind {missing[0]!r}, unlike {model.name}; {advice}"
         )
     arguments = measured.get("arguments", ())
     if arguments:
@@ -432,14 +432,14 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
                 if not math.isclose(measured_value, value, rel_tol=_SAME):
                     raise ConfigError(
                         f"{subject}, whose {name} has {measured_value:.4g}"
-                        f" {field.replace('_', ' ')}; that of {model.name} has {value:.4g}:"
+                        f" {field.replace('_', ' ')}, but {model.name} has {value:.4g};"
                         f" {advice}"
                     )
         precision = precision_of(measured)
         if precision != model.precision.name:
             raise ConfigError(
-                f"{where} was measured in {precision}, {model.name} is planned in"
-                f" {model.precision.name}: give --precision {precision}, or {advice}"
+                f"{where} was measured in {precision}, but {model.name} is planned in"
+                f" {model.precision.name}; use --precision {precision}, or {advice}"
             )
 
 

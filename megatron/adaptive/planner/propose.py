@@ -1,4 +1,4 @@
-"""Answers requests for plans: with the best plans, or with the reason why there is none.
+"""Answers requests for plans with the best plans, or with the reason why no plan was found.
 
 If there is no plan, the error names the stage that lacks memory, or the limits that contradict each
 other. It also lists changes that would help. Each of these changes was tried: fewer restrictions,
@@ -39,7 +39,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules to choose from if the user names none."""
+"""Schedules to choose from by default."""
 
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
@@ -53,8 +53,8 @@ class Request:
     Attributes:
         global_batch: Number of samples per step.
         objective: Quantity to minimise, and limits that plans must keep.
-        options: Settings that the search may choose. Here, ``partition`` does not count embedding
-            and head, like ``--partition``. In the search itself, it does.
+        options: Settings that the search may choose. Here, ``partition`` excludes embedding and
+            head, as in ``--partition``. In the search itself, it includes them.
     """
 
     global_batch: int
@@ -120,13 +120,13 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
         if "1f1b" not in asked and _searcher(inputs, free).search(goal).plans:
             raise ConfigError(
-                f"--schedules {','.join(asked)}: no plan that fits can run under these schedules,"
+                f"--schedules {','.join(asked)}: no plan that fits can run under these schedules"
                 " with its numbers of stages, layers and microbatches; add 1f1b"
             )
         if 1 not in request.options.slices:
             raise ConfigError(
-                f"--sequence-slices {_list(request.options.slices)}: no plan that fits cuts"
-                " sequences so, with several stages and a run-time rule; add 1 to allow whole ones"
+                f"--sequence-slices {_list(request.options.slices)}: no plan that fits has several"
+                " stages and a run-time rule, which slices need; add 1 to allow whole sequences"
             )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
@@ -166,8 +166,8 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
     by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request. The line says how much slower the best such plan is, or how much
-    memory it lacks.
+    again within the request. The line shows how much slower the best plan with this change is, or
+    how much memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -210,7 +210,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns the neighbours of a plan's number of slices; none for whole sequences."""
+    """Returns numbers of slices to compare with a plan's number, none for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
 
 
@@ -248,8 +248,8 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
         raise ConfigError(f"--partition: {error}") from error
     if 0 in whole:
         raise ConfigError(
-            f"--partition {format_partition(partition)}: stage {whole.index(0)} has no layer:"
-            " give each stage at least one"
+            f"--partition {format_partition(partition)}: stage {whole.index(0)} has no layer;"
+            " each stage needs at least one layer"
         )
     return whole
 
@@ -266,7 +266,7 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
     """
     if not any(node.price_per_hour for node in inputs.cluster.types):
         raise ConfigError(
-            "--pareto weighs speed against price, but no node type has one: give price_per_hour in"
+            "--pareto compares speed and price, but no node type has a price; set price_per_hour in"
             " the cluster file"
         )
     front, _ = pareto(_searcher(inputs, request), request.objective)
@@ -378,7 +378,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
         speeds = [row.prediction.tokens_per_s for row in rows]
         _write_picture(prices, speeds, _title(rows, inputs), folder / "front.png")
     except OSError as error:
-        raise ConfigError(f"--pareto {folder}: {error.strerror}; name another folder") from error
+        raise ConfigError(f"--pareto {folder}: {error.strerror}; choose another folder") from error
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
@@ -430,7 +430,7 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     try:
         figure.write_html(str(path), include_plotlyjs=True)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name another file") from error
+        raise ConfigError(f"{path}: {error.strerror}; choose another file") from error
 
 
 def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None:
@@ -525,25 +525,25 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
     """
     cluster = inputs.cluster
     if request.global_batch < 1:
-        raise ConfigError(f"--global-batch-size {request.global_batch}: give at least 1")
+        raise ConfigError(f"--global-batch-size must be at least 1, got {request.global_batch}")
     stages = len(options.partition)
     if stages and options.pp and options.pp != (stages,):
         raise ConfigError(
-            f"--partition has {stages} stages and --pp is {_list(options.pp)}: they contradict"
-            " each other; leave one out"
+            f"--partition has {stages} stages, but --pp is {_list(options.pp)}; remove one of"
+            " the two flags"
         )
     least = math.prod(min(values) for values in (options.tp, options.dp, options.pp) if values)
     if least > cluster.num_gpus:
         flags = _flags({"tp": options.tp, "dp": options.dp, "pp": options.pp})
         raise ConfigError(
-            f"{flags} need {least} GPUs, the cluster has {cluster.num_gpus}: they"
-            " contradict each other; lower one"
+            f"{flags}: at least {least} GPUs are needed, but the cluster has"
+            f" {cluster.num_gpus}; use smaller sizes"
         )
     units = [dp * size for dp in options.dp or (1,) for size in options.micro_batch or (1,)]
     if all(request.global_batch % unit for unit in units):
         flags = _flags({"dp": options.dp, "micro-batch-sizes": options.micro_batch})
         raise ConfigError(
-            f"--global-batch-size {request.global_batch}: {flags} does not divide it; change one"
+            f"--global-batch-size {request.global_batch} is not divisible by {flags}; change one"
             " of them"
         )
     _check_ranks(options, inputs.model, cluster)
@@ -558,28 +558,28 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     """
     spreads = options.expert_ranks
     if spreads and not set(spreads) & set(model.expert_ranks):
-        reason = f"has experts that they do not divide: choose from {_list(model.expert_ranks)}"
+        reason = f"allows only {_list(model.expert_ranks)}"
         raise ConfigError(
             f"--expert-parallel-size {_list(spreads)}: {model.name}"
-            f" {reason if model.has_experts else 'has no experts; leave it out'}"
+            f" {reason if model.has_experts else 'has no experts; remove the flag'}"
         )
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared}: it needs causal attention without experts and"
-                f" local windows, and sequences of a multiple of {2 * shared} tokens; {model.name}"
-                f" has sequences of {model.sequence} tokens, or another attention: change it"
+                f"--context-parallel-size {shared} needs causal attention without experts and local"
+                f" windows, and a multiple of {2 * shared} tokens per sequence, but {model.name}"
+                f" has {model.sequence} tokens or another attention; change the size or the model"
             )
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(
-                f"--tp {tp}: it does not divide heads and feed-forward width of {model.name}: give"
+                f"--tp {tp} does not divide heads and feed-forward width of {model.name}; use"
                 f" {model.max_tp} or one of its divisors"
             )
         if all(node.gpus % tp for node in cluster.types):
             counts = ", ".join(f"{node.gpus} on {node.name}" for node in cluster.types)
             raise ConfigError(
-                f"--tp {tp}: it must divide the GPUs of a node, which are {counts}; change it"
+                f"--tp {tp} must divide the number of GPUs of a node, which is {counts}"
             )
 
 
@@ -640,7 +640,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
-            f" {global_batch}: no allowed widths use whole nodes and divide the batch;"
+            f" {global_batch}: no allowed sizes use whole nodes and divide the batch;"
             " allow others with --tp, --dp, --pp, --micro-batch-sizes and --partition, or change"
             " --global-batch-size"
         )
@@ -657,10 +657,10 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} does not fit on this cluster: at best ({_brief(nearest)})"
+        f"{model.name} does not fit on this cluster: in the nearest plan ({_brief(nearest)}),"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
-        f" {memory.limit_bytes / _GB:.1f} GB, it lacks {memory.missing_bytes / _GB:.1f} GB;"
-        f" what would fit: {', or '.join(remedies)}"
+        f" {memory.limit_bytes / _GB:.1f} GB and lacks {memory.missing_bytes / _GB:.1f} GB;"
+        f" it would fit with {', or '.join(remedies)}"
     )
 
 
@@ -690,7 +690,7 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields texts that describe changes with which a plan fits, the smallest change of each kind.
+    """Yields descriptions of changes with which a plan fits: the smallest change of each kind.
 
     Args:
         find: Function that returns a plan that fits, or ``None``.
@@ -727,7 +727,7 @@ def _remedies(
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns an error message that names the limits because of which no plan was found."""
+    """Returns an error message that names the limits that rule out all plans."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):
@@ -739,10 +739,10 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
             for name in names
         )
         if len(names) == 1:
-            return f"{flags} cannot be kept: {least}; raise it"
+            return f"{flags} cannot be kept: {least}; raise the limit"
         return f"{flags} contradict each other: if the other is kept, {least}; raise one of them"
     flags = ", ".join(_LIMITS[name] for name in active)
-    return f"{flags} cannot be kept together, though any two can: raise one of them"
+    return f"{flags} cannot be kept together, but any two can; raise one of them"
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:

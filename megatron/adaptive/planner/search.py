@@ -15,9 +15,9 @@ The search is a branch and bound over three levels of choices::
    is not below the time of the best plan so far. If everything else was searched, the best plan is
    optimal.
 
-The search is limited in the number of pipelines that it times and in CPU seconds. If a limit ends
-the search early, the result says by how much an unsearched plan can be better at most. For example,
-:attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
+The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
+ends the search early, the result contains a bound on how much better an unsearched plan can be. For
+example, :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
 unsearched plans is 97 ms. If the nodes can be ordered in too many ways, only some orders are
 searched. A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
 
@@ -101,7 +101,7 @@ _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _MOST_SLICES = 1024
-"""Maximum number of slices of all microbatches of a step. With so many microbatches, ranks hardly
+"""Maximum number of slices of all microbatches of a step. With this many microbatches, ranks hardly
 wait, and slices gain little."""
 _ROW_STEPS = 500_000
 """Maximum number of actions to simulate per shape, set of nodes and number of stages."""

@@ -104,7 +104,7 @@ class ShapeArrays(NamedTuple):
             ``latency``.
         tied: Time of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first index
             is 0 if the first and last stage are in two blocks of nodes, and 1 if they are in one.
-            The others are the classes of these two stages.
+            The other indices are the classes of these two stages.
         level_class: Index of the stage class with which each level begins, ``[levels]``.
         level_follow: Number of stages that follow each level's first stage, ``[levels]``.
         level_edges: Index of each level's first edge, then the number of edges, ``[levels + 1]``.

@@ -1,4 +1,4 @@
-"""Asks the trainer's own rules whether it accepts a plan, and whether it can cut sequences."""
+"""Checks with the trainer's rules whether it accepts a plan and can cut sequences into slices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule.catalog import is_rule
 
 _NUMBERS = (1, 2, 4, 8, 16)
-"""Numbers of slices to try if the user names none."""
+"""Numbers of slices to try by default."""
 _USUAL_TOKENS = 1024
-"""Smallest mean number of tokens in a slice if the user names no number. Shorter slices keep a GPU
+"""Smallest mean number of tokens in a slice by default. Shorter slices keep a GPU
 less busy, which estimated layer times do not take into account."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns why the trainer refuses a model with a plan's flags. The text is empty if it accepts.
+    """Returns why the trainer refuses a model with a plan's flags, or an empty text if it accepts.
 
     A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
 
@@ -64,7 +64,7 @@ def slices_refusal(model: Model) -> str:
 
 
 def usual_slices(model: Model) -> tuple[int, ...]:
-    """Returns the numbers of slices to try for a model if the user names none."""
+    """Returns the numbers of slices to try for a model by default."""
     most = model.sequence // _USUAL_TOKENS
     if most < 2 or slices_refusal(model):
         return (1,)
@@ -83,14 +83,14 @@ def check_slices(options: SearchOptions, model: Model) -> None:
     if most == 1:
         return
     if refusal := slices_refusal(model):
-        raise ConfigError(f"--sequence-slices {numbers}: {model.name} has none: {refusal}")
+        raise ConfigError(f"--sequence-slices {numbers} cannot be used for {model.name}: {refusal}")
     if most > model.most_slices():
         raise ConfigError(
             f"--sequence-slices {most}: {model.name} has sequences of {model.sequence} tokens, and"
-            f" a slice has at least {LEAST_TOKENS}: give {model.most_slices()} or fewer"
+            f" a slice has at least {LEAST_TOKENS}; use {model.most_slices()} slices or fewer"
         )
     if 1 not in options.slices and not any(is_rule(name) for name in options.schedules):
         raise ConfigError(
-            f"--sequence-slices {numbers}: only run-time rules order slices: add adaptive to"
-            " --schedules"
+            f"--sequence-slices {numbers} needs a run-time rule to order the slices; add adaptive"
+            " to --schedules"
         )

@@ -53,7 +53,7 @@ class TransformerShape:
         vocabulary: Number of rows in the embedding, padded as in Megatron.
         gated: Whether the feed-forward block has a gate (SwiGLU).
         biases: Whether linear layers have biases.
-        norm_biases: Whether normalizations have biases (LayerNorm has, RMSNorm has not).
+        norm_biases: Whether normalizations have biases (LayerNorm, but not RMSNorm).
         tied: Whether embedding and head share their weights.
         dropout: Whether there is dropout. Its masks are kept for the backward pass.
         fused_attention: Whether attention keeps no scores in memory, as in FlashAttention.
@@ -124,12 +124,12 @@ class TransformerShape:
     def __post_init__(self) -> None:
         if self.heads % self.query_groups:
             raise ConfigError(
-                f"model {self.name}: {self.heads} heads are no multiple of {self.query_groups}"
-                " query groups: every group serves the same number of heads"
+                f"model {self.name}: {self.heads} heads are not a multiple of {self.query_groups}"
+                " query groups; every group must serve the same number of heads"
             )
         if self.family == "t5" and not (self.decoder_layers and self.decoder_sequence):
             raise ConfigError(
-                f"model {self.name}: T5 needs the decoder's layers and sequence length too"
+                f"model {self.name}: T5 also needs the decoder's layers and sequence length"
             )
 
     @property
@@ -441,7 +441,7 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
         shape: Sizes of the model.
         tokens: Number of tokens per sample.
         crossed: Number of tokens of the encoder's output that the layer also attends to.
-        inner: Inner width of the feed-forward block, plus that of each token's experts.
+        inner: Inner width of the feed-forward block, plus the width of each token's experts.
     """
     element = shape.precision.element_bytes
     pairs = shape.keys_values
@@ -459,8 +459,8 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
     """Returns a layer kind for the head together with layers that predict further tokens.
 
-    Each of these layers takes the hidden state and the next token's embedding, and computes logits
-    of its own. The last stage therefore has a copy of the embedding.
+    Each of these layers takes the hidden state and the next token's embedding, and computes its own
+    logits. The last stage therefore has a copy of the embedding.
 
     Args:
         shape: Sizes of the model.

@@ -79,14 +79,14 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
     for row in rows:
         if set(row) != names:
             raise ConfigError(
-                f"{where}: tried.ranks lacks or has other values than {', '.join(sorted(names))}:"
+                f"{where}: tried.ranks must have exactly the keys {', '.join(sorted(names))};"
                 " remove the key tried, and try the plan again"
             )
     return {row["rank"]: TriedRank(**row) for row in rows}
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns the nodes of a plan, as if it had a single one, in which links take no time.
+    """Returns a cluster for a plan, with one node whose links take no time.
 
     The node is named like its device, so that a profile of this machine may have its links.
 
@@ -119,7 +119,7 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
     """
     for key in ("micro_batch_size", "global_batch_size", "schedule"):
         if key not in content:
-            raise ConfigError(f"{where}: {key} is missing: write a whole plan with plan --output")
+            raise ConfigError(f"{where}: {key} is missing; write a whole plan with plan --output")
     degrees = {name: content["degrees"].get(name, 1) for name in (*_AXES, "chunks", "expert")}
     tp, pp, dp = degrees["tensor"], degrees["pipeline"], degrees["data"]
     context, size = degrees["context"], content["micro_batch_size"]
@@ -127,8 +127,8 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
     counted = content.get("partition")
     if counted is None and model.num_counted % stages:
         raise ConfigError(
-            f"{where}: partition is missing, and {model.num_counted} layers do not divide among"
-            f" {stages} stages: give the partition"
+            f"{where}: partition is missing, and {model.num_counted} layers do not divide evenly"
+            f" among {stages} stages; add the partition"
         )
     partition = model.stage_layers(counted or [model.num_counted // stages] * stages)
     return Plan(
