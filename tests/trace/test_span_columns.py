@@ -106,12 +106,12 @@ def test_iterations_are_distinguished() -> None:
 
 
 def test_each_item_finds_its_microbatch_in_one_pass() -> None:
-    """The search compared all spans with each iteration: minutes for a run of many steps."""
+    """The search must not compare all spans with each iteration, which is slow for long runs."""
     counts = {3: 1, 5: 2, 9: (3, 1)}
     iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
     items = np.array([3, 2, 7, 0, 2, -1, 4, -1])
-    found, numbers = microbatches_of(iterations, items, counts.__getitem__)
-    assert found.tolist() == [1, 1, 7, 0, 0, -1, 2, -1]
+    microbatches, numbers = microbatches_of(iterations, items, counts.__getitem__)
+    assert microbatches.tolist() == [1, 1, 7, 0, 0, -1, 2, -1]
     assert numbers.tolist() == [1, 2, 1, 3, 3, 1, 1, 1]
 
     class Compared(np.ndarray):  # type: ignore[type-arg]

@@ -175,11 +175,11 @@ def _name(span: Span) -> str:
 
 def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
     """Returns the attributes of a span."""
-    place = span.numbers(slices)
+    item = span.numbers(slices)
     numbers = {
         "iteration": span.iteration,
-        "microbatch_id": place.get("microbatch", -1),
-        "slice": place.get("slice", -1),
+        "microbatch_id": item.get("microbatch", -1),
+        "slice": item.get("slice", -1),
         "chunk": span.chunk,
         "peer": span.peer,
     }
@@ -266,12 +266,12 @@ class _SentBefore(NamedTuple):
     """Describes the spans of an iteration that were converted before; late spans follow them.
 
     Attributes:
-        count: Number of the spans.
+        num_spans: Number of the spans.
         has_step: Whether one of them is the span of the step.
         slices: Number of slices of each microbatch, which markers of late spans lack.
     """
 
-    count: int
+    num_spans: int
     has_step: bool
     slices: SliceCounts
 
@@ -342,8 +342,8 @@ class SpanSender:
         self._thread.join(max(0.0, end_s - time.monotonic()))
         if lost := self._given - self.sent:
             say(
-                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown}, "
-                f"and {self.sent:,} spans were sent; the trace file contains all spans"
+                f"warning: rank {self._header.rank}: {lost:,} spans were not sent to {self._shown},"
+                f" and {self.sent:,} spans were sent; the trace file contains all spans"
             )
 
     def _run(self) -> None:

@@ -186,8 +186,7 @@ class Operations:
         iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
         for number, chosen in rows_by_value(replica):
             slices = partial(self.where.slices, replica=number)
-            found, _ = microbatches_of(iteration[chosen], microbatch[chosen], slices)
-            microbatch[chosen] = found
+            microbatch[chosen], _ = microbatches_of(iteration[chosen], microbatch[chosen], slices)
         return microbatch
 
     def describe(self, row: int) -> str:
