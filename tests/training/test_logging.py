@@ -474,7 +474,7 @@ class TestOtherLoggers:
             ("--prometheus-address 0.0.0.0:0", f"set {TOKEN_VARIABLE}"),
             ("--prometheus-address nothing", r"give \[HOST:\]PORT"),
             ("--prometheus-address 70000", r"give \[HOST:\]PORT"),
-            ("--prometheus-file /nowhere/run.prom", "in a folder that this user may write"),
+            ("--prometheus-file /nowhere/run.prom", "choose a file in a writable folder"),
         ],
     )
     def test_an_address_that_cannot_be_opened(self, flags: str, message: str) -> None:

@@ -195,7 +195,7 @@ def test_examples_leave_experts_that_overlap_more_than_one_queue(
 def test_first_weights_that_depend_on_the_layout_are_told() -> None:
     alone = dataclasses.replace(GPU, shares=1)
     (line,) = device_lines(settings(use_cpu_initialization=False), alone)
-    assert "--use-cpu-initialization draws the same in all" in line
+    assert "--use-cpu-initialization draws the same weights in every layout" in line
     on_cpu = dataclasses.replace(alone, device=torch.device("cpu"))
     assert device_lines(settings(use_cpu_initialization=False), on_cpu) == []
 

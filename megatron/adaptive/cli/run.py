@@ -144,7 +144,7 @@ def _print_state(options: argparse.Namespace) -> int:
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
-        raise ConfigError("--status needs the folder of the job's checkpoints; give --status DIR")
+        raise ConfigError("--status needs a folder; give the folder of checkpoints of the job")
     state = read_state(Path(folder))
     if options.json:
         print(json.dumps(state))

@@ -36,7 +36,7 @@ class CheckJob:
         self, environment: Environment, timeout: timedelta, backend: str | None = None
     ) -> None:
         if environment.master_port is None:
-            raise SetupError("no address for the rendezvous: start the ranks with torchrun")
+            raise SetupError("no address for the rendezvous; start the ranks with torchrun")
         try:
             self._store = meet(environment, timeout)
         except (dist.DistError, MeetingError, ValueError) as error:

@@ -205,8 +205,8 @@ def _set_aside(run: Run) -> _State:
     short = [rank for rank, has in enumerate(job.gather(fits)) if not has]
     if short:
         raise DeviceMemoryError(
-            f"weights and optimizer state of rank {short[0]} would wait in the host's memory, "
-            "which has no room for them: start with --pipeline-placement and --partition instead"
+            f"weights and optimizer state of rank {short[0]} do not fit into the host's memory "
+            "during the move; start with --pipeline-placement and --partition instead"
         )
     device = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():

@@ -84,7 +84,7 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
         logger = table[name] if name in table else _own_logger(name)
         if logger.flag and logger not in classes:
             flag = f"--{logger.flag.replace('_', '-')}"
-            raise ConfigError(f"argument --logger: {name} needs {flag}: add it, which is enough")
+            raise ConfigError(f"argument --logger: {name} needs {flag}; add this flag instead")
         classes.append(logger)
     return list(dict.fromkeys(classes))
 
@@ -111,11 +111,11 @@ def _own_logger(name: str) -> type[Logger]:
     if loaded is None:
         raise ConfigError(
             f"argument --logger: {name!r} is not one of {', '.join(built_in_loggers())}, and not "
-            "package.module:Class of a logger of yours"
+            "package.module:Class of your own logger"
         )
     if not _is_logger(loaded):
         raise ConfigError(
-            f"logger {name} is {type(loaded).__name__} {loaded!r:.60}: make it a subclass of "
+            f"logger {name} is {type(loaded).__name__} {loaded!r:.60}; make it a subclass of "
             "Logger of megatron.adaptive.training.logger"
         )
     return loaded

@@ -153,8 +153,8 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
         and not config.model.use_cpu_initialization
     ):
         lines.append(
-            "first weights are drawn on GPUs, other ones in every layout of stages and tensor "
-            "parallelism: --use-cpu-initialization draws the same in all"
+            "initial weights are drawn on GPUs and differ between layouts of stages and tensor "
+            "parallelism; --use-cpu-initialization draws the same weights in every layout"
         )
     if not accelerator.is_shared:
         return lines
@@ -267,12 +267,12 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
         return SetupError(
-            f"rank {rank} cannot write{where}: {error.strerror}; free space there, or name another "
+            f"rank {rank} cannot write{where}: {error.strerror}; free space, or choose another "
             "folder with --save"
         )
     if isinstance(error, RuntimeError) and (asked := _TOO_MUCH.search(str(error))):
         return DeviceMemoryError(
-            f"rank {rank} ran out of memory as it asked for {int(asked[1]) / (1 << 30):,.0f} GiB:"
+            f"rank {rank} ran out of memory when it requested {int(asked[1]) / (1 << 30):,.0f} GiB;"
             " make the model, its sequences or --micro-batch-size smaller"
         )
     # torch raises the error about a lost data worker in a signal handler, so it may occur anywhere
@@ -280,7 +280,7 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
     if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
-            f"({worker[2].strip()}), perhaps as memory ran out; lower --num-workers, or start "
+            f"({worker[2].strip()}), perhaps because memory ran out; lower --num-workers, or start "
             "again from the last checkpoint"
         )
     return lost_peer(error, rank) or error

@@ -114,8 +114,8 @@ def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> N
     if request.needed_bytes > whole_bytes:
         raise ConfigError(
             f"rank {request.rank} needs {request.needed_bytes / 1e9:,.1f} GB as planned, and"
-            f" {accelerator.name} has {whole_bytes / 1e9:,.1f} GB: try a rank that needs less, or a"
-            " plan with more stages or recompute, or run on a larger device"
+            f" {accelerator.name} has {whole_bytes / 1e9:,.1f} GB; try a rank that needs less, or a"
+            " plan with more stages or recompute, or use a larger device"
         )
 
 

@@ -29,7 +29,7 @@ class MLflow(Logger):
             self._package.log_dict(cfg.to_dict(), "settings.json")
         except Exception as error:  # no server
             raise ConfigError(
-                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refuses "
+                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refused it "
                 f"({' '.join(str(error).split())}); check --mlflow-tracking-uri"
             ) from None
 

@@ -79,7 +79,7 @@ class PrometheusEndpoint(Logger):
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token and not _is_loopback(host):
             raise ConfigError(
-                f"--prometheus-address {address}: others on the network could read the metrics; set"
+                f"--prometheus-address {address}: other machines could read the metrics; set"
                 f" {TOKEN_VARIABLE} to a token, or give an address of this machine only"
             )
         self._gauges = _Gauges("--prometheus-address")
@@ -89,7 +89,7 @@ class PrometheusEndpoint(Logger):
         except (OSError, ValueError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--prometheus-address {address} cannot be opened ({reason}): give [HOST:]PORT with"
+                f"--prometheus-address {address} cannot be opened ({reason}); give [HOST:]PORT with"
                 " a free port"
             ) from None
         thread = threading.Thread(
@@ -123,8 +123,8 @@ class PrometheusFile(Logger):
             self._gauges.write(self._path)
         except OSError as error:
             raise ConfigError(
-                f"--prometheus-file {self._path} cannot be written ({error.strerror}): name a file"
-                " in a folder that this user may write"
+                f"cannot write to --prometheus-file {self._path} ({error.strerror}); choose a file"
+                " in a writable folder"
             ) from None
         self._due_s = 0.0
 

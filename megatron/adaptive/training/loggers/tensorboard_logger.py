@@ -51,8 +51,8 @@ class TensorBoard(Logger):
             self._file = BestEffortFile(Path(folder, name), "points", self._head)
         except OSError as error:
             raise ConfigError(
-                f"--tensorboard-dir {folder} cannot be written ({error.strerror}): name a folder "
-                "that this user may write"
+                f"cannot write to --tensorboard-dir {folder} ({error.strerror}); choose a writable "
+                "folder"
             ) from None
         self._file.begin()
 

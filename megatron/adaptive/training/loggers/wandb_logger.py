@@ -34,7 +34,7 @@ class WeightsAndBiases(Logger):
             )
         except Exception as error:  # no account, no server
             raise ConfigError(
-                f"--wandb-project {settings.wandb_project}: Weights & Biases refuses "
+                f"--wandb-project {settings.wandb_project}: Weights & Biases refused it "
                 f"({' '.join(str(error).split())}); log in there, or set WANDB_MODE=offline"
             ) from None
 
