@@ -326,5 +326,5 @@ def test_an_error_of_the_user_ends_all_ranks_with_their_own_words(tmp_path: Path
         run([case], 2, tmp_path)
     said = str(caught.value)
     assert "RuntimeError: the user's own error" in said
-    assert "ended with status 1" in said
+    assert "exited with status 1" in said
     assert "SIGABRT" not in said
