@@ -19,7 +19,7 @@ constexpr auto kSlice = std::chrono::milliseconds(100);
 // Throws std::invalid_argument for an invalid time.
 Deadline deadline_after(double timeout_s);
 
-// The same for a time on the clock of time.monotonic(). Infinity becomes the longest deadline.
+// Returns a deadline for a time of time.monotonic(). Later times become the longest deadline.
 Deadline deadline_at(double monotonic_s) noexcept;
 
 // "0.25 s"

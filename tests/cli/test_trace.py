@@ -113,7 +113,7 @@ def test_diagnose(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diagnose_run(["traces", "--json", "--iterations", "2-5"]) == 0
     assert isinstance(json.loads(capsys.readouterr().out), dict)
     beyond = refused(capsys, "traces", "--iteration", "8", program=diagnose_run)
-    assert "it has 1-5" in beyond
+    assert "which has iterations 1-5" in beyond
     assert "does not exist" in refused(capsys, "missing", program=diagnose_run)
 
 
@@ -133,7 +133,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
     ("arguments", "message"),
     [
         (["traces", "--iteration", "7"], "iteration 7 is not in traces, which has iterations 1-5"),
-        (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces; it has 1-5"),
+        (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces, which has"),
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
         (["traces", "--iterations", "few"], "'few' is not a range of iterations, A-B"),
         (["traces", "--dp-rank", "2"], "which has data-parallel ranks 0-1"),

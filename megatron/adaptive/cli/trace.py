@@ -389,7 +389,8 @@ def _chosen_iterations(
     if not chosen:
         iterations = f"iteration {first} is" if first == last else f"iterations {first}-{last} are"
         raise TraceError(
-            f"{iterations} not in {run.origin}; it has {describe_numbers(run.iterations)}"
+            f"{iterations} not in {run.origin}, which has iterations "
+            f"{describe_numbers(run.iterations)}"
         )
     complete = set(run.complete_iterations(dp_rank))
     return tuple(i for i in chosen if i in complete) or chosen

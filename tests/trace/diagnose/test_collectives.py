@@ -114,5 +114,5 @@ def test_damaged_collectives_are_named(tmp_path: Path, field: str, value: object
     marker["collectives"][0][field] = value
     lines[index] = json.dumps(marker)
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(TraceError, match="field 'collectives' is"):
+    with pytest.raises(TraceError, match="field 'collectives' must be"):
         read_run(tmp_path)

@@ -179,7 +179,7 @@ def test_only_what_was_asked_for(tmp_path: Path) -> None:
     assert diagnose(run, range(2, 9)).findings == ()
     (finding,) = diagnose(run, range(9, 17)).findings
     assert finding.period.kind == "lasting"
-    with pytest.raises(TraceError, match=r"iteration 17 is not in .* it has 1-16"):
+    with pytest.raises(TraceError, match=r"iteration 17 is not in .* which has iterations 1-16"):
         diagnose(run, [16, 17])
 
 

@@ -190,7 +190,7 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
 
 def test_what_is_not_there_is_refused(make: Make, tmp_path: Path) -> None:
     run = make(iterations=2)
-    with pytest.raises(TraceError, match="iteration 5 is not in .* it has 1-2"):
+    with pytest.raises(TraceError, match="iteration 5 is not in .* which has iterations 1-2"):
         write_page(run, tmp_path / "a.html", [5])
     with pytest.raises(TraceError, match="data-parallel rank 4"):
         write_page(run, tmp_path / "a.html", [1], dp_rank=4)

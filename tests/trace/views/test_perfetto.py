@@ -231,7 +231,7 @@ def test_kernels_are_read_once_however_much_is_left_out(
 
 
 def test_what_is_not_there_is_refused(run: RunTrace, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="iteration 9 is not in .* it has 1-3"):
+    with pytest.raises(TraceError, match="iteration 9 is not in .* which has iterations 1-3"):
         write_perfetto(run, tmp_path / "a.json.gz", [9])
     with pytest.raises(TraceError, match="data-parallel rank 7"):
         write_perfetto(run, tmp_path / "a.json.gz", [1], dp_rank=7)
