@@ -53,7 +53,7 @@ def test_one_is_described(folder: StepFolders, capsys: pytest.CaptureFixture[str
     assert "  w: float32 [2, 3] in 1" in capsys.readouterr().out
     index = folder.complete_path(2) / INDEX
     index.write_bytes(b"\xff" * index.stat().st_size)
-    with pytest.raises(DamagedCheckpointError, match=r"index\.json cannot be read"):
+    with pytest.raises(DamagedCheckpointError, match=r"cannot read .*index\.json"):
         checkpoint.main(["show", str(folder.path)])
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; it has 1, 2"):
         checkpoint.main(["verify", str(folder.path), "--step", "3"])

@@ -366,7 +366,7 @@ def test_a_model_that_looks_for_empty_images(opened: list[Pipeline]) -> None:
         return part
 
     sample = [microbatch(2, 8), microbatch(0, 9)]
-    with pytest.raises(ConfigError, match=r"modeling_smolvlm.py:\d+ \(get_image_features\) looks"):
+    with pytest.raises(ConfigError, match=r"modeling_smolvlm.py:\d+ \(get_image_features\) reads"):
         Pipeline(family.build(4), sample)
     step = [microbatch(images, 10 + images) for images in (3, 0, 1, 2)]
     whole: Any = family.build(4)

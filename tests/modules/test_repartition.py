@@ -118,7 +118,7 @@ def test_a_difference_between_optimizers_names_option_and_ranks() -> None:
     )
     assert _difference([None, first, same]) == ""
     assert _difference([first, None, same, other]) == (
-        "option lr of the optimizer's parameter group 0 is 0.5 on rank 0 and 0.25 on rank 3: "
+        "option lr of the optimizer's parameter group 0 is 0.5 on rank 0 and 0.25 on rank 3; "
         "use the same on all ranks"
     )
     assert "option betas of" in _difference([first, [{"lr": "0.5"}]])

@@ -95,9 +95,9 @@ def test_a_cause_of_the_user_is_found_and_costed(diagnose: Diagnose) -> None:
     ("name", "message"),
     [
         ("my_causes:Damaged", "cause damaged: "),
-        ("my_causes:np", "must be a subclass of .*Cause with a name"),
+        ("my_causes:np", "diagnose.Cause with a name, got module"),
         ("my_causes:none", "has no 'none'"),
-        ("nothing", "must be package.module:Class .*, got 'nothing'"),
+        ("nothing", "or an entry point of the group megatron_adaptive.causes, got 'nothing'"),
     ],
 )
 def test_a_cause_that_cannot_be_searched(diagnose: Diagnose, name: str, message: str) -> None:
