@@ -391,7 +391,7 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different types"),
         (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
         (_edit(lambda t: t.pop(_QUERY)), "no model.layers.0.self_attn.q_proj.weight, and 1 of 39"),
-        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "has more, which the model"),
+        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, which the model"),
         (
             lambda folder: _change(folder, tie_word_embeddings=True),
             "lm_head.weight with other values than model.embed_tokens.weight",
@@ -443,7 +443,7 @@ def test_folders_that_are_not_whole_are_refused(
         (
             "llama",
             {"model_type": "mpt", "alibi": True},
-            "nearest is llama, which lacks positions encoded as a bias of the scores; alibi; ",
+            "nearest is llama, which lacks positions encoded as a bias of the scores; alibi. Known",
         ),
         ("gemma", {"use_bidirectional_attention": True}, "True requests attention to later tokens"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' .* nearest .* is gelu"),
@@ -531,7 +531,7 @@ def test_a_size_that_contradicts_the_folder_is_named(flag: str, value: int, mode
     run = f"--load-hf {models / 'llama'} --mock-data --micro-batch-size 1 --train-iters 1 --lr 1"
     config = parse([*run.split()], world_size=1)
     there = getattr(config.model, flag[2:].replace("-", "_"))
-    with pytest.raises(ConfigError, match=f"{flag} {value} contradicts --load-hf .* says {there}"):
+    with pytest.raises(ConfigError, match=f"{flag} {value} contradicts the value {there} "):
         parse([*run.split(), flag, str(value)], world_size=1)
     parse([*run.split(), flag, str(there)], world_size=1)
 
