@@ -361,7 +361,7 @@ def agree_on_sharing(
     Args:
         accelerator: Device of this rank, from :func:`detect`.
         store: Key-value store of the job. Ranks exchange the identities of their GPUs through it.
-            The store's time limit applies to the wait for other ranks.
+            The store's timeout applies to the wait for other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 

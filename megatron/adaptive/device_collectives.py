@@ -34,7 +34,7 @@ class _AllWorks:
         self._works = works
 
     def wait(self, *limit: datetime.timedelta) -> bool:
-        """Waits for all collectives. The time limit applies to each collective separately."""
+        """Waits for all collectives. The timeout applies to each collective separately."""
         for work in self._works:
             work.wait(*limit)
         return True

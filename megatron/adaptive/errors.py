@@ -12,11 +12,11 @@
     ├── TraceError           trace files are missing, of several runs, or of a newer format
     ├── DeviceMemoryError    the accelerator ran out of memory
     └── TransportError       a channel between two ranks failed
-        ├── PeerLostError    the process at the other end is gone
-        └── DeadlineError    nothing arrived within the time limit
+        ├── PeerLostError    the process at the other end has exited or cannot be reached
+        └── DeadlineError    nothing arrived within the timeout
 
 A message is one line: what the user gave, what is wrong with it, and what to change. Messages from
-a distributed run also name rank, peer, stage, microbatch, elapsed time and time limit. Command line
+a distributed run also name rank, peer, stage, microbatch, elapsed time and timeout. Command line
 programs print such an error on one line and exit with status 2. Any other exception is a bug, and
 its traceback is printed. A module may define a subclass that only it raises.
 """
@@ -69,4 +69,4 @@ class PeerLostError(TransportError):
 
 
 class DeadlineError(TransportError):
-    """An expected message or event did not arrive within the time limit."""
+    """An expected message or event did not arrive within the timeout."""
