@@ -124,7 +124,9 @@ class Case:
             if len(getattr(self, name)) != self.stages:
                 raise ValueError(f"{self.id}: {name} needs one duration for each of {self.stages}")
         if any(w % self.weight_pieces for w in self.weight):
-            raise ValueError(f"{self.id}: W of {self.weight} is no multiple of the pieces")
+            raise ValueError(
+                f"{self.id}: W of {self.weight} is not a multiple of the number of pieces"
+            )
 
     @property
     def stages(self) -> int:
@@ -337,7 +339,7 @@ def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int)
         return {cell: unit * solver.value(start) for cell, start in variables.items()}
     if status in (cp_model.FEASIBLE, cp_model.UNKNOWN):
         return None
-    raise RuntimeError(f"{case.id}: {solver.status_name(status)} although a schedule is known")
+    raise RuntimeError(f"{case.id}: {solver.status_name(status)} although a schedule exists")
 
 
 def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, Any] | None:
@@ -415,7 +417,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
     if content["version"] != VERSION:
-        raise ValueError(f"{path} has version {content['version']}, not {VERSION}: remove it")
+        raise ValueError(f"{path} has version {content['version']}, not {VERSION}; remove the file")
     return {record["id"]: record for record in content["cases"]}
 
 

@@ -39,7 +39,7 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
         ConfigError: There is no data set, or a file of a set is damaged.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder: give the folder of the data set")
+        raise ConfigError(f"{folder} does not exist; give the folder of the data set")
     found: dict[str, list[MeasuredRun]] = {}
     below = sorted(one for one in folder.iterdir() if one.is_dir())
     for place in (folder.resolve(), *below):
@@ -49,7 +49,7 @@ def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
                 found[f"{place.name} {name}"] = _read(file, name)
     if not found:
         raise ConfigError(
-            f"{folder}: no data set: neither it nor a folder below it has a measured_NAME.csv or"
+            f"{folder} has no data set; the folder or a subfolder must contain measured_NAME.csv or"
             " measured_NAME.json"
         )
     return found
@@ -60,8 +60,8 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
         return _FORMS[file.suffix](file.parent, name)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file}: cannot be read with the files beside it ({type(error).__name__}: {error}):"
-            " see the forms of data sets in docs/reference/planner.md"
+            f"{file} and its data set cannot be read ({type(error).__name__}: {error});"
+            " docs/reference/planner.md describes the formats of data sets"
         ) from error
 
 
@@ -79,7 +79,7 @@ def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:
-        raise ConfigError("no run has a time: comparing needs one")
+        raise ConfigError("no run has a time, so nothing can be compared")
     peaks = [seen.peak_bytes / run.peak_bytes - 1 for seen, run in pairs if run.peak_bytes]
     predicted, measured = zip(*timed, strict=True)
     return accuracy(predicted, measured), peaks

@@ -200,7 +200,7 @@ def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
             }
             (folder / KEPT).write_text(json.dumps(kept) + "\n", encoding="utf-8")
             return reload(shape, folder)
-    raise BusyError(f"{shape}: others kept the machine busy: quiet iterations {seen}")
+    raise BusyError(f"{shape}: other programs disturbed the runs; undisturbed iterations: {seen}")
 
 
 def reload(shape: Shape, folder: Path) -> Outcome:
@@ -211,7 +211,7 @@ def reload(shape: Shape, folder: Path) -> Outcome:
     """
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     if kept["shape"] != str(shape):
-        raise RuntimeError(f"{folder}: holds {kept['shape']}, not {shape}: measure anew")
+        raise RuntimeError(f"{folder} contains {kept['shape']}, not {shape}; measure again")
     quiet = [i for i, part in enumerate(kept["others"]) if part < QUIET]
     steps = [kept["steps_s"][i] for i in quiet]
     return Outcome(
@@ -258,7 +258,7 @@ def profiled(folder: Path) -> Profile:
             break
     else:
         if not path.is_file():
-            raise BusyError("profile: others kept the machine busy")
+            raise BusyError("profile: other programs disturbed the run")
     return profile_file.make_profile(profile_file.load(path))
 
 
@@ -281,7 +281,7 @@ def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
             child.communicate(timeout=60)
             raise
     if child.returncode:
-        raise RuntimeError(f"{what} ended with {child.returncode}: {errors[-2000:]}")
+        raise RuntimeError(f"{what} exited with status {child.returncode}: {errors[-2000:]}")
     return watch
 
 
@@ -393,10 +393,12 @@ def measure(
             )
     records = [_record(shape, pairs) for shape, pairs in seen.items() if pairs]
     if not records:
-        raise BusyError("others kept the machine busy in all runs: start it when it is quiet")
+        raise BusyError("other programs disturbed all runs; start again when the machine is idle")
     lost = sum(rounds - len(pairs) for pairs in seen.values())
     note = (
-        f"{lost} of {rounds * len(seen)} runs left out, for others disturbed them" if lost else ""
+        f"{lost} of {rounds * len(seen)} runs left out, because other programs disturbed them"
+        if lost
+        else ""
     )
     name = f"own CPU runs, {len(records)} plans" + " with experts" * experts
     rows = [replace(row, note=note) for row in summary(records, name, 0.1 if experts else 0.05)]

@@ -54,7 +54,7 @@ def test_kept_runs_are_judged_without_running(tmp_path: Path) -> None:
     assert found.iterations == (3, 4, 6)
     assert found.step_s == pytest.approx(1.1)
     assert found.trace.num_ranks == 2
-    with pytest.raises(RuntimeError, match="measure anew"):
+    with pytest.raises(RuntimeError, match="measure again"):
         own_runs.reload(own_runs.Shape(), tmp_path)
 
 
@@ -77,5 +77,5 @@ def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
     monkeypatch.setattr(own_runs, "run", disturbed)
     found = own_runs.measure(tmp_path, again=True)
     assert [record["plan"] for record in found.facts["own"]] == [str(plans[0])]
-    assert found.rows[0].note == "5 of 6 runs left out, for others disturbed them"
+    assert found.rows[0].note == "5 of 6 runs left out, because other programs disturbed them"
     assert "left out: " in capsys.readouterr().out

@@ -19,7 +19,7 @@ PUBLISHED = os.environ.get("PLANNER_DATA", "")
 
 @pytest.mark.parametrize(
     ("folder", "text"),
-    [("missing", "no such folder"), ("empty", "no data set"), ("damaged", "cannot be read")],
+    [("missing", "does not exist"), ("empty", "has no data set"), ("damaged", "cannot be read")],
 )
 def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -104,7 +104,7 @@ def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> N
 def test_a_program_with_its_own_loop_may_pause(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a long pause between two calls, in which samples are generated, is no hang."""
+    """Checks that a long pause between two calls is not reported as a hang."""
     engine = engines.engine_of(model(), SHARED, None)
     assert engine._evidence()["may_pause"]
     training: Any = types.ModuleType("megatron.training")

@@ -221,7 +221,7 @@ def test_a_trace_without_some_actions_is_not_said_to_differ_by_nothing(
 def test_no_partition_is_searched_if_a_header_does_not_name_that_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that a header without the run's partition is no error."""
+    """Checks that a header without the run's partition is not an error."""
     even = (SEGMENTS // RANKS,) * RANKS
     run = ContentRun(even, "1f1b")
     answer = run.write(tmp_path, monkeypatch, layers=(8, 8), layer_work=[])

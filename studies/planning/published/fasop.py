@@ -120,7 +120,7 @@ class Fasop:
         """
         if name not in self._clusters["runs"]:
             raise ConfigError(
-                f"FASOP has no run {name!r}: its runs are {', '.join(self._clusters['runs'])}"
+                f"FASOP has no run {name!r}; its runs are {', '.join(self._clusters['runs'])}"
             )
         told = self._clusters["runs"][name]
         nodes = counts or {key: int(value) for key, value in told["node_counts"].items()}

@@ -58,7 +58,7 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
             return parse(file)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}): give the folder of the data set"
+            f"{path}: cannot be read ({error}); give the folder of the data set"
         ) from error
 
 
@@ -71,8 +71,8 @@ def part(document: Any, keys: Sequence[str], folder: Path) -> Any:
     for at, key in enumerate(keys):
         if not isinstance(document, dict) or key not in document:
             raise ConfigError(
-                f"{folder}: no {'.'.join(keys[: at + 1])} in its JSON files: see the forms of data"
-                " sets in docs/reference/planner.md"
+                f"{folder}: no {'.'.join(keys[: at + 1])} in its JSON files;"
+                " docs/reference/planner.md describes the formats of data sets"
             )
         document = document[key]
     return document

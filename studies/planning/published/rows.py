@@ -127,7 +127,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
     if len(fits) != 1:
         raise ConfigError(
             f"{folder}: {len(fits)} models of model.json have {layers} layers and a batch of"
-            f" {_batch(row)}: name the model of each run in a column model"
+            f" {_batch(row)}; name the model of each run in a column model"
         )
     return fits[0]
 

@@ -162,7 +162,7 @@ def _cluster(
             return found(one, one, "intra_node")  # the cluster has no second node of this type
         if not known:
             raise ConfigError(
-                f"{folder}: network.json has no {scope} link between {one} and {other}: add"
+                f"{folder}: network.json has no {scope} link between {one} and {other}; add"
                 " its curve"
             )
         return _link([x for x in known if "doubt" not in x] or known)
