@@ -34,6 +34,21 @@ def test_a_checkpoint_gives_back_what_was_put_in(rich: TrainerConfig) -> None:
     assert TrainerConfig.from_dict(saved) == rich
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--trace-dir t --trace-otlp http://user:hushhush@collector:4318/v1/traces?key=hushhush",
+        "--mlflow-experiment e --mlflow-tracking-uri https://user:hushhush@mlflow.example",
+    ],
+)
+def test_a_checkpoint_contains_no_secret_of_a_url(flags: str) -> None:
+    config = small(flags, world_size=1)
+    text = json.dumps(config.to_dict())
+    assert "hushhush" not in text
+    assert "//...@" in text
+    TrainerConfig.from_dict(json.loads(text))
+
+
 def test_a_checkpoint_says_auto_after_the_number_of_slices_was_chosen() -> None:
     shape = "--pipeline-model-parallel-size 2 --pipeline-schedule auto --sequence-slices auto"
     config = small(f"{shape} --global-batch-size 8", world_size=2)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.adaptive.config.collector import shown_url
 from megatron.adaptive.config.data import BatchConfig, DataConfig
 from megatron.adaptive.config.flags import FieldSpec, fields_of
 from megatron.adaptive.config.megatron_core_flags import CoreConfig, parse_pattern
@@ -335,6 +336,7 @@ class TrainerConfig:
         checkpoint can also be loaded with another version of megatron-core. The settings of
         adapters are omitted if no adapters are trained. A chosen number of slices is omitted too,
         because with ``--sequence-slices auto`` another run with these settings chooses again.
+        URLs lack user, password and query, because checkpoints and loggers must not show secrets.
         """
         saved = dataclasses.asdict(self)
         del saved["schedule"]["chosen_slices"], saved["schedule"]["chosen_tokens"]
@@ -394,6 +396,8 @@ def flag_specs() -> dict[str, FieldSpec]:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, str) and "://" in value:
+        return shown_url(value)
     return list(value) if isinstance(value, tuple) else value
 
 
