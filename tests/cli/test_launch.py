@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,22 @@ def test_options_are_checked_for_the_world_size(
     for word in phrases:
         assert word in text
     assert not list(tmp_path.glob("started.*"))
+
+
+def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.adaptive.engine import rendezvous
+
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
+    script = tmp_path / "script.py"
+    script.write_text(TOUCH)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"--master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
+        with pytest.raises(AdaptiveError, match="so it is not a torch store"):
+            launch.main([*f"--nnodes 2 --node-rank 1 {address}".split(), str(script)])
+    # Another attempt could not succeed.
+    assert "waiting for node 0" not in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess

@@ -191,7 +191,7 @@ def _wait_for_store(options: Any) -> None:
         parse_rendezvous_endpoint,
     )
 
-    from megatron.adaptive.engine.rendezvous import MeetingError, connect, reach
+    from megatron.adaptive.engine.rendezvous import MeetingError, NotAStoreError, connect, reach
 
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     try:
@@ -215,9 +215,11 @@ def _wait_for_store(options: Any) -> None:
         try:
             connect(host, port, min(end_s, time.monotonic() + _SAY_S))
             return
+        except NotAStoreError:
+            raise
         except MeetingError as error:
             left_s = end_s - time.monotonic()
-            if left_s <= 0 or "no store" in str(error):
+            if left_s <= 0:
                 raise
             text = f"waiting for node 0 at {host}:{port} ({error}); {left_s:.0f} s left"
             print(printable(text), file=sys.stderr, flush=True)

@@ -44,6 +44,10 @@ class MeetingError(Exception):
     """
 
 
+class NotAStoreError(MeetingError):
+    """Raised if another program than a key-value store listens at the address."""
+
+
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
     """Returns the key-value store that all ranks share. Collective over all ranks.
 
@@ -92,7 +96,9 @@ def no_rendezvous(environment: Environment, error: Exception) -> Exception:
     )
 
 
-def within(limit_s: float, action: Callable[[], T], late: str) -> T:
+def within(
+    limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
+) -> T:
     """Calls a function that may never return, and waits for its result up to a timeout.
 
     The function runs in a thread.
@@ -101,6 +107,7 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
         limit_s: Timeout in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
         late: Error message for the case that the timeout passes.
+        raises: Class of the error for that case.
 
     Raises:
         MeetingError: The timeout has passed. The thread that runs the function continues until the
@@ -118,7 +125,7 @@ def within(limit_s: float, action: Callable[[], T], late: str) -> T:
     try:
         answer, failure = answers.get(timeout=max(0.0, limit_s))
     except queue.Empty:
-        raise MeetingError(late) from None
+        raise raises(late) from None
     if failure is not None:
         raise failure
     result: T = answer
@@ -164,7 +171,8 @@ def connect(host: str, port: int, end_s: float) -> Any:
     """Connects to the key-value store that another process serves.
 
     Raises:
-        MeetingError: No program listens at the address, or the program is not a store.
+        NotAStoreError: The program that listens at the address does not answer.
+        MeetingError: No program listens at the address.
     """
     reach(host, port, end_s)
     return within(
@@ -178,6 +186,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
         ),
         f"the program that listens there did not answer within {_ANSWER_S:.0f} s, so it is not a "
         "torch store",
+        raises=NotAStoreError,
     )
 
 
