@@ -230,7 +230,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
     [
         (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
         (skipped, ["cuts.1", "not passed", "control flow"]),
-        (by_number, ["test_recorder.py", "by_number", "item", "exported module reads values"]),
+        (by_number, ["test_recorder.py", "by_number", "item", "exported module also reads values"]),
         (by_memory, ["test_recorder.py", "by_memory", "__dlpack__"]),
         (by_derivative, ["test_recorder.py", "torch.func", "only vmap"]),
         (by_value, ["test_recorder.py", "by_value", "values of a tensor", "__bool__"]),
@@ -238,7 +238,7 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
         (by_mode, ["cuts.0", "not passed"]),
         (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
         (unregistered, ["test_recorder.py", "not a module of the model"]),
-        (hidden, ["test_recorder.py", "hidden", "[4]", "no parameter"]),
+        (hidden, ["test_recorder.py", "hidden", "[4]", "not a parameter"]),
         (seen_elsewhere, ["changed in place", "stage 1"]),
         (moving_table, ["buffer table", "stage 0", "stage 2"]),
     ],
@@ -301,7 +301,7 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
     [
         (kept_state, ["assigns another tensor to table", "copy_"]),
         (kept_outside, ["assigns another tensor to mean", "buffer"]),
-        (kept_in_place, ["changes mean", "no buffer", "register_buffer"]),
+        (kept_in_place, ["changes mean", "not a buffer", "register_buffer"]),
         (counting, ["test_recorder.py", "counting", "buffer table", "forward changes"]),
         (hooked, ["test_recorder.py", "hooked", "hook for a gradient"]),
         (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "its own generator"]),
