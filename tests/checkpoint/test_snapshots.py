@@ -141,7 +141,7 @@ def test_too_little_memory_is_told_and_nothing_is_kept(
     copies.now.close()
     assert "warning: no copies of the state are kept in memory: they need" in log.said
     assert log.said.count("warning") == 1
-    assert log.reported.startswith("off: they take")
+    assert log.reported.startswith("off: they need")
     assert left_with(*keepers) == SnapshotSource(why="no remaining node has copies")
 
 

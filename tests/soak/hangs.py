@@ -233,7 +233,9 @@ def is_named_right(case: Case, said: str) -> bool:
     """Returns whether a line names the right rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
     # If the only rank of a machine hangs, other machines cannot know the reason.
-    if not re.search(CAUSES[case.kind], said) and (case.machines < 2 or "no word" not in said):
+    if not re.search(CAUSES[case.kind], said) and (
+        case.machines < 2 or "did not receive a message" not in said
+    ):
         return False
     return case.rank in ranks if case.kind in _OF_PIPELINES else ranks == {case.rank}
 
