@@ -47,7 +47,7 @@ class _Timed:
 
 
 def measure() -> list[Row]:
-    """Returns the rows of all costs, relative to a call of an empty function on this machine."""
+    """Returns the rows of all costs, relative to a call to an empty function on this machine."""
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
@@ -65,7 +65,7 @@ def measure() -> list[Row]:
 
 
 def _call_s() -> float:
-    """Returns the seconds of a call of an empty function."""
+    """Returns the seconds of a call to an empty function."""
 
     def nothing() -> None:
         return None

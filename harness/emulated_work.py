@@ -104,9 +104,9 @@ class RankWork:
         """Runs a forward; returns a tensor for the next stage, with the shape of ``received``.
 
         Args:
-            stage: Number of a stage of this rank.
+            stage: Index of a stage of this rank.
             received: Output of the previous stage; on the first stage its data or ``None``.
-            microbatch: Number of the microbatch.
+            microbatch: Index of the microbatch.
 
         Raises:
             WorkError: The input belongs to a different forward.
@@ -128,9 +128,9 @@ class RankWork:
         """Runs a backward by inputs; returns a gradient for the previous stage.
 
         Args:
-            stage: Number of a stage of this rank.
+            stage: Index of a stage of this rank.
             gradient: Gradient of the stage's output, ``None`` on the last stage.
-            microbatch: Number of the microbatch.
+            microbatch: Index of the microbatch.
             whole: Whether to run the backward by weights as well, before the backward by inputs.
 
         Raises:
@@ -293,7 +293,7 @@ class EmulatedRank:
 
     Args:
         position: Position of this rank in the pipeline; replicas of a position are neighbours.
-        replica: Number of this rank's pipeline.
+        replica: Index of this rank's pipeline.
         replicas: Number of pipelines.
     """
 
@@ -315,7 +315,7 @@ class EmulatedRank:
         sizes: Sequence[float] | None = None,
         unit: float = 1.0,
     ) -> EmulatedStep:
-        """Runs a step that begins on all ranks together. Collective.
+        """Runs a step that begins on all ranks together. All ranks must call it.
 
         Args:
             candidate: Schedule and its settings.

@@ -83,7 +83,7 @@ class CompetingRank(TrainingRank):
         return rotated(list(self._functions), index)
 
     def compare(self) -> dict[str, dict[str, float]]:
-        """Runs all competitors on the same microbatches and weights. Collective.
+        """Runs all competitors on the same microbatches and weights. All ranks must call it.
 
         Returns:
             For each competitor ``loss``, the largest relative difference of a microbatch's loss,

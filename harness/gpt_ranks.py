@@ -39,7 +39,7 @@ class MeasuringRank(Protocol):
         """Returns entries that the first rank adds to the result after all ranks have closed."""
 
     def close(self) -> None:
-        """Closes the job. Collective."""
+        """Closes the job. All ranks must call this together."""
 
 
 def measure(
@@ -88,7 +88,7 @@ class GptRank:
     Attributes:
         config: Settings of the trainer.
         chunks: Model chunks of this rank.
-        rank: Number of this rank in the job.
+        rank: Rank of this process in the job.
         is_first: Whether this rank is the first of the job.
     """
 
@@ -127,7 +127,7 @@ class GptRank:
         return Checkpoints(self._run, config=replace(self.config, checkpoint=settings)).load()
 
     def close(self) -> None:
-        """Closes the job. Collective."""
+        """Closes the job. All ranks must call this together."""
         import torch.distributed as dist
 
         from megatron.adaptive.gpt.initialize import end_job
@@ -167,7 +167,7 @@ class TrainingRank(GptRank):
         return {}
 
     def close(self) -> None:
-        """Closes the job. Collective."""
+        """Closes the job. All ranks must call this together."""
         self._loader = None if self._loader is None else self._loader.close()
         super().close()
 

@@ -11,7 +11,7 @@ class Link(Protocol):
     """A connection that carries messages between two processes in both directions."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Announces the messages that will be received."""
+        """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
 
     def send(self, payload: Any) -> None:
         """Starts sending; may wait for older messages."""
@@ -23,7 +23,7 @@ class Link(Protocol):
         """Waits for the next message; its memory is valid until the next call."""
 
     def close(self) -> None:
-        """Closes the link. Collective."""
+        """Closes the link. Both processes must call this together."""
 
 
 def stream_s(

@@ -27,7 +27,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kills a process and all its descendants, including ranks in sessions of their own."""
+    """Kills a process and all its descendants, including ranks in their own sessions."""
     import psutil  # imported here: the GPU check starts on machines without psutil
 
     try:

@@ -104,7 +104,7 @@ class Channels:
     Args:
         placement: Placement of the stages.
         position: Position of this rank in the pipeline; replicas of a position are neighbours.
-        replica: Number of this rank's pipeline.
+        replica: Index of this rank's pipeline.
         replicas: Number of pipelines.
         recorder: Recorder of the executor.
         agree: Function that makes this rank's side of an agreement from its queue of arrivals.

@@ -26,7 +26,7 @@ class TransportLink:
 
     Args:
         name: Name of the transport, such as ``shm``.
-        rank: Number of this process, 0 or 1.
+        rank: Rank of this process, 0 or 1.
         slot_bytes: Size of a slot, which holds a whole message.
         slots: Number of slots.
         fixed: Whether all messages are as large as a slot, which makes gloo faster.
@@ -91,7 +91,7 @@ class TransportLink:
         return payload
 
     def close(self) -> None:
-        """Closes the transport. Collective."""
+        """Closes the transport. Both processes must call this together."""
         self.transport.close()
 
 

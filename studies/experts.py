@@ -271,7 +271,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes the channels. Collective."""
+        """Closes the channels. All ranks must call this together."""
         for channels in self._channels.values():
             channels.close()
 

@@ -288,7 +288,7 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """Returns the best schedule of all rules."""
+    """Returns the best schedule that any rule produces."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 

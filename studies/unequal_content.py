@@ -220,7 +220,7 @@ def microbatch(images: int) -> dict[str, Any]:
 
 
 class Job:
-    """Runs one way on this process, with the decisions of ``Pipeline``. Collective.
+    """Runs one way on this process, with the decisions of ``Pipeline``. All ranks must call it.
 
     Args:
         way: Way to run the steps.
@@ -286,7 +286,7 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels. Collective."""
+        """Closes the channels. All ranks must call this together."""
         self._member.close()
 
 

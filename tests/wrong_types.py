@@ -20,13 +20,13 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 
 def install_with_wrong_types() -> None:
-    install("1f1b", weight_pieces="4")  # type: ignore[arg-type]  # a text
+    install("1f1b", weight_pieces="4")  # type: ignore[arg-type]  # a string
     install("1f1b", on_hang="stop")  # type: ignore[arg-type]  # neither "report" nor "end"
     install("1f1b", placemen="v")  # type: ignore[call-arg]  # misspelled
 
 
 def pipeline_with_wrong_types(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
-    Pipeline(model, batch, micro_batch_size="2")  # type: ignore[arg-type]  # a text
+    Pipeline(model, batch, micro_batch_size="2")  # type: ignore[arg-type]  # a string
     Pipeline(model, batch, slicing="trace")  # type: ignore[arg-type]  # no method of recording
     pipeline = Pipeline(model, batch, micro_batchsize=2)  # type: ignore[call-arg]  # misspelled
     pipeline.loop(10, save_interval=0.5)  # type: ignore[arg-type]  # a fraction
@@ -34,6 +34,6 @@ def pipeline_with_wrong_types(model: torch.nn.Module, batch: Mapping[str, torch.
 
 
 def simulate_with_wrong_types(placement: Placement, policy: Policy, times: StageTimes) -> None:
-    make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]  # a text
+    make_policies("adaptive", placement, 4, cap="8")  # type: ignore[arg-type]  # a string
     simulate(placement, 4, [policy], times, weight_pieces=0.5)  # type: ignore[arg-type]
     simulate(placement, 4, [policy], times, pieces=4)  # type: ignore[call-arg]  # no parameter

@@ -90,7 +90,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens gloo through ``torch.distributed``. Collective."""
+    """Opens gloo through ``torch.distributed``. Both processes must call this together."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

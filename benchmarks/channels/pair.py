@@ -35,7 +35,7 @@ class Process:
     """One of the two processes.
 
     Args:
-        rank: Number of the process; the first sends.
+        rank: Index of the process; the first sends.
         make_buffer: Function that allocates a payload of a number of bytes.
         address: Function that returns the address of a payload.
         plan: Sizes, repetitions, processors, and the path of the compiled copies.

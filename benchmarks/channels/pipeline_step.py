@@ -39,7 +39,7 @@ class WorkingStages(IdleStages):
     """A chunk that multiplies matrices.
 
     Args:
-        rank: Number of the rank: 0 is the first stage, 1 the last.
+        rank: Rank of this process. 0 is the first stage, 1 the last.
         nbytes: Size of activation and gradient, in bytes.
         products: Number of matrix multiplications in each forward and each backward.
     """
@@ -73,7 +73,7 @@ class InstantTransport:
     """A transport within one process: every input is available before it is needed.
 
     Args:
-        rank: Number of the rank, 0 or 1.
+        rank: Rank of this process, 0 or 1.
         nbytes: Size of the inputs, in bytes.
     """
 
@@ -104,7 +104,7 @@ class Pipeline:
     """Executors of one rank, one executor for each transport.
 
     Args:
-        rank: Number of the rank, 0 or 1.
+        rank: Rank of this process, 0 or 1.
         nbytes: Size of a message, in bytes.
         products: Number of matrix multiplications in each forward and each backward.
     """
@@ -150,7 +150,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
     """Runs one rank; returns the seconds of each step, of the slower rank, by transport.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank of this process.
         plan: Settings of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and
             the processors of the ranks (``cpus``).
     """

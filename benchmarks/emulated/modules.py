@@ -30,7 +30,7 @@ class EmulatedChunk(torch.nn.Module):
     """One emulated stage; ``work`` must be set before each step.
 
     Args:
-        stage: Number of the stage in pipeline order.
+        stage: Index of the stage in pipeline order.
         num_stages: Number of stages of the pipeline.
 
     Attributes:

@@ -148,6 +148,6 @@ class PluggedRunner(StepRunner):
         engine.run(self.call)
 
     def close(self) -> None:
-        """Closes the channels. Collective."""
+        """Closes the channels. All ranks must call this together."""
         self._engines.close()
         parallel_state.destroy_model_parallel()

@@ -88,7 +88,7 @@ class Draws:
         num_microbatches: Number of microbatches of the step.
         times: Mean durations.
         seed: Seed of all draws.
-        repetition: Number of the step.
+        repetition: Step number.
     """
 
     scenario: Scenario

@@ -39,7 +39,7 @@ class Rank:
     """One rank of the emulated pipeline.
 
     Args:
-        rank: Number of the rank.
+        rank: Rank of this process.
         plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, number of
             microbatches, and number of steps of each competitor; ``competitors``, which
             alternate; ``times``, the mean durations; ``seed`` of all draws. Each step has new
@@ -77,7 +77,7 @@ class Rank:
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
-        """Closes the resources that the runners share. Collective."""
+        """Closes the resources that the runners share. All ranks must call this together."""
         for channels in self._channels.values():
             channels.close()
         for runner in self._runners.values():

@@ -31,7 +31,7 @@ def build(**changes: Any) -> GPT2LMHeadModel:
 
 
 def make_batch(samples: int) -> Batch:
-    """Returns generated text in which each token follows from the previous token."""
+    """Returns synthetic text in which each token is a function of the previous token."""
     generator = torch.Generator().manual_seed(2)
     start = torch.randint(0, 128, (samples, 1), generator=generator)
     ids = (start + 7 * torch.arange(32)) % 128

@@ -244,7 +244,7 @@ def _write_job(folder: Path) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Damages a file in one random way; returns the name of the way."""
+    """Corrupts a file in one random way, and returns the name of the way."""
     content = bytearray(path.read_bytes())
     kind = draw.choice(list(_KINDS))
     made = _KINDS[kind](content, draw)
@@ -332,7 +332,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 def fault(subject: Subject, folder: Path, before: Any) -> str:
-    """Returns what is wrong with the handling of a damaged file, or an empty text."""
+    """Returns what is wrong with the handling of a damaged file, or an empty string."""
     try:
         with limit(LIMIT_S):
             answer = subject.read(folder)

@@ -83,8 +83,8 @@ def test_nodes_have_the_processes_that_they_report(tmp_path: Path) -> None:
 
 
 def test_stages_of_unequal_widths_where_they_are_asked_for_and_faster(tmp_path: Path) -> None:
-    # Four layers on three nodes: 1-2-1 waits for the second stage; 3-1 has 1.5 nodes for three
-    # layers.
+    # Four layers run on three nodes. With the split 1-2-1, the second stage is the bottleneck.
+    # With 3-1 on two nodes and one node, a node has the work of at most 1.5 layers.
     model = (*DRY, "--num-layers", "4", "--global-batch-size", "16")
     files = [cluster_file(tmp_path, {"fast": ""}), profile_file(tmp_path, {"fast": 0.004})]
     equal = Planning(files, model).plan(nodes("abc"))

@@ -116,7 +116,7 @@ def test_too_few_samples_for_every_replica_are_refused() -> None:
 def test_every_shape_takes_the_same_documents(
     write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
 ) -> None:
-    """Checks a run that resumes with other replicas, with cut, empty and whole documents."""
+    """Checks that any number of replicas, also after a resume, takes the same documents."""
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (

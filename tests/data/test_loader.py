@@ -26,7 +26,7 @@ LENGTH = 5
 
 
 class Numbered:
-    """Samples that consist of their own number."""
+    """Samples that contain only their index."""
 
     def __init__(self, size: int, with_mask: bool = False) -> None:
         self._size = size
@@ -188,7 +188,7 @@ def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
 
 
 class PidOf(Numbered):
-    """Samples that contain the number of the process that read them."""
+    """Samples that contain the index of the process that read them."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"tokens": torch.tensor([os.getpid()])}

@@ -1,4 +1,4 @@
-"""Fixtures for tests that build a trainer, or parts of a model in one process."""
+"""Provides fixtures for tests that build a trainer, or parts of a model in one process."""
 
 from __future__ import annotations
 

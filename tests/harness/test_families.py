@@ -1,4 +1,4 @@
-"""Families of processes: who belongs to one, and that none outlives a program that is stopped."""
+"""Tests which processes belong to a program, and that none of them outlives it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_the_family_of_a_process_is_that_of_psutil() -> None:
     assert children_of(process.pid) == []
 
 
-# A program with one part, which starts a shell in a session of its own and waits for it. The shell
-# starts a process that ignores SIGTERM.
+# This program starts a shell in its own session and waits for it. The shell starts a process that
+# ignores SIGTERM.
 PROGRAM = """
 import argparse, subprocess, sys
 from pathlib import Path

@@ -93,15 +93,15 @@ class Wire:
 
 
 class Peer:
-    """Implements one endpoint of a channel: both directions, over one lane.
+    """Implements one endpoint of a bidirectional channel with a single lane.
 
     Args:
         wire: Link to the other endpoint.
-        job: Number of the job.
-        slots: Number of slots of each direction.
+        job: ID of the job.
+        slots: Number of slots in each direction.
         slot_bytes: Largest payload of a slot.
         device: Name of the verbs device.
-        gid_index: Index of its RoCE v2 address.
+        gid_index: Index of the device's RoCE v2 GID.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Link(TransportLink):
     """Connects the two nodes by a channel of the RDMA transport.
 
     Args:
-        rank: Number of this node.
+        rank: Index of this node.
         nbytes: Size of a message, in bytes.
     """
 

@@ -18,7 +18,7 @@ PidFile {0}/sshd.pid
 
 
 def why_not() -> str | None:
-    """Returns why no sshd can run here, ``None`` if one can."""
+    """Returns the reason why no sshd can run here, or ``None`` if one can."""
     is_here = Path(SSHD).exists() and shutil.which("ssh")
     return None if is_here else "no ssh or sshd: bash prerequisite.sh --slurm"
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests: snapshot keepers, and training runs, of which one exists at a time."""
+"""Provides snapshot keepers and training runs. One training run exists at a time."""
 
 from __future__ import annotations
 

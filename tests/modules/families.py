@@ -1,4 +1,4 @@
-"""Small ``transformers`` models of many families with random weights, and batches for each."""
+"""Defines small ``transformers`` models with random weights, and batches for each model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Family:
         model_type: Name of the configuration in ``transformers``.
         config: Function that returns the configuration for a total number of blocks.
         make_batch: Function that returns a batch of four samples.
-        slicing: Method of recording that the family needs.
-        decisive_entries: Names of the batch entries whose values the model reads.
+        slicing: Value of the pipeline's option ``slicing`` that the family needs.
+        decisive_entries: Names of the batch entries whose values affect what the model runs.
         arguments: Arguments of ``forward`` that are the same for all batches.
     """
 

@@ -1,4 +1,4 @@
-"""Small models with cut points, each with a property that makes cutting difficult."""
+"""Defines small models with cut points, each with a property that makes cutting difficult."""
 
 from __future__ import annotations
 

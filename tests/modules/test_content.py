@@ -206,7 +206,7 @@ def test_recordings_are_bounded_and_reported_once(
 
 
 def test_a_late_recording_is_of_the_mode_that_runs(opened: list[Pipeline]) -> None:
-    """Checks that the model runs once per recording, and once more for the other mode."""
+    """Checks that the model runs once per batch content and mode (training or evaluation)."""
     modes = []
     model = viewer()
     model.register_forward_pre_hook(lambda module, inputs: modes.append(module.training))
@@ -472,7 +472,7 @@ def test_random_numbers_without_torch_are_refused(opened: list[Pipeline]) -> Non
 
 @pytest.mark.parametrize("split", [False, True])
 def test_hooks_on_parameters_run(opened: list[Pipeline], split: bool) -> None:
-    """Checks that hooks run, which a deferred weight gradient would bypass."""
+    """Checks that hooks run even where a deferred weight gradient would bypass them."""
     part = {"x": torch.randn(2, 4), "y": torch.tensor([0, 2])}
     whole, model = Scorer(), Scorer()
     opened.append(Pipeline(model, [part], split_backward=split))

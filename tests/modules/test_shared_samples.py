@@ -1,4 +1,4 @@
-"""Samples that several processes encode together; here threads take the part of processes."""
+"""Tests samples that several processes encode together. Threads stand in for processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Meeting:
 
 
 def read_together(paths: list[Path], reader: Any = None, **options: Any) -> list[Any]:
-    """Reads a file on each rank; returns the samples, or the error, of each."""
+    """Reads a file on each rank, and returns the samples or the error from each rank."""
     meeting = Meeting(len(paths))
 
     def read(rank: int) -> Any:

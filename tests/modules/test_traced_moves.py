@@ -1,4 +1,4 @@
-"""Traces of pipelines whose segments move."""
+"""Tests traces of pipelines whose segments move between ranks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 
 def layer_norms(run: Run) -> dict[str, float]:
-    """Returns the norm of each layer's gradients, by the layer's global name. Collective.
+    """Returns the norm of each layer's gradients, by global name. All ranks must call it.
 
     Parameters outside of layers, such as the embedding, are listed by their own names. Call it when
     the gradients are complete, before the optimizer uses them.

@@ -121,7 +121,7 @@ class Forkserver:
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the parent of the nodes' fork servers, and the variables with which jobs use it.
+        """Returns the parent of the nodes' fork servers, and the variables that select it.
 
         See ``forked_nodes/sitecustomize.py``.
 

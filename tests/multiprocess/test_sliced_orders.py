@@ -58,7 +58,7 @@ def test_orders_are_chosen_recorded_repeated_and_read_from_a_file(
     replay = f"--replay-schedule {first} --record-schedule"
     assert losses_of(tmp_path / "same", f"--sequence-slices 3 {replay} {again}") == ran
     assert orders_in(again) == orders_in(first)
-    # A run with another number of slices follows the record as far as possible.
+    # A run with a different number of slices follows the record as far as possible.
     cut = losses_of(tmp_path / "cut", f"--sequence-slices 2 {replay} {other}")
     assert cut == pytest.approx(ran, rel=1e-5)
     assert ScheduleRecord.load(other).shape.slices == 2

@@ -146,7 +146,7 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
             with torch.no_grad():
                 looked = _call(model, batches, partial(replay.step, _look), forward_only=True)
             seen.append([result["log_probs"].flatten().tolist() for result in looked])
-        for part in (batches[:4], batches[4:]):  # another number of microbatches in each update
+        for part in (batches[:4], batches[4:]):  # a different number of microbatches in each update
             replay.mode = "forward"
             _begin(model)
             learned = _call(model, part, partial(replay.step, _learn), forward_only=False)

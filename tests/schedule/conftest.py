@@ -12,7 +12,7 @@ settings.load_profile("megatron-adaptive")
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """Parses actions from a text such as ``F0-0+ B0-1 W0-0.1``."""
+    """Parses actions from a string such as ``F0-0+ B0-1 W0-0.1``."""
     actions = []
     for word in text.split():
         paired, word = word.endswith("+"), word.rstrip("+")

@@ -52,7 +52,7 @@ class Job:
     def step(
         self, sizes: list[Size], slow: dict[int, float] | None = None
     ) -> tuple[list[int], float]:
-        """Returns each replica's count, and the step time relative to ideal dealing."""
+        """Returns the microbatches per replica, and the step time relative to the ideal."""
         dealt = self.dealer.deal(sizes)
         factors = [(slow or {}).get(replica, 1.0) for replica in range(self.replicas)]
         measured: list[list[Measured]] = []

@@ -69,7 +69,7 @@ class Saved:
         return (PipelineFolder if self.is_pipeline else CheckpointFolder)(self.folder)
 
     def verify(self) -> str:
-        """Searches for damages as ``checkpoint verify`` does; returns its report."""
+        """Searches for corruption as ``checkpoint verify`` does, and returns its report."""
         return "\n".join(self.steps.verify(self.step))
 
 
@@ -81,14 +81,14 @@ def measure(
     seed: int,
     shapes: Sequence[str] = tuple(_SHAPES),
 ) -> Result:
-    """Damages checkpoints, verifies them, and loads a sample.
+    """Corrupts checkpoints, verifies them, and loads a sample.
 
     Args:
         folder: Empty folder for checkpoints.
-        damages: Number of damages.
+        damages: Number of corruptions.
         whole: Number of undamaged checkpoints that are verified.
-        loads: Number of damages that are also loaded.
-        seed: Seed of the first damage; the following damages use the next seeds.
+        loads: Number of corrupt checkpoints that are also loaded.
+        seed: Seed of the first corruption; the following corruptions use the next seeds.
         shapes: Names of the shapes.
     """
     every = make_checkpoints(folder, shapes)
@@ -165,7 +165,7 @@ def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
 
 @contextlib.contextmanager
 def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str], str]]:
-    """Damages one of the checkpoints, and restores it afterwards.
+    """Corrupts one of the checkpoints, and restores it afterwards.
 
     Yields:
         The checkpoint, the names of its damaged files, and a description of the damage.
@@ -176,7 +176,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     steps = saved.steps.steps()
     folder = steps[saved.step]
     files = [file for file in sorted(folder.iterdir()) if file.stat().st_size]
-    # Half of the damages choose a file uniformly, the others in proportion to file sizes.
+    # Half of the corruptions hit a uniformly random file, the rest a file weighted by its size.
     sizes = [file.stat().st_size for file in files]
     path = draw.choice(files) if draw.random() < 0.5 else draw.choices(files, sizes)[0]
     before, names = {path: path.read_bytes()}, {path.name}
@@ -200,7 +200,7 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
 
 
 def damage(path: Path, kind: str, draw: random.Random) -> str:
-    """Damages a file in place.
+    """Corrupts a file in place.
 
     Args:
         path: Path of the file, which is not empty.

@@ -111,7 +111,7 @@ class Chain:
         """Returns the command line of a job.
 
         Args:
-            number: Number of the job in the chain.
+            number: Index of the job in the chain.
             last: Step after which it ends; ``None`` for a distant step.
         """
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))

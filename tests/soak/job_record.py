@@ -21,7 +21,7 @@ class Step:
     """Describes one recorded step.
 
     Attributes:
-        iteration: Number of the step.
+        iteration: Step number.
         samples: Number of samples trained so far, including this step.
         loss: Loss of the step.
         unix_ns: Time when the step ended; 0 if only the log contains the step.

@@ -63,7 +63,7 @@ class SmallJob:
 
     Args:
         folder: Folder of checkpoints.
-        number: Number of the job, from 1.
+        number: Index of the job, from 1.
         saves: Number of checkpoints that it saves.
         seed: Seed of the times at which it saves.
         is_far: Whether it appears to be on another machine.

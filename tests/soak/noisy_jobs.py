@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[Path, int], tuple[int, tuple[str, ...]]]] = {
 
 
 def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
-    """Trains jobs one after the other until the time is over, at least one of each kind."""
+    """Runs jobs one after another until the time is up, with at least one job of each kind."""
     jobs: list[NoisyJob] = []
     end_s = time.monotonic() + 60 * minutes
     while time.monotonic() < end_s or len(jobs) < len(names):

@@ -1,4 +1,4 @@
-"""Tests that lost nodes are noticed, and that damages are found."""
+"""Tests that lost nodes are noticed, and that corruption is found."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _LIMIT_S = 20.0
 
 
 def why_not() -> str | None:
-    """Returns why this machine cannot emulate nodes, ``None`` if it can."""
+    """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "nodes on one machine need root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -60,7 +60,7 @@ class Node:
     """One node, which is initially off.
 
     Args:
-        number: Number of the node, counted from 0.
+        number: Index of the node, counted from 0.
         slots: Number of ranks that it may run.
         folder: Folder for its log and its status.
         switch: Name of the switch's namespace.

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans on loopback, over HTTP."""
+"""Collects OpenTelemetry spans on loopback, over HTTP."""
 
 from __future__ import annotations
 

@@ -385,8 +385,8 @@ def draw_step(
     Args:
         run: Description of the run.
         placement: Placement of the stages.
-        iteration: Number of the iteration, counted from 1.
-        replica: Number of the replica.
+        iteration: Iteration number, counted from 1.
+        replica: Index of the replica.
         seed: Seed of the random factors of actions.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Fixtures with traces of a small simulated pipeline, written by the real recorder."""
+"""Provides traces of a small simulated pipeline, written by the real recorder."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

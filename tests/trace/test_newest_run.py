@@ -36,7 +36,7 @@ def test_without_runs_there_is_none() -> None:
 def test_the_run_that_wrote_last_counts(capsys: pytest.CaptureFixture[str]) -> None:
     write("runs/first/traces/a.jsonl", 20)
     write("runs/second/traces/a.jsonl", 10)
-    write("runs/second/later.txt", 90)  # not a file that is read
+    write("runs/second/later.txt", 90)  # ignored: not a trace file
     assert newest_run(TRACES) == Path("runs/first")
     assert (
         capsys.readouterr().err

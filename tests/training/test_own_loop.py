@@ -60,7 +60,7 @@ class Model:
         gpt: Arguments of megatron-core's model.
         optimizer: Settings of megatron-core's optimizer.
         bf16: Whether weights are in bfloat16.
-        rel: Largest relative difference of losses, from rounding.
+        rel: Largest relative difference between losses that rounding may cause.
     """
 
     flags: str

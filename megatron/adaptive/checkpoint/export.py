@@ -200,7 +200,7 @@ def export_folder(
             with their original configuration if the run loaded them. ``merged`` for the model with
             the adapters added to its weights; if the checkpoint lacks the model's weights, they are
             read from ``like``.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
         hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
 
     Raises:

@@ -318,7 +318,7 @@ class StepFolders:
         return manifest
 
     def _broken_rule(self, body: Mapping[str, Any]) -> str:
-        """Returns why a manifest with a matching checksum is invalid; ``""`` if it is valid."""
+        """Returns the reason why a manifest with a correct checksum is invalid, or ``""``."""
         try:
             check_form(body, self._schema, "it")
         except ConfigError as error:

@@ -172,7 +172,7 @@ def sharded_optimizer(
 
     With expert parallelism, experts have a separate optimizer. With muon, so have all weights that
     it does not train, such as biases. The tensors of such an optimizer have other names than those
-    of the main optimizer. Its parameter groups are in an entry of their own, but the groups of
+    of the main optimizer. Its parameter groups are in a separate entry, but the groups of
     experts are never read.
 
     Args:

@@ -394,7 +394,7 @@ class BackgroundWrite(threading.Thread):
 def hold(
     folder: StepFolders, job: Job, ranks: RankGroup, remedy: str = "", *, has_local: bool = False
 ) -> None:
-    """Reserves a folder for this job until the job ends. Collective.
+    """Reserves a folder for this job until the job ends. All ranks must call this together.
 
     Args:
         folder: Folder of checkpoints.
@@ -443,7 +443,7 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Makes a step's partial folder, and removes it if the ``with`` block fails. Collective.
+    """Makes a step's folder, and removes it if the block fails. All ranks must call it.
 
     Args:
         folder: Folder of checkpoints.
@@ -489,7 +489,7 @@ def prepare(
     latest: Callable[[], int | None],
     keep: int | None,
 ) -> LocalDisk | None:
-    """Reserves a folder for this job, and finishes uploads of previous runs. Collective.
+    """Reserves a folder, and finishes uploads of previous runs. All ranks must call it.
 
     Args:
         shared: Folder of checkpoints in shared storage.

@@ -271,7 +271,7 @@ def write_folder(
         tensors: Dtype and shape of each tensor by name, in the model's order.
         read: Function that takes a name and returns that tensor, contiguous in host memory. It is
             called once per tensor.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
         single: Name of the only file, if all tensors fit into one.
 
     Raises:
@@ -295,7 +295,7 @@ def split_shards(
 
     Args:
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets a file of its own.
+        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
     """
     shards: list[list[str]] = [[]]
     filled = 0

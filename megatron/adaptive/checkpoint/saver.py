@@ -2,9 +2,9 @@
 
 ::
 
-    at once   state ──────────────────> folder                     training waits
-    behind    state ─> copy in memory ─> folder, in a thread       training waits for the copy
-    (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
+    immediate   state ──────────────────> folder                  training waits
+    background  state ─> copy in memory ─> folder, in a thread    training waits for the copy
+      (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
 The trainer and ``Pipeline`` each have a function that returns their state as a :class:`TakenState`.
 For both, this module ensures that a checkpoint is either complete or absent, that old checkpoints
@@ -262,7 +262,7 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first checkpoint that is not damaged. Collective.
+    """Loads the first checkpoint that is not damaged. All ranks must call this together.
 
     Args:
         steps: Steps of the checkpoints to try, in this order; at least one.

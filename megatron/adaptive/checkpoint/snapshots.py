@@ -111,14 +111,14 @@ class NoSnapshots:
         Must be called before a step is reported as done.
 
         Args:
-            iteration: Number of the iteration that was just done.
+            iteration: Iteration that was just done.
         """
 
     def take(self, iteration: int) -> None:
         """Starts to copy the current state; the copy continues during the next iteration.
 
         Args:
-            iteration: Number of the iteration that was done last.
+            iteration: Iteration that was done last.
         """
 
     def before_update(self) -> None:
@@ -241,7 +241,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans which rank copies which part, and makes this rank's file. Collective."""
+        """Plans the copies, and makes this rank's file. All ranks must call it."""
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -329,7 +329,7 @@ class Snapshots(NoSnapshots):
 
         Args:
             slot: Index of the slot in the file.
-            step: Number of the step.
+            step: Step number.
             extra: State other than tensors.
             event: CUDA event to wait for before the copy, ``None`` on a CPU.
             versions: Version counters of the tensors before the copy.
@@ -511,7 +511,7 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns why a plan does not fit in a node's memory; ``None`` if it fits on all nodes.
+    """Returns the reason why a plan does not fit in a node's memory, or ``None`` if it does.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.

@@ -366,7 +366,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns path and manifest of an iteration's checkpoint. Called only on rank 0."""
+        """Returns the path and manifest of an iteration's checkpoint. Only rank 0 calls it."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -401,7 +401,7 @@ class Checkpoints:
         return bool(manifest["shape"] == state.mesh_shape(self._config))
 
     def _read(self, reader: CheckpointReader, manifest: Manifest) -> _Content:
-        """Reads the part of a checkpoint that this rank needs. Collective."""
+        """Reads the part of a checkpoint that this rank needs. All ranks must call it together."""
         path, common = reader.path, self._all.together(lambda: _common(reader))
         content = common.get(_CONTENT) or {}  # Megatron-LM before 0.14 saved no such metadata
         weights = state.sharded_model(self._chunks, content)
@@ -436,7 +436,7 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Reads the shards of a state, and returns them merged with the common values. Collective.
+        """Returns a state's shards merged with the common values. All ranks must call it.
 
         Args:
             whole: State with an empty shard for each saved value.

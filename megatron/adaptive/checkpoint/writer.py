@@ -180,7 +180,7 @@ class ShardWriter:
     def write(
         self, state: TakenState, folder: Path, ranks: RankGroup
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Writes the files of all ranks and flushes them to disk. Collective.
+        """Writes the files of all ranks and flushes them to disk. All ranks must call it together.
 
         Args:
             state: Tensors and other values of this rank to write.
@@ -218,7 +218,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index for parts whose position in a file changed. Collective."""
+        """Updates the index for parts whose position in a file changed. All ranks must call it."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position

@@ -180,7 +180,7 @@ def _differences(
 
 
 def _kind(line: str) -> str:
-    """Returns ``error`` or ``warning`` if a line reports one of these, otherwise an empty text."""
+    """Returns ``error`` or ``warning`` if a line reports one, otherwise an empty string."""
     return "error" if _ERROR.search(line) else "warning" if _WARNING.search(line) else ""
 
 

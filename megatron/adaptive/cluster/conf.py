@@ -147,7 +147,7 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
 
 
 def read_value(name: str, text: str) -> object:
-    """Parses the value of a variable from text; an empty text stands for the default.
+    """Parses the value of a variable from text; an empty string stands for the default.
 
     Returns:
         An ``int``, ``float``, ``bool`` or ``str``; ``None`` if there is neither text nor default.
@@ -311,7 +311,7 @@ class LaunchConf:
         return Path(self.folder, self.values[name]).absolute()
 
     def texts(self) -> dict[str, str]:
-        """Returns the values of all variables as texts, by name, including environment variables.
+        """Returns the values of all variables as strings, by name, including environment variables.
 
         Leaves out secrets, and ``PLAN``: the variables that the plan sets are included instead.
         """
@@ -453,7 +453,7 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses a text ``TYPE=VALUE ...`` with one value per node type, or one value for all types."""
+    """Parses a string ``TYPE=VALUE ...`` with one value per node type, or a common value."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     values = dict(assignment.partition("=")[::2] for assignment in text.split())

@@ -88,9 +88,9 @@ class Program(ABC):
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
-        """Returns why a job needs another incarnation although its ranks exited without failures.
+        """Returns the reason why a job restarts although its ranks exited without failures.
 
-        Returns an empty text if the job is finished.
+        Returns an empty string if the job is finished.
 
         Args:
             before: Progress that the ranks wrote.

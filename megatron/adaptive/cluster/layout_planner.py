@@ -79,7 +79,7 @@ _ANY_NUMBER = 1 << 20
 
 
 def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
-    """Returns a copy of a node type with another number of processes and another slowness."""
+    """Returns a copy of a node type with a different number of processes and slowness."""
     name = base.name
     if slowness != 1.0 or gpus != base.gpus:
         name += f" x {gpus}"

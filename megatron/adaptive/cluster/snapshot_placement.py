@@ -252,7 +252,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write a step; returns the first failure as text, or an empty text."""
+        """Asks the nodes to write a step; returns the first failure as text, or an empty string."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)

@@ -510,7 +510,7 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether a text is a list of one to three weights that are not all 0."""
+    """Returns whether a string is a list of one to three weights that are not all 0."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:

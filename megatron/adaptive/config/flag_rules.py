@@ -142,7 +142,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns a text that says how the settings break a rule; empty if they do not break it."""
+        """Returns a string that says how the settings break a rule; empty if they obey it."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -193,7 +193,7 @@ class GivenFlags:
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns a text that lists terms as flags with values, joined by "or"."""
+        """Returns a string that lists terms as flags with values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]

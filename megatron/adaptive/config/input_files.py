@@ -276,7 +276,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     """Formats a table as lines of text with aligned columns.
 
     Args:
-        lines: Texts of the cells, line by line.
+        lines: Cells of the table, row by row.
         left: Number of columns, counted from the first, to align left. The other columns are
             aligned right.
     """
@@ -291,7 +291,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Escapes control characters in a text, for example as ``\x1b``.
+    r"""Escapes control characters in a string, for example as ``\x1b``.
 
     Args:
         text: Any text, for example from a file or from a user.

@@ -299,7 +299,7 @@ def _fields() -> tuple[tuple[str, Any, Any], ...]:
 if TYPE_CHECKING:
 
     class CoreConfig:
-        """Holds settings of megatron-core, as type checkers see them."""
+        """Declares megatron-core's settings for type checkers."""
 
         def __init__(self, **values: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...

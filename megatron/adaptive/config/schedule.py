@@ -49,7 +49,7 @@ _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """Parses the number of layers per stage from a text such as ``0-11-8-8``.
+    """Parses the number of layers per stage from a string such as ``0-11-8-8``.
 
     Raises:
         ValueError: The text does not consist of non-negative integers joined by ``-``.
@@ -68,7 +68,7 @@ _MOST_LETTERS = 100_000
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
-    """Parses the layers of each stage from a text such as ``Et|(tt|)*2mL``.
+    """Parses the layers of each stage from a string such as ``Et|(tt|)*2mL``.
 
     ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction and
     ``L`` the loss.
@@ -147,7 +147,7 @@ def uneven_split(
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """Parses the number of ranks per stage from a text such as ``2-1-1``.
+    """Parses the number of ranks per stage from a string such as ``2-1-1``.
 
     Raises:
         ValueError: The text does not consist of positive integers joined by ``-``.

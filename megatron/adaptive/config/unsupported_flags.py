@@ -268,7 +268,7 @@ IDLE = _reasons(_IDLE_TABLE)
 
 
 def reason_for(name: str) -> str | None:
-    """Returns why a flag of Megatron-LM is refused; ``None`` for all other flags.
+    """Returns the reason why a flag of Megatron-LM is refused; ``None`` for all other flags.
 
     Args:
         name: Name of the flag with its leading dashes.

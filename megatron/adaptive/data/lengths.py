@@ -99,7 +99,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a text with the numbers of cut and skipped documents. Empty if both are 0."""
+    """Returns a string with the numbers of cut and skipped documents. Empty if both are 0."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]

@@ -74,7 +74,7 @@ class Agreement:
         """Starts a step. All members of the group must start the same step.
 
         Args:
-            step: Number of the step, ascending.
+            step: Step number, ascending.
             is_static: Whether the policy follows a static order, which all members know.
         """
 
@@ -114,7 +114,7 @@ class Agreement:
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a text about inputs that some members lack, with the names of these members.
+        """Returns a string about inputs that some members lack, with the names of these members.
 
         The text is empty if there are no such inputs.
         """

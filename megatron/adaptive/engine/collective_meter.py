@@ -60,7 +60,7 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class _Call:
-    """Holds a call of a collective on this rank. ``end`` is ``None`` until the call is finished."""
+    """Holds a call to a collective on this rank. ``end`` is ``None`` until the call is finished."""
 
     operation: str
     size_bytes: int

@@ -89,7 +89,7 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
 
 
 def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
-    """Returns why the engine cannot use a megatron-core; ``None`` if it can.
+    """Returns the reason why the engine cannot use this megatron-core, or ``None`` if it can.
 
     Args:
         functions: Functions of megatron-core by name, ``None`` for a missing function.

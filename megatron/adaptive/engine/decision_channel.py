@@ -81,10 +81,10 @@ class Writer:
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
-        """Closes the channel. Readers still get the numbers sent before.
+        """Closes the channel. Readers still receive the numbers that were already sent.
 
         Raises:
-            DeadlineError: A reader read nothing within 30 s.
+            DeadlineError: A reader did not read anything for 30 s.
             PeerLostError: A rank of the group has exited, or has given up.
         """
         self.publish(_CLOSED, _CLOSE_S)

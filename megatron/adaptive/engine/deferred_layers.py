@@ -173,7 +173,7 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Represents a call of a Transformer Engine layer, which keeps the tensors for W itself.
+    """Represents a call to a Transformer Engine layer, which keeps the tensors for W itself.
 
     Attributes:
         layer: Transformer Engine layer that is called.
@@ -446,7 +446,7 @@ def _has_matrix(layer: torch.nn.Module) -> bool:
 
 
 def _why_whole(layer: Any) -> str | None:
-    """Returns why a layer cannot defer its weight gradient, ``None`` if it can."""
+    """Returns the reason why a layer cannot defer its weight gradient, or ``None`` if it can."""
     config = getattr(layer, "config", None)
     if getattr(config, "cpu_offloading", False):
         return "with CPU offloading, which takes away what its weight gradient needs"

@@ -199,13 +199,13 @@ def build_executor(
 def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
     """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
 
-    Collective.
+    All ranks must call this together.
     """
     return gather(here((model_groups or ModelGroups()).pp_rank))
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves trace files of an earlier run out of the folder, once per machine. Collective."""
+    """Moves an earlier run's traces out of the folder, per machine. All ranks must call it."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -305,7 +305,7 @@ def open_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
-    """Raises an error on all ranks unless all ranks have the same settings. Collective.
+    """Raises an error on all ranks unless all ranks have the same settings. All ranks must call it.
 
     Ranks with different settings would wait for each other forever, or sum unrelated tensors.
 

@@ -72,7 +72,7 @@ class Lease:
         folder: Folder to write to. It is created if it is missing.
 
     Attributes:
-        number: Number of this job's claim; 0 before the job has made a claim.
+        number: ID of this job's claim; 0 before the job has made a claim.
         former: Facts about the previous holder; empty if nobody held the folder before.
     """
 
@@ -124,7 +124,7 @@ class Lease:
         """Shares the right that another process of this job holds.
 
         Args:
-            number: Number of that process's claim.
+            number: ID of that process's claim.
         """
         self.number = number
 

@@ -166,7 +166,7 @@ class Job:
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Calls ``action`` on rank 0 and returns its result on all ranks. Collective.
+        """Calls ``action`` on rank 0 and returns its result on all ranks. All ranks must call it.
 
         Raises:
             AdaptiveError: ``action`` raised this error on rank 0. All ranks raise it.
@@ -213,7 +213,7 @@ class Job:
 
         If torch was initialized before the job, only the job's process groups are destroyed.
 
-        Collective.
+        All ranks must call this together.
         """
         if not self.owns_process_group:
             dist.barrier()  # after this, no rank is waiting in one of these groups
@@ -281,7 +281,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys the groups that still exist, which ends their threads. Collective."""
+    """Destroys the groups that still exist, which ends their threads. All ranks must call it."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

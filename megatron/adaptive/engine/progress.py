@@ -39,7 +39,7 @@ def saved_line(iteration: int, path: Path, seconds: float, *, is_behind: bool = 
     """Returns the log line about a saved checkpoint.
 
     Args:
-        iteration: Number of the iteration after which the checkpoint was saved.
+        iteration: Iteration after which the checkpoint was saved.
         path: Path of the checkpoint's folder.
         seconds: Time that training waited for the checkpoint, in seconds.
         is_behind: Whether the checkpoint was written in the background.
@@ -88,7 +88,7 @@ class ProgressFile:
         """Writes a line about an iteration, unless such a line was written less than 0.5 s ago.
 
         Args:
-            iteration: Number of the iteration.
+            iteration: Iteration number.
             values: Measurements of the iteration, by name.
             is_logged: Whether the log prints the iteration. If so, the line is always written.
         """

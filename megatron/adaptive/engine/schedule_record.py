@@ -231,7 +231,7 @@ class ScheduleRecord:
         """Returns the recorded order of one rank in one step, as codes.
 
         Args:
-            step: Number of the step.
+            step: Step number.
             index: Index of the rank's order in the list of the step.
             num_microbatches: Number of microbatches of the rank in this run's step.
 
@@ -247,7 +247,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns a record converted to another number of slices."""
+        """Returns a record converted to a different number of slices."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -261,7 +261,7 @@ class ScheduleRecord:
         """Returns the recorded microbatches of each replica in one step.
 
         Args:
-            step: Number of the step.
+            step: Step number.
             num_microbatches: Number of microbatches of all replicas together in this run's step.
 
         Raises:
@@ -451,7 +451,7 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
-    """Converts a rank's order to another number of slices per microbatch.
+    """Converts a rank's order to a different number of slices per microbatch.
 
     The actions of a chunk and kind are numbered in the order they run. So the action with number
     ``turn`` has the same slice on all stages, and runs in place of the same recorded slice on all

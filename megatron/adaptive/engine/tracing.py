@@ -149,7 +149,7 @@ class Tracing:
         """Begins an iteration. Later spans are added to it.
 
         Args:
-            iteration: Number of the iteration.
+            iteration: Iteration number.
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
             lengths: Lengths of the iteration's microbatches in tokens, empty if all are equal.

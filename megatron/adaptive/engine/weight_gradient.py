@@ -78,7 +78,7 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class LinearCall(LayerCall):
-    """Describes a call of ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
+    """Describes a call to ``torch.nn.functional.linear``: ``[..., in] -> [..., out]``.
 
     Attributes:
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
@@ -122,7 +122,7 @@ class LinearCall(LayerCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall(LayerCall):
-    """Describes a call of ``torch.nn.Embedding`` whose weight gradient is dense.
+    """Describes a call to ``torch.nn.Embedding`` whose weight gradient is dense.
 
     The shapes are ``[...] int -> [..., width]``.
 
@@ -516,7 +516,7 @@ class SplitStages:
 
 
 class _Defer(torch.autograd.Function):
-    """Runs a call of a layer as an autograd function that hides the parameters from autograd."""
+    """Runs a call to a layer as an autograd function that hides the parameters from autograd."""
 
     @staticmethod
     def forward(
@@ -554,7 +554,7 @@ def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
 
 
 def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> torch.Tensor:
-    """Runs a call of a layer, and leaves the computation of its weight gradient to ``store``.
+    """Runs a call to a layer, and leaves the computation of its weight gradient to ``store``.
 
     Args:
         call: Call to run, with its arithmetic and parameters.

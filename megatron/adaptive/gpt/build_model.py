@@ -474,7 +474,7 @@ def _build_chunk(
     )
     if predictions and last and not first and not model.untie_embeddings_and_output_weights:
         # The prediction layers' embedding on this stage is also the output matrix, so the output
-        # layer needs no weight of its own.
+        # layer does not need its own weight.
         built.output_layer.weight = None
     if model.scale_embeddings and (first or predictions):
         scale_output(built.embedding.word_embeddings, model.hidden_size**0.5, core.params_dtype)

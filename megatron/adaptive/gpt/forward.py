@@ -278,7 +278,7 @@ class DropoutKeys:
             forward_step_func: Forward step function in megatron-core's form. The caller must pass
                 each chunk's microbatches in ascending order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
-            step: Number of the iteration, which becomes part of the seed.
+            step: Iteration number, which becomes part of the seed.
             numbers: Index of each microbatch over all replicas, ``None`` if microbatches are
                 assigned to replicas round-robin.
             slices: Slices of the step's microbatches, which the caller must pass in ascending
@@ -303,7 +303,7 @@ class DropoutKeys:
         """Seeds the generators for a microbatch's forward pass up to the first layer.
 
         Args:
-            step: Number of the iteration, from 0. Random numbers repeat after 2**24 iterations.
+            step: Iteration number, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
             number: Index of the microbatch, or of its slice, over all replicas; ``None`` if
                 microbatches are assigned round-robin.

@@ -174,7 +174,7 @@ def _groups_of_default_backend() -> Iterator[None]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Makes megatron-core's process groups for the run's parallel sizes. Collective."""
+    """Creates megatron-core's process groups for the parallel sizes. All ranks must call it."""
     with _groups_of_default_backend():
         _make_mesh(config)
 

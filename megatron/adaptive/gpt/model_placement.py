@@ -293,7 +293,7 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Sets megatron-core's process groups for stages with unequal numbers of ranks. Collective."""
+    """Sets megatron-core's groups for stages of unequal widths. All ranks must call it."""
     # Make groups for a single stage over all ranks first; the code below replaces them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()

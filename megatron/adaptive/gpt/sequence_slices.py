@@ -54,7 +54,7 @@ The queries belong to the last tokens of the keys.
 
 
 class Attention(NamedTuple):
-    """Describes a call of an attention layer.
+    """Describes a call to an attention layer.
 
     Attributes:
         layer: Attention layer that makes the call.

@@ -63,7 +63,7 @@ _SHORT = 0.5
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the object that provides the order of each rank's actions. Collective."""
+    """Returns the object that provides the order of each rank's actions. All ranks must call it."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(

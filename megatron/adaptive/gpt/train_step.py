@@ -83,7 +83,7 @@ class Step:
         Args:
             microbatches: Microbatches of this rank, ``None`` on a rank that needs no data.
             num_microbatches: Number of microbatches of this rank.
-            iteration: Number of the step, from which random numbers for dropout are derived.
+            iteration: Step number, from which random numbers for dropout are derived.
             before_update: Function that is called before the optimizer changes the parameters.
             dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin.
 
@@ -157,7 +157,7 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continues a text by greedy decoding, with the most probable token each time. Collective.
+        """Continues a text by greedy decoding. All ranks must call this together.
 
         This is slow and only meant for inspecting the model: for each new token, all replicas
         process the whole text again.
@@ -321,7 +321,7 @@ class Step:
     def _mean_balancing_losses(
         self, num_microbatches: int, dealt: Dealt | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the mean auxiliary losses that balance experts. Collective.
+        """Returns the mean auxiliary losses that balance experts. All ranks must call it together.
 
         Names are Megatron-LM's. The mean is over microbatches and layers with experts. As in
         megatron-core, load-balancing losses are summed over tensor- and context-parallel ranks,

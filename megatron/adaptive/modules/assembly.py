@@ -119,7 +119,7 @@ class PipelineSettings(SampledModel):
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` takes a default for the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in actions of their own, separate
+        split_backward: Whether weight gradients are computed in their own actions, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.

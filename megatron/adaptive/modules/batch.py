@@ -133,7 +133,7 @@ class BatchShape:
 
         Args:
             batch: Batch that contains the microbatch.
-            number: Number of the microbatch, from 0.
+            number: Index of the microbatch, from 0.
             device: Device on which the microbatch is needed.
             names: Names of the batch entries to return; ``None`` for all entries.
         """

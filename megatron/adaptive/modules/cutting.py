@@ -269,7 +269,7 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:
-    """Returns a text that is equal for stages that make the same calls on tensors of equal shapes.
+    """Returns a string that is equal for stages with the same calls on equal tensor shapes.
 
     Args:
         tape: Recorded forward pass.

@@ -188,7 +188,7 @@ class SegmentMover:
         return _Plan(layout=layout, part=part, cuts=cuts)
 
     def _refusal(self, plan: _Plan) -> str:
-        """Returns why this rank cannot change its segments; an empty text if it can."""
+        """Returns the reason why this rank cannot change its segments, or an empty string."""
         held = self._assembly.held
         optimizer = self._update.optimizer
         gains = [name for name in plan.layout.uses if name in plan.layout.kept - held.keys()]

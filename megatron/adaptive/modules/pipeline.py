@@ -144,7 +144,7 @@ class Pipeline:
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
             of one microbatch for all stages of the process. ``None`` takes a default for the
             numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in actions of their own, separate
+        split_backward: Whether weight gradients are computed in their own actions, separate
             from the backward pass; ``None`` takes the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
@@ -170,7 +170,7 @@ class Pipeline:
         device: Device on which this process computes.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines, each of which trains on its part of the batch.
-        replica: Number of this process's pipeline, from 0.
+        replica: Index of this process's pipeline, from 0.
         micro_batch_size: Number of samples per microbatch.
         partition: Number of segments in each stage; changes if segments move.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.

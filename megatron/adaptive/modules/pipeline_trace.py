@@ -31,7 +31,7 @@ class PipelineTrace:
     Args:
         request: Settings of the pipeline.
         samples: Number of samples, or of microbatches of a list, in the sample batch.
-        sizes: Layout of the job. Each layout of an elastic job gets a folder of its own.
+        sizes: Layout of the job. Each layout of an elastic job gets its own folder.
         assembly: This rank's part of the model.
         placement: Assignment of stages to ranks.
 

@@ -83,7 +83,7 @@ def _has(package: str) -> bool:
 
 
 def _reason(folder: Path, error: Exception) -> str:
-    """Returns why a folder's processor cannot be loaded."""
+    """Returns the reason why a folder's processor cannot be loaded."""
     # For a missing folder, the message of transformers names its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():

@@ -403,7 +403,7 @@ def _size_of_samples(part: Sequence[_Encoded]) -> int:
 
 
 def _common_lines(path: Path, job: Job) -> list[_Line]:
-    """Returns the lines of a file that all processes of a job read. Collective.
+    """Returns the lines of a file that all processes of a job read. All processes must call it.
 
     Raises:
         ConfigError: If a process cannot read the file, or it differs between processes. All

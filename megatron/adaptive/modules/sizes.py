@@ -99,13 +99,13 @@ class JobEnded(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class SettledSizes:
-    """Contains the layout of a job and where it comes from.
+    """Contains the layout of a job and its source.
 
     Attributes:
         mesh: Replica and pipeline position of this process, and its process groups.
-        request: Settings of the user, with all sizes filled in.
+        request: The user's settings, with all sizes filled in.
         plan: Layout that the planner chose; ``None`` if the planner was not used.
-        order: Layout that the launcher of an elastic job ordered; ``None`` if the job is not
+        order: Layout that the launcher of an elastic job prescribes; ``None`` if the job is not
             elastic.
     """
 

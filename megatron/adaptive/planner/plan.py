@@ -555,7 +555,7 @@ def _sbatch_line(document: Mapping[str, Any], arguments: Sequence[str], file: st
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A plan and its prediction, which make one row of a table.
+    """A plan and its prediction, shown as one row of a table.
 
     Attributes:
         plan: Sizes, settings, layers and nodes of the plan.

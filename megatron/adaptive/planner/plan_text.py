@@ -211,7 +211,7 @@ _PARTS = {
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a text with the parts of a step, each stage's memory, and the largest part."""
+    """Returns a string with the parts of a step, each stage's memory, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():

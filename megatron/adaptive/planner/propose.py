@@ -152,7 +152,7 @@ def _runnable(
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns why the trainer refuses a plan's configuration, or an empty text if it accepts.
+    """Returns the reason why the trainer refuses a plan's configuration, or an empty string.
 
     A model that was not described by the trainer's arguments cannot be checked, so its plans are
     accepted.

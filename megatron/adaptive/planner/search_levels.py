@@ -90,9 +90,9 @@ class _Level(NamedTuple):
         follow: Number of stages that follow the level's first stage.
         used: Number of nodes of each type in use.
         stage_class: Index of the class of the level's first stage.
-        left: Number of stages that the first stage's block still lacks.
-        more: Number of blocks that the first stage's run (blocks of one class side by side) still
-            lacks.
+        left: Number of stages that must still be added to the first stage's block.
+        more: Number of blocks that must still be added to the first stage's run, which is a
+            sequence of blocks of the same class.
     """
 
     follow: int

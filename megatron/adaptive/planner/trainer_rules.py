@@ -22,7 +22,7 @@ less busy, which estimated layer times do not take into account."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns why the trainer refuses a model with a plan's flags, or an empty text if it accepts.
+    """Returns the reason why the trainer refuses a model with a plan's flags, or an empty string.
 
     A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
 
@@ -52,7 +52,7 @@ def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) 
 
 
 def slices_refusal(model: Model) -> str:
-    """Returns why the sequences of a model cannot be cut into slices, or an empty text."""
+    """Returns the reason why a model's sequences cannot be sliced, or an empty string."""
     if refusal := trainer_refusal(model, ["--sequence-slices", "2"], 1):
         return refusal
     if model.most_slices() < 2 or (model.has_experts and not model.arguments):

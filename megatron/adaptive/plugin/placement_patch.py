@@ -177,7 +177,7 @@ class Placed:
         original(*bound.args, **bound.kwargs)
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
-        """Sets the layout of a V in a model's configuration."""
+        """Sets the layout of a V-shaped placement in a model's configuration."""
         # This function may already have changed this configuration, or the configuration from
         # which it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):

@@ -45,7 +45,7 @@ class _Begun:
     """Describes the current training step.
 
     Attributes:
-        iteration: Number of the step, from 1.
+        iteration: Step number, from 1.
         begin_s: Start of the step, as a value of :func:`time.perf_counter`.
         samples: Number of samples in the step, of all replicas together.
         tokens: Number of tokens in these samples.
@@ -117,7 +117,7 @@ class StepTrace:
         """Starts to trace a training step.
 
         Args:
-            iteration: Number of the step in Megatron-LM's log. If Megatron-LM runs a step again,
+            iteration: Step number in Megatron-LM's log. If Megatron-LM runs a step again,
                 the trace uses the next number.
             arguments: Arguments of megatron-core's function that runs a step.
         """

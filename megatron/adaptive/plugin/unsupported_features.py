@@ -198,7 +198,7 @@ def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> No
 def why_not_by_default(
     config: Any, chunks: Sequence[torch.nn.Module], *, replicas: int
 ) -> str | None:
-    """Returns why separate weight gradients may cost more than they save; ``None`` if they do not.
+    """Returns the reason why separate weight gradients may not pay off, or ``None`` if they do.
 
     Usually, a backward by inputs (B) frees more memory than it keeps for the later backward by
     weights (W), so the limit on activations still holds. In the cases that this function finds, B

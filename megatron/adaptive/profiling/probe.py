@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Holds subjects, and the function that each rank of a subject calls to measure it."""
+    """Holds subjects (ranks to measure), and the function that these ranks call to measure one."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -211,7 +211,7 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Measures subjects in batches, and returns their figures on all ranks. Collective."""
+        """Returns the figures of all subjects, measured in batches. All ranks must call it."""
         most_busy = [facts["most_busy"] for facts in self._facts]
         turns = batches(check.subjects, self._machines, most_busy)
         measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
@@ -395,7 +395,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Makes the process groups of a layout, and returns the groups of this rank. Collective."""
+    """Makes a layout's process groups; returns this rank's groups. All ranks must call it."""
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:

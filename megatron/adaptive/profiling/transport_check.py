@@ -59,7 +59,7 @@ class TransportCheck:
         self._endpoints: list[Endpoint] = gather(self._endpoint)
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
-        """Tests every transport between all chosen pairs of ranks. Collective.
+        """Tests every transport between all chosen pairs of ranks. All ranks must call it together.
 
         A pair consists of rank 0 and the first other rank on each machine.
 

@@ -87,7 +87,7 @@ class ReplicaDealing:
         Args:
             loader: Data loader; ``None`` on a rank that needs no data.
             num_microbatches: Mean number of microbatches per replica.
-            iteration: Number of the iteration, to find the recorded assignment in a replay.
+            iteration: Iteration number, to find the recorded assignment in a replay.
 
         Returns:
             Data of this rank's microbatches (``None`` without a loader), and the indices of these

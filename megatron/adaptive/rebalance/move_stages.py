@@ -145,7 +145,7 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes a run's channels and traces, after which it cannot run another step. Collective.
+    """Closes a run's channels and traces, which ends the run. All ranks must call it.
 
     Also drops the tensors that MoE token dispatchers keep from their last microbatch. The autograd
     graph of these tensors refers to the model in a cycle that the garbage collector cannot detect.
@@ -231,7 +231,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Fills the new run's model and optimizer with the state kept by all ranks. Collective."""
+    """Loads the state kept by all ranks into the new run. All ranks must call it."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers

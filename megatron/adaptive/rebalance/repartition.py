@@ -132,7 +132,7 @@ class Repartitioner:
         del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
-        """Gathers the measurements of all ranks and computes their loads. Collective.
+        """Gathers the measurements of all ranks and computes their loads. All ranks must call it.
 
         Returns:
             Three loads: over all steps since the last decision, over their first half, and over

@@ -173,8 +173,8 @@ def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns each rank's actions under V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady part is periodic. So construct the order for a few microbatches only, and then
-    # repeat its steady part.
+    # The steady state is periodic. So construct the order for a few microbatches only, and then
+    # repeat its steady state.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
@@ -211,7 +211,7 @@ def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
 
 
 def _steady_begin(num_ranks: int) -> int:
-    """Returns the time slot of rank 0's first B of chunk 0, where the steady part begins."""
+    """Returns the slot of rank 0's first B of chunk 0, with which the steady state begins."""
     return _block(num_ranks, 0)[3][0]
 
 
@@ -272,7 +272,7 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Puts each weight gradient into the first free slot after its B, in the order of the B."""
+    """Puts weight gradients into the free slots after their backward passes, in the same order."""
     full: _Row = {}
     waiting: deque[Action] = deque()
     slot = 0

@@ -466,7 +466,7 @@ class RankState:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a text with the number of microbatches, and of their slices if they are cut."""
+    """Returns a string with the number of microbatches, and of their slices if they are cut."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text

@@ -158,7 +158,7 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
 
 
 def read_blocks(index: FileIndex, blocks: Sequence[Block]) -> TraceTable:
-    """Reads the spans of some blocks, with times on the rank's own clock.
+    """Reads the spans of the given blocks, with times on the rank's own clock.
 
     Raises:
         TraceError: The file no longer exists, or a line is damaged.

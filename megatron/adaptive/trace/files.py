@@ -150,7 +150,7 @@ class BestEffortFile:
             return True
 
     def begin(self) -> None:
-        """Writes the bytes of ``head``. If that fails, they are written before the next data."""
+        """Writes ``head``. If that fails, it is written before any later data."""
         self._has_head = False
         self.append(b"", 0)
 

@@ -40,7 +40,7 @@ class RecordedCall:
     Attributes:
         rank: Global rank.
         group: Name of the process group, and its description if it has one.
-        number: Number of the collective in its group, or number of the message, which each rank
+        number: Index of the collective in its group, or of the message, which each rank
             counts independently.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.

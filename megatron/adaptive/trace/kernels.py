@@ -70,7 +70,7 @@ class StepKernels:
     """Contains the kernels that a rank ran in one step.
 
     Attributes:
-        iteration: Number of the iteration.
+        iteration: Iteration number.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
         totals: Totals by action and name; kernels that are not kept are included.
         kept: Kernels with their times, in the order of their start.
@@ -88,7 +88,7 @@ def summed(
     """Returns the totals of a step's kernels, and the longest kernels.
 
     Args:
-        iteration: Number of the iteration.
+        iteration: Iteration number.
         device: Kind of device, ``cpu`` or ``cuda``.
         kernels: All kernels of the step.
         spans: Spans of the step on the same rank and the same clock.
@@ -296,7 +296,7 @@ def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
 
     Args:
         run: Trace of the run.
-        iteration: Number of the iteration.
+        iteration: Iteration number.
     """
     figures = [
         KernelFigures(

@@ -157,7 +157,7 @@ class RankTrace:
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """Returns the spans of some iterations.
+        """Returns the spans of the given iterations.
 
         Args:
             iterations: Numbers of the iterations; ``None`` for all. Iterations that were not
@@ -284,7 +284,7 @@ class RunTrace:
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
 
     def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
-        """Returns the approximate number of spans of some ranks in some iterations.
+        """Returns the approximate number of spans of the given ranks in the given iterations.
 
         Args:
             iterations: Numbers of the iterations.

@@ -135,7 +135,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Starts an iteration; ends the previous one if :meth:`end_iteration` was not called.
 
         Args:
-            iteration: Number of the iteration, as in the training log.
+            iteration: Iteration number, as in the training log.
             num_microbatches: Number of microbatches in the iteration.
             start_ns: Start of the iteration in ns on the spans' clock; ``None`` for now.
             lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
@@ -210,7 +210,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Adds spans to an iteration that has already ended; drops them if the queue is full.
 
         Args:
-            iteration: Number of the iteration that has ended.
+            iteration: Iteration that has ended.
             num_microbatches: Number of microbatches in that iteration.
             rows: Spans to add.
         """

@@ -266,7 +266,7 @@ class Messages:
     """Holds messages whose send and receive were both recorded; each array is ``[messages]``.
 
     Attributes:
-        iteration: Number of the iteration, ``int64``.
+        iteration: Iteration number, ``int64``.
         source: Global rank of the sender.
         target: Global rank of the receiver.
         of: Kind of action for which the receiver needs the message, as a number from :data:`KIND`.

@@ -27,7 +27,7 @@ class PipelineStep:
     """Holds the actions (F, B and W) of one iteration in one pipeline.
 
     Attributes:
-        iteration: Number of the iteration.
+        iteration: Iteration number.
         schedule: Name of the static schedule or of the run-time scheduling policy.
         placement: Assignment of stages to ranks and chunks, one of ``trace_format.PLACEMENTS``.
         num_chunks: Number of model chunks per rank.
@@ -154,7 +154,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 
     Args:
         run: Trace of the run.
-        iteration: Number of the iteration. ``None`` for the last complete iteration, or the last
+        iteration: Iteration number. ``None`` for the last complete iteration, or the last
             one if none is complete.
         dp_rank: Data-parallel rank of the pipeline.
 

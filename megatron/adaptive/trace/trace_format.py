@@ -350,7 +350,7 @@ class IterationStart:
     """Describes a marker: the line before an iteration's spans in the file.
 
     Attributes:
-        iteration: Number of the iteration, as in the training log.
+        iteration: Iteration number, as in the training log.
         num_microbatches: Number of microbatches in this iteration; it varies if the batch size
             ramps up.
         start_ns: Time on the rank's monotonic clock from which the starts of the spans are counted.
@@ -466,7 +466,7 @@ class Span:
             as in :class:`SpanRow`; :meth:`item` returns it as people read it.
         start_ns: Start time in nanoseconds.
         end_ns: End time in nanoseconds, not before the start.
-        iteration: Number of the iteration.
+        iteration: Iteration number.
         wait_ns: Time in ns that the rank was idle before this action.
         bytes: Size of a message in bytes; for an action, the messages received plus those sent.
         in_flight_bytes: Size in bytes of all activations held after the span started.

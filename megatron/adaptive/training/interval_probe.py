@@ -59,7 +59,7 @@ class IntervalProbe:
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
-        """Probes, unless this would take too long. No message may be in flight. Collective."""
+        """Runs the probe unless it takes too long. All ranks call it with no message in flight."""
         since_s = time.perf_counter() - self._end_s
         if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
             return

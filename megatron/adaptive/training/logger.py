@@ -47,7 +47,7 @@ class Logger:
         Args:
             tag: Name of the curve.
             value: Value of the point.
-            step: Number of the iteration.
+            step: Iteration number.
         """
 
     def picture(self, path: Path, step: int) -> None:

@@ -72,7 +72,7 @@ class TrainedStep(StepResult):
     """Describes a completed training step, for the hooks.
 
     Attributes:
-        iteration: Number of the iteration in the whole training run, from 1.
+        iteration: Iteration in the whole training run, from 1.
         global_batch_size: Number of samples in the step over all ranks.
         num_microbatches: Number of microbatches that this rank processed in the step.
         load: Number of tokens and fraction of padding over all microbatches, ``None`` if samples

@@ -265,7 +265,7 @@ class TrainingRun:
         slices: int | None = None,
         tokens: int | None = None,
     ) -> Run:
-        """Replaces the run by one with other stages or slices, and the same state. Collective.
+        """Replaces the run, with other stages or slices and the same state. All ranks must call it.
 
         Connects the loader to the new trace. The rank that now has the loss writes the log.
 
@@ -355,7 +355,7 @@ class OrderRecorder(RunHook):
 
 
 def shares_gpus(job: Job) -> bool:
-    """Returns whether some rank shares its GPU with another. Collective."""
+    """Returns whether some rank shares its GPU with another. All ranks must call this together."""
     return any(job.gather(job.accelerator.is_shared))
 
 
@@ -541,7 +541,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers if ``--timing-log-level`` is set. Collective."""
+        """Logs megatron-core's timers if ``--timing-log-level`` is set. All ranks must call it."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:

@@ -374,7 +374,7 @@ def _measure_stage(
     Args:
         config: Settings of a run with three stages.
         accelerator: Device of this rank.
-        stage: Number of the stage, 0 to 2.
+        stage: Index of the stage, 0 to 2.
         repeats: Number of microbatches to time.
         optimizer: Whether to measure an optimizer step too. ``optimizer_s`` is the time of the step
             in seconds, divided by the number of parameters.

@@ -339,7 +339,7 @@ class Label:
     """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank.
 
     Attributes:
-        step: Number of the step.
+        step: Step number.
         action: Action whose input the message is.
         num_slices: Number of slices of each microbatch, to name the action in errors. Known only to
             the sender, and not compared.
@@ -363,7 +363,7 @@ class Header:
         label: Action and step that the message is for; ``None`` if the sender closes the channel.
         shape: Shape of the payload.
         dtype: Dtype of the payload.
-        sequence: Number of the message on its channel, counted from 0.
+        sequence: Index of the message on its channel, counted from 0.
     """
 
     label: Label | None

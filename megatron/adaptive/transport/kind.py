@@ -24,7 +24,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns the values of all ranks. Collective."""
+"""Function that takes this rank's value and returns all values. All ranks must call it."""
 
 _TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
 _COMPLETIONS = ("listen", "put", "poll", "wait")
@@ -212,7 +212,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a text about missing members of a user's transport; ``None`` if none is missing."""
+    """Returns a string about missing members of a user's transport; ``None`` if none is missing."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

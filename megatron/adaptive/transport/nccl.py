@@ -305,7 +305,7 @@ _PASSED = _Passed()
 
 
 class NcclKind(TransportKind):
-    """Declares NCCL, which connects ranks that each have a GPU of their own."""
+    """Declares NCCL, which connects ranks that each have their own GPU."""
 
     reason = "each has a GPU of its own"
 

@@ -125,7 +125,7 @@ class StandIn:
         """Sets the inputs of the next step.
 
         Args:
-            step: Number of the step, counted from 0 as in the executor.
+            step: Step number, counted from 0 as in the executor.
             expected: Inputs of the step, in the order in which the rank's actions need them.
         """
         self._step = step

@@ -50,7 +50,7 @@ def prepare() -> Path:
 
 
 def why_not() -> str | None:
-    """Returns why :func:`prepare` cannot succeed, ``None`` if it can."""
+    """Returns the reason why :func:`prepare` cannot succeed, or ``None`` if it can."""
     if reason := packages.why_not_here():
         return reason
     lacking = _lacking(_kernel())

@@ -55,7 +55,7 @@ class LabError(Exception):
 
 
 def why_not_here() -> str | None:
-    """Returns why no kind of node can run on this machine, ``None`` if one can."""
+    """Returns the reason why no kind of node can run on this machine, or ``None`` if one can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the RDMA lab needs Linux on x86_64"
     return None

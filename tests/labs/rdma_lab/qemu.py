@@ -38,7 +38,7 @@ _FOLDERS = ("bin", "modules", "proc", "sys", "dev", "host")
 
 
 def why_not() -> str | None:
-    """Returns why :func:`prepare` cannot succeed, ``None`` if it can."""
+    """Returns the reason why :func:`prepare` cannot succeed, or ``None`` if it can."""
     if reason := packages.why_not_here():
         return reason
     if lacking := packages.missing(packages.RUNNING, PACKAGES):
@@ -133,7 +133,7 @@ def arguments(
 
     Args:
         kernel: Folder that :func:`prepare` returned.
-        rank: Number of the node.
+        rank: Index of the node.
         links: The node's endpoints of the links to other nodes; several are joined by a hub.
         memory_mib: Memory of the node.
         folders: Folders that it mounts for writing, by tag.

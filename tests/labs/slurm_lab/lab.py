@@ -83,7 +83,7 @@ class Kind:
 
 
 def why_not(*, accounting: bool = False) -> str | None:
-    """Returns why the lab cannot run here, ``None`` if it can."""
+    """Returns the reason why the lab cannot run here, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "the Slurm lab needs root for its namespaces"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"

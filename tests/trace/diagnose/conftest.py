@@ -1,4 +1,4 @@
-"""Fixtures that diagnose synthetic runs with a fault."""
+"""Provides diagnoses of synthetic runs with a fault."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The inverse of a covariance is that of the full matrix, and needs no matrix of all pairs."""
+"""Tests that the inverse of a covariance is exact, and needs no matrix of all pairs."""
 
 import tracemalloc
 

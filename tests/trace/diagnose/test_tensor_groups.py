@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group are slow together, and the one that causes it is named."""
+"""Tests that in a slow tensor-parallel group, the rank that causes the slowness is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def slow_ranks(m: Measured) -> list[Finding]:
 
 
 def waiting_for(m: Measured, rank: int | None) -> Measured:
-    """Adds collectives of the group in which all wait for a rank, or for nobody in particular."""
+    """Adds collectives that wait for ``rank``, or for each rank in turn if it is ``None``."""
     count = 4 * len(m.iterations)
     start_ns = np.zeros((count, 2), dtype=np.int64)
     if rank is None:

@@ -148,7 +148,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
 
 
 def plain_value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key if it is a number or a text, otherwise ``None``."""
+    """Returns the value of a key if it is a number or a string, otherwise ``None``."""
     value = config.get(key)
     return value if isinstance(value, int | float | str) else None
 

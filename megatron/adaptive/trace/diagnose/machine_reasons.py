@@ -247,7 +247,7 @@ def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns why a rank was slow, with the main reason first; empty if no counter explains it.
+    """Returns the reasons why a rank was slow, the main reason first; empty if unexplained.
 
     Args:
         m: Measured times of the run.
@@ -265,7 +265,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
-        # The waits for disks include all programs, so this rank may not have waited.
+        # Disk wait times cover every process of the machine, so this rank may not have waited.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
         if is_own and not is_contained and mean >= COUNTS and excess >= EXPLAINS_TOO * lost:

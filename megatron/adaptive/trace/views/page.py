@@ -237,7 +237,7 @@ def _block(
 
     Args:
         run: Trace of the run.
-        iteration: Number of the iteration.
+        iteration: Iteration number.
         group: Group of ranks whose spans the block contains.
         budget: Maximum number of bars (drawn spans) in the block.
         bubble: Idle fraction of the step, as the mean over the group's ranks.

@@ -68,7 +68,7 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Writes the spans of some iterations; replaces an existing file.
+    """Writes the spans of the given iterations; replaces an existing file.
 
     The file is compressed if its name ends in ``.gz``.
 
@@ -97,7 +97,7 @@ def write_perfetto(
 def perfetto_events(
     run: RunTrace, iterations: Sequence[int], ranks: Iterable[int] | None = None
 ) -> Iterator[Event]:
-    """Yields the events of some iterations in the Trace Event Format.
+    """Yields the events of the given iterations in the Trace Event Format.
 
     Args:
         run: Trace of the run.

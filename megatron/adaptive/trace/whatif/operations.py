@@ -134,7 +134,7 @@ class Operations:
 
     Attributes:
         where: Maps each worker to its pipeline rank, replica and stages.
-        iteration: Number of the iteration (training step).
+        iteration: Iteration number (training step).
         worker: Index of the rank in ``where.ranks``; for a message, the receiving rank.
         kind: Kind of work, as an index into :data:`NAMES`.
         chunk: Index of the chunk on its rank; -1 for operations that belong to no chunk.

@@ -162,7 +162,7 @@ class RecordedTimes:
         """Simulates a step and returns the time of its slowest replica, in seconds.
 
         Args:
-            iteration: Number of the iteration to simulate.
+            iteration: Iteration to simulate.
             schedule: Schedule to simulate.
         """
         pieces = schedule.pieces if schedule.chunks > 1 else 0
@@ -538,7 +538,7 @@ def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedSte
 
     Args:
         ops: Recorded operations.
-        iteration: Number of the iteration.
+        iteration: Iteration number.
 
     Returns:
         ``None`` if actions are missing.
