@@ -1,4 +1,4 @@
-"""Processes that a program started: lists them, and ends all of them when a signal stops it."""
+"""Lists the processes that a program started, and kills them if a signal stops the program."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the children of a process, none if it has ended.
+    """Returns the children of a process, or an empty list if it has exited.
 
-    Who looks at them often saves much: for the same question ``psutil`` reads the state of every
-    process of the machine.
+    Callers poll this often, and ``psutil`` would read the state of every process of the machine
+    for each call.
     """
     children: list[int] = []
     with contextlib.suppress(OSError):
@@ -38,18 +38,18 @@ def descendants_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def ending_all() -> Iterator[None]:
-    """Lets no process that the block started outlive this program when a signal stops it.
+    """Kills all processes that the block started if a signal stops this program.
 
-    SIGTERM and SIGHUP raise ``SystemExit`` in the block, with status 128 + number of the signal. So
-    context managers and ``finally`` clauses of the block run. Then all processes are killed that
-    were below this one when the signal came. Further signals are ignored meanwhile.
+    SIGTERM and SIGHUP raise ``SystemExit`` in the block, with the exit status 128 + number of the
+    signal, so that context managers and ``finally`` clauses of the block run. Then all descendants
+    that this process had when the signal arrived are killed. Further signals are ignored meanwhile.
 
-    Only the main thread can handle signals; in another thread, the block runs as it is.
+    Only the main thread can handle signals. In another thread, signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    import psutil  # not at the top: the check of a GPU starts on machines that lack it
+    import psutil  # not at the top, because the GPU check also starts on machines without it
 
     family: list[psutil.Process] = []
     stopped_by = 0

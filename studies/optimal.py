@@ -138,7 +138,7 @@ class Case:
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency from a stage to the next, or back."""
+        """Returns the latency of a message from a stage to the next stage, or back."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:

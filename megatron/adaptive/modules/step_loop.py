@@ -341,9 +341,9 @@ class Loop:
         )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
-        if path is not None:
-            # The background thread may have completed the previous checkpoint meanwhile.
-            self._report_completed()
+        # The background thread may have completed the previous checkpoint meanwhile, for which
+        # training waited as long as it did then.
+        self._report_completed()
         self._waited_s = waited_s
         if path is not None:
             self._report_saved(self._saved_at, path, is_behind=False)
