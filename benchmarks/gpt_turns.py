@@ -59,7 +59,8 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
         ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
         processor seconds per step over all ranks; ``step_s``: median seconds of a step without the
         feature. In addition, for traces ``spans`` per step; for details of traces
-        ``marker_bytes``, the bytes per rank and step with the detail; for checkpoints
+        ``marker_bytes``, the bytes per rank and step with the detail; for counters of the machine
+        ``read_share``, the time in which they are read relative to a step; for checkpoints
         ``size_bytes`` and ``waited_s``, the seconds that training waited for each; for copies
         ``notice``, a text that describes the copies.
 
@@ -177,6 +178,10 @@ class DetailedRank(FeatureRank):
         # The baseline is a trace without the counters of the machine.
         self._attribute = "_counters" if kind == "evidence" else kind
         self._detail = getattr(tracing, self._attribute)
+        self._reads_s: list[float] = []
+        if kind == "evidence":
+            counters: Any = self._detail
+            counters.begin, counters.end = self._timed(counters.begin), self._timed(counters.end)
         tracing.layers = tracing.collectives = tracing._counters = None
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +201,24 @@ class DetailedRank(FeatureRank):
             )
             for marker in markers
         ]
-        return {"marker_bytes": max(sizes)}
+        facts: dict[str, Any] = {"marker_bytes": max(sizes)}
+        if self._reads_s:
+            # The counters are read at the begin and at the end of a step.
+            read_s = 2 * statistics.mean(self._reads_s)
+            facts["read_share"] = read_s / statistics.median(result["plain_s"])
+        return facts
+
+    def _timed(self, read: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a function that also records how long each call takes."""
+
+        def timed_read() -> Any:
+            start = time.perf_counter()
+            try:
+                return read()
+            finally:
+                self._reads_s.append(time.perf_counter() - start)
+
+        return timed_read
 
     def work(self, is_on: bool) -> None:
         setattr(self._run.tracing, self._attribute, self._detail if is_on else None)

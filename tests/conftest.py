@@ -109,15 +109,16 @@ def _copy_machine_code(source: Path, target: Path) -> None:
             draft.replace(there)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs long files first, and marks tests that are rerun after a failure.
 
     A test that failed is run once more and listed as ``RERUN`` at the end: thousands of tests with
     real processes share a few processors, so some test occasionally gets no processor time. A test
     that passes only on the second run is flaky and must be fixed, but does not reject a change.
     Tests of losses and gradients, and tests without processes, do not depend on load and are never
-    rerun.
+    rerun. With ``--reruns 0`` no test is rerun.
     """
+    may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
     # Tests that fork this process run first: later it has many threads, and a child may inherit a
     # lock that a thread holds.
@@ -130,7 +131,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         real = any(item.get_closest_marker(name) for name in ("slow", "long", "multiprocess"))
         real = real or item.path.parent.name in ("cli", "labs", "cluster")
         real = real or item.path.name in FORKING
-        if real and not exact:
+        if real and not exact and may_rerun:
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
 
 

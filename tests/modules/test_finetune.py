@@ -49,6 +49,16 @@ class SecondOfTwo:
         return 2.0
 
 
+def test_a_layout_is_chosen_for_the_largest_sample(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(json.dumps({"text": "a" * length}) for length in (3, 9, 4)))
+    samples = SampleReader(processor=make_tokenizer()).read(path)
+    batch = finetune._alike(samples, 2)
+    assert {name: entry.shape for name, entry in batch.items()} == {
+        name: (2, *entry.shape[1:]) for name, entry in samples[1].items()
+    }
+
+
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

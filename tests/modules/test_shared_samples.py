@@ -91,7 +91,8 @@ def test_samples_are_those_of_one_process(
     assert sorted(encoded) == list(range(1, len(TEXTS) + 1))
     assert expected.num_empty > 0
     for read in all_read:
-        for name in ("digest", "num_learned", "num_empty", "_lines", "_indices_of_kinds"):
+        attributes = "digest num_learned largest num_empty _lines _indices_of_kinds"
+        for name in attributes.split():
             assert getattr(read, name) == getattr(expected, name)
         assert read._kept.keys() == expected._kept.keys()
         for sample, same in zip(read, expected, strict=True):

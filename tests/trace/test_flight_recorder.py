@@ -215,6 +215,8 @@ def test_dumps_made_for_nvrx_are_read(tmp_path: Path) -> None:
     stuck(tmp_path, [call(1, ended=False)], [])
     for rank in (0, 1):
         (tmp_path / f"nccl_trace_rank_{rank}").rename(tmp_path / f"_dump_{rank}")
+    # A file of another program, which is not a dump.
+    (tmp_path / "core_dump_2").write_bytes(b"core")
     assert find_stuck(read_dumps(tmp_path)).culprits == (1,)
 
 

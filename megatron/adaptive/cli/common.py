@@ -39,7 +39,9 @@ def leave_reason(text: str) -> None:
         content = {"message": text, "timestamp": int(time.time()), _PRINTED: True}
         # Without the file, the launcher only prints one redundant line.
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(content), encoding="utf-8")
+            written = Path(f"{path}.part")
+            written.write_text(json.dumps(content), encoding="utf-8")
+            written.replace(path)
 
 
 def has_left_reason(failure: Any) -> bool:

@@ -258,7 +258,7 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
 
 
 def _alike(samples: SampleFile, count: int) -> Microbatch:
-    """Returns a batch of equal samples, by which the launcher of an elastic job chooses a layout.
+    """Returns a batch of the largest sample, for which an elastic job's launcher chooses a layout.
 
     Args:
         samples: Samples that will be trained.
@@ -268,15 +268,15 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
         ConfigError: If samples have entries without an axis of samples, such as images.
     """
     kinds = samples.kinds
-    if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in kinds[0].values()):
+    # The layout must have memory for every sample.
+    sample = samples[samples.largest]
+    entries = [*kinds[0].values(), *sample.values()]
+    if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
         raise ConfigError(
             "train finetune was started in an elastic job, which cannot choose sizes for samples "
             "with images; start it under torchrun --max-restarts N or job launch, with "
             "--checkpoints DIR; a later start continues from the newest checkpoint"
         )
-    # Every start of the job uses the same sample, which has the median length.
-    numbers = sorted(range(len(samples)), key=samples.num_learned.__getitem__)
-    sample = samples[numbers[len(numbers) // 2]]
     return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}
 
 

@@ -253,6 +253,7 @@ class SampleFile:
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
+        largest: Index of the sample with the most bytes.
         num_empty: Number of samples that were skipped, because they have no learned tokens.
         digest: Hash of all lines and images in their order.
     """
@@ -267,6 +268,7 @@ class SampleFile:
         self._left_bytes = reader.kept_bytes
         self.num_empty = 0
         self.num_learned: list[int] = []
+        self.largest = most_bytes = 0
         digest = hashlib.blake2b(digest_size=16)
         for line, encoded in self._first_pass(job):
             if encoded.error:
@@ -277,6 +279,8 @@ class SampleFile:
                 continue
             self.num_learned.append(encoded.learned)
             self._indices_of_kinds.setdefault(encoded.names, len(self._lines))
+            if encoded.num_bytes > most_bytes:
+                self.largest, most_bytes = len(self._lines), encoded.num_bytes
             if encoded.sample is not None:
                 self._left_bytes -= encoded.num_bytes
                 if self._left_bytes >= 0:

@@ -78,7 +78,13 @@ def token_repairs(
             "recorded one"
         )
         return {}
-    others = [n for n in (tokens // 4, tokens // 2, 2 * tokens) if n >= LEAST_TOKENS]
+    # With sequence parallelism the tensor-parallel ranks share the tokens of a slice.
+    tensor_size = 1 + max(trace.header.tp_rank for trace in run.ranks.values())
+    others = [
+        n
+        for n in (tokens // 4, tokens // 2, 2 * tokens)
+        if n >= LEAST_TOKENS and n % tensor_size == 0
+    ]
     now_s = model.mean_s(tokens)
     repairs = {}
     for n in others:
