@@ -53,7 +53,7 @@ FEATURES = {
     "trace": [Feature(kind="traced", title="trace", most=0.01, rounds=(40, 240))],
     "layers": [_detail("layers", "times of layers", 0.03)],
     "collectives": [_detail("collectives", "times of collectives", 0.03)],
-    # Steps vary by more than the limit for this cost, so the limit applies to the time of the reads.
+    # Steps vary by more than this cost may be, so the limit applies to the time of the reads.
     "evidence": [_detail("evidence", "counters of the machine", None)],
     "watch": [Feature(kind="watched", title="watch for hangs", most=0.01, rounds=(3, 12))],
     "checkpoint": [
