@@ -111,12 +111,16 @@ def test_handing_a_result_over_is_no_work() -> None:
             # An action on a device has its own times, without messages that the host sends.
             Span("F", 0, 1, 3_000_000, 5_000_000, 1),
             Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
+            # After a send to a slow link, the action frees memory.
+            Span("F", 0, 2, 6_000_000, 9_000_000, 1),
+            Span("send", 0, 2, 7_000_000, 8_800_000, 1, of="F", peer=1),
         ]
     )
-    assert compute_ns(table).tolist() == [1_610_000, 390_000, 2_000_000, 100_000]
+    computed_ns = [1_610_000, 390_000, 2_000_000, 100_000, 1_200_000, 1_800_000]
+    assert compute_ns(table).tolist() == computed_ns
     figures = rank_figures(table, 1)
-    assert figures.busy_ns.tolist() == [3_610_000]
-    assert figures.mean_ns[0, 0, 0] == 2_000_000
+    assert figures.busy_ns.tolist() == [4_810_000]
+    assert figures.mean_ns[0, 0, 0] == pytest.approx(7_000_000 / 3)
 
 
 @pytest.mark.parametrize(

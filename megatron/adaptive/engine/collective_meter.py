@@ -183,9 +183,10 @@ class _Replacement:
         def measured(group: Any, *arguments: Any, **options: Any) -> Any:
             calls = [meter.call(operation, group, arguments) for meter in self._meters]
             work = original(group, *arguments, **options)
+            is_waited = not _is_async(arguments, options)
             for call in calls:
                 if call is not None and work is not None:
-                    work = _timed(work, call)
+                    work = _TimedWork(work, call) if is_waited else _timed(work, call)
             return work
 
         vars(measured)["replacement"] = self
@@ -195,8 +196,11 @@ class _Replacement:
 class _TimedWork:
     """Wraps the ``Work`` of a collective, and records when the caller's ``wait`` returns.
 
-    This is needed because some collectives of gloo have no future.
+    This costs less than a callback, which the thread that finishes the collective would run with
+    Python's global lock. Some collectives of gloo also have no future for a callback.
     """
+
+    __slots__ = ("_call", "_work")
 
     def __init__(self, work: Any, call: _Call) -> None:
         self._work = work
@@ -227,6 +231,12 @@ def _timed(work: Any, call: _Call) -> Any:
         return _TimedWork(work, call)
     future.add_done_callback(ends)
     return work
+
+
+def _is_async(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Returns whether the caller of a collective may wait for it only later."""
+    settings = options.get("opts", arguments[-1] if arguments else None)
+    return bool(getattr(settings, "asyncOp", True))
 
 
 def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ file, or this process may not read it, the counters of that file are missing.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +97,12 @@ MACHINE_BUSY = "machine_busy_ns"
 OWN_BUSY = "own_busy_ns"
 """Counter name: processor time in ns that this process used."""
 
+KERNEL = "kernel_ns"
+"""Counter name: processor time in ns that this process spent in the kernel.
+
+It includes freeing memory, reading pages from disk, and copying data for system calls.
+"""
+
 PROCESSORS = "processors"
 """Counter name: number of processors that this process may use now."""
 
@@ -121,6 +128,7 @@ COUNTERS = (
     LINK_PAUSES,
     LINK_SPEED,
     TURN_WAIT,
+    KERNEL,
     *GPU_COUNTERS,
 )
 """Names of all counters."""
@@ -287,6 +295,7 @@ class MachineCounters:
         values: dict[tuple[str, str], int | None] = {
             (ELAPSED, ""): time.monotonic_ns(),
             (OWN_BUSY, ""): time.process_time_ns(),
+            (KERNEL, ""): int(resource.getrusage(resource.RUSAGE_SELF).ru_stime * 1e9),
         }
         for number, (name, source) in enumerate(self._sources):
             values[name, str(number)] = source.value()

@@ -59,7 +59,10 @@ Below this size, several processes would take longer.
 """
 
 HANDED_OVER_NS = 100_000
-"""Maximum time in ns from the end of a send to the end of the action that includes the send."""
+"""Maximum time in ns from the end of a send to the end of the action that includes the send.
+
+For a send that takes longer, the maximum is the duration of the send.
+"""
 
 Floats = npt.NDArray[np.float64]
 
@@ -344,7 +347,7 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
     left = table.end_ns[owner] - table.end_ns[rows]
     inside = (around >= 0) & (left >= 0)
     if kind == "send":
-        inside &= left <= HANDED_OVER_NS
+        inside &= left <= np.maximum(HANDED_OVER_NS, table.duration_ns[rows])
     return rows[inside], owner[inside]
 
 

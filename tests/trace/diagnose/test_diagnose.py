@@ -10,6 +10,7 @@ import pytest
 from megatron.adaptive.errors import TraceError
 from megatron.adaptive.trace.diagnose import Diagnosis, diagnose
 from megatron.adaptive.trace.diagnose.cause import built_in_causes
+from megatron.adaptive.trace.diagnose.causes import slow_link
 from megatron.adaptive.trace.diagnose.finding import Finding
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.trace_format import trace_file_name
@@ -138,6 +139,18 @@ def test_two_faults_are_both_named_the_dearer_first(say: Say) -> None:
         Fault(kind="slow-link", rank=2, to=3, seconds=0.008),
     ).findings
     assert [f.cause for f in findings] == ["slow rank", "slow link"]
+
+
+def test_late_messages_to_a_slow_rank_are_named_only_if_they_cost_time(
+    say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = (
+        Fault(kind="slow-rank", rank=1, factor=2.0),
+        Fault(kind="slow-link", rank=0, to=1, seconds=0.008),
+    )
+    assert [finding.cause for finding in say(*faults).findings] == ["slow rank"]
+    monkeypatch.setattr(slow_link, "LINK_OF_STEP", -1.0)
+    assert [finding.cause for finding in say(*faults).findings] == ["slow rank", "slow link"]
 
 
 @pytest.mark.parametrize(("seed", "replicas"), [(0, 1), (1, 1), (4, 2), (5, 2)])

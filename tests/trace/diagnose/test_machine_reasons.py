@@ -28,6 +28,7 @@ from megatron.adaptive.trace.machine_counters import (
     DISK_WAIT,
     ELAPSED,
     FULL_CLOCK,
+    KERNEL,
     MACHINE_BUSY,
     MEMORY_WAIT,
     OWN_BUSY,
@@ -226,6 +227,16 @@ def test_memory_that_one_rank_lacks_is_counted_on_all_ranks_of_the_machine(tmp_p
     finding = next(f for f in diagnosed(tmp_path, count, SLOW).findings if f.cause == "slow rank")
     assert finding.reason is not None
     assert finding.reason.counter == MEMORY_WAIT
+
+
+def test_time_in_the_kernel_counts_as_shortage_of_memory_only_if_memory_is_short(
+    tmp_path: Path,
+) -> None:
+    for memory, is_named in ((0.08, True), (0.01, False)):
+        count = only(SLOW.rank, **{MEMORY_WAIT: memory, KERNEL: 0.3, DISK_PAGES: 90})
+        (finding,) = diagnosed(tmp_path / str(memory), count, SLOW).findings
+        counters = [reason.counter for reason in (finding.reason,) if reason is not None]
+        assert counters == ([MEMORY_WAIT] if is_named else [])
 
 
 def test_a_rank_with_two_waits_has_two_reasons(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from megatron.adaptive.trace.machine_counters import (
     DISK_WAIT,
     ELAPSED,
     FULL_CLOCK,
+    KERNEL,
     MACHINE_BUSY,
     MEMORY_WAIT,
     OWN_BUSY,
@@ -265,6 +266,8 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
         share = shares(m, wait.counter)
         mean = float(np.nanmean(share[chosen, column]))
         excess = mean - _usual(m, share, wait.counter, column, chosen)
+        if wait.counter == MEMORY_WAIT and mean >= COUNTS:
+            excess += _kernel_excess(m, column, chosen)
         # Disk wait times cover every process of the machine, so this rank may not have waited.
         is_own = wait.counter != DISK_WAIT or _reads(m, column, chosen)
         is_contained = any((other.counter, wait.counter) in _CONTAINED for _, other in parts)
@@ -431,6 +434,16 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
     before = np.delete(share[:, column], np.s_[chosen])
     usual = [float(np.nanmedian(part)) for part in (others, before) if np.isfinite(part).any()]
     return min(usual, default=0.0)
+
+
+def _kernel_excess(m: Measured, column: int, chosen: slice) -> float:
+    """Returns the fraction of a step that a rank spends in the kernel beyond the usual fraction.
+
+    If memory is short, the kernel frees memory and reads pages on behalf of the rank.
+    """
+    share = shares(m, KERNEL)
+    mean = float(np.nanmean(share[chosen, column]))
+    return max(0.0, mean - _usual(m, share, KERNEL, column, chosen))
 
 
 def _reads(m: Measured, column: int, chosen: slice) -> bool:

@@ -29,8 +29,19 @@ class SlowLink(Cause):
     name = "slow link"
     order = 20
 
+    def __init__(self) -> None:
+        self._slow_ranks: frozenset[int] = frozenset()
+
     def find(self, evidence: Evidence, earlier: Sequence[Finding]) -> list[Finding]:
+        self._slow_ranks = frozenset(
+            rank for finding in earlier if finding.cause == "slow rank" for rank in finding.ranks
+        )
         return find_slow_links(evidence.measured)
+
+    def keeps(self, finding: Finding, *, is_simulated: bool) -> bool:
+        # If a rank is slow, its thread that receives messages is slow too, which costs no time.
+        is_symptom = is_simulated and not self._slow_ranks.isdisjoint(finding.ranks)
+        return not is_symptom or finding.cost_fraction >= LINK_OF_STEP
 
     def describe(self, finding: Finding) -> str:
         source, target = finding.ranks
@@ -89,6 +100,9 @@ The threads that send a message and that notice its arrival may have to wait for
 
 MOST_COMPARED = 1000
 """Maximum number of links to compare with; if there are more, every n-th link is used."""
+
+LINK_OF_STEP = 0.02
+"""Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""
 
 LINK_CHANGE_SURE = 7.0
 """Minimum score, in standard errors, of a link's change during the run to be reported."""
