@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adaptive.accelerator import CpuClock
-from megatron.adaptive.engine.collective_meter import CollectiveMeter
+from megatron.adaptive.engine.collective_meter import MOST_KEPT, CollectiveMeter
 
 LIMIT = datetime.timedelta(seconds=30)
 
@@ -28,7 +28,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     meter = CollectiveMeter({"tensor": group}, CpuClock())
-    meter.begin(is_traced=True)
+    meter.begin(1, is_traced=True)
     try:
         values = torch.arange(4.0)
         result = torch.zeros(4)
@@ -44,11 +44,28 @@ def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     assert 1 in [number for number, *_ in row.kept]
 
 
+def test_over_many_steps_all_collectives_are_kept(group: dist.ProcessGroup) -> None:
+    meter = CollectiveMeter({"tensor": group}, CpuClock())
+    count, steps = 4 * MOST_KEPT, 24
+    times_kept = [0] * count
+    for iteration in range(steps):
+        meter.begin(iteration, is_traced=True)
+        for _ in range(count):
+            dist.all_reduce(torch.ones(2), group=group)
+        (row,) = meter.rows()
+        assert len(row.kept) == MOST_KEPT
+        for number, *_ in row.kept:
+            times_kept[number] += 1
+    assert sum(times_kept) == steps * MOST_KEPT
+    assert min(times_kept) >= 2
+    assert max(times_kept) <= 10
+
+
 def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
     before = dist.ProcessGroup.allreduce
     meters = [CollectiveMeter({kind: group}, CpuClock()) for kind in ("tensor", "data")]
     for meter in meters:
-        meter.begin(is_traced=True)
+        meter.begin(1, is_traced=True)
         dist.all_reduce(torch.ones(2), group=group)
     # The first to begin is the first to end, as with steps of an actor and its critic.
     assert [row.totals[0][0] for row in meters[0].rows()] == [2]

@@ -15,7 +15,8 @@ memory are timed with the host's clock, collectives on tensors of a device with 
 device.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
-The choice depends only on the index of a collective, so all members keep the same collectives.
+The choice depends only on the iteration and on the index of a collective, so all members keep the
+same collectives, and over many steps every collective is kept about equally often.
 """
 
 from __future__ import annotations
@@ -94,14 +95,17 @@ class CollectiveMeter:
             for kind, group in groups.items()
         }
         self._watching = ExitStack()
+        self._iteration = 0
 
-    def begin(self, *, is_traced: bool) -> None:
+    def begin(self, iteration: int, *, is_traced: bool) -> None:
         """Begins a step, and starts to measure its collectives if the step is traced.
 
         Args:
+            iteration: Iteration number, the same on all members.
             is_traced: Whether to measure the step.
         """
         self.close()
+        self._iteration = iteration
         for group in self._groups.values():
             group.calls = []
         if is_traced:
@@ -118,7 +122,8 @@ class CollectiveMeter:
         Collectives that are not finished by then are counted, but their times are not kept.
         """
         self.close()
-        return [_summary(group) for group in self._groups.values() if group.calls]
+        measured = (group for group in self._groups.values() if group.calls)
+        return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
         """Records that a collective begins. Returns ``None`` if its group is not measured.
@@ -262,7 +267,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _summary(group: _Group) -> GroupCollectives:
+def _summary(group: _Group, iteration: int) -> GroupCollectives:
     """Returns a group's collectives in a step: counts and total times, and times of some calls."""
     operations = list(dict.fromkeys(call.operation for call in group.calls))
     counts = dict.fromkeys(operations, 0)
@@ -279,7 +284,7 @@ def _summary(group: _Group) -> GroupCollectives:
         end_ns = max(start_ns, call.clock.resolve_ns(call.end))
         totals_ns[call.operation] += end_ns - start_ns
         times[number] = start_ns, end_ns
-    kept = sorted(range(len(group.calls)), key=_scrambled)[:MOST_KEPT]
+    kept = _chosen(len(group.calls), iteration)
     return GroupCollectives(
         kind=group.kind,
         lowest_rank=group.ranks[0],
@@ -294,7 +299,12 @@ def _summary(group: _Group) -> GroupCollectives:
     )
 
 
-def _scrambled(number: int) -> int:
-    """Returns a pseudo-random sort key for a collective, the same on all ranks."""
-    # The top bits of a product with an odd constant depend on all bits of the number.
-    return (number * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 20
+def _chosen(count: int, iteration: int) -> list[int]:
+    """Returns the indices of the collectives to keep, evenly spread and the same on all ranks."""
+
+    def key(number: int) -> int:
+        # The top bits of a product with an odd constant depend on all bits of the number.
+        mixed = number * 0x9E3779B97F4A7C15 + iteration * 0xD1B54A32D192ED03
+        return (mixed & (1 << 64) - 1) >> 20
+
+    return sorted(range(count), key=key)[:MOST_KEPT]

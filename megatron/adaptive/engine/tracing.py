@@ -164,7 +164,7 @@ class Tracing:
         if self.layers is not None:
             self.layers.begin(is_traced=is_traced)
         if self.collectives is not None:
-            self.collectives.begin(is_traced=is_traced)
+            self.collectives.begin(iteration, is_traced=is_traced)
         if self.kernels is not None:
             self.kernels.begin(iteration, is_traced=is_traced)
         if self.recorder is None or not is_traced:

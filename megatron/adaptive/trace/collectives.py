@@ -42,6 +42,9 @@ class JoinedCollectives:
             arrived at the collective.
         end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
             finished on each member.
+        step_iteration: ``[steps]``, numbers of the iterations in which all members measured.
+        step_ns: ``[steps, members]``, time in ns that a member spent in all these collectives of an
+            iteration, with and without recorded times.
         per_step: Mean number of collectives in an iteration, with and without recorded times.
         total_ns: Time in ns that a member spends in these collectives in an iteration; mean over
             members and iterations.
@@ -54,6 +57,8 @@ class JoinedCollectives:
     iteration: Ints
     start_ns: Ints
     end_ns: Ints
+    step_iteration: Ints
+    step_ns: Ints
     per_step: float
     total_ns: float
     size_bytes: float
@@ -151,6 +156,7 @@ def _join(
     starts: list[list[int]] = []
     ends: list[list[int]] = []
     totals: list[tuple[int, int, int]] = []
+    step_ns: list[list[int]] = []
     ranks: Sequence[int] = ()
     for iteration, by_rank in groups.items():
         ranks = sorted(by_rank)
@@ -159,12 +165,9 @@ def _join(
             iterations.append(iteration)
             starts.append([times[number][0] for times in kept])
             ends.append([times[number][1] for times in kept])
-        totals += [
-            total
-            for group in by_rank.values()
-            for name, total in zip(group.operations, group.totals, strict=True)
-            if name == operation
-        ]
+        of_members = [_total(by_rank[rank], operation) for rank in ranks]
+        totals += of_members
+        step_ns.append([total_ns for _, total_ns, _ in of_members])
     if not iterations:
         return None
     count, total_ns, size_bytes = np.array(totals, dtype=np.float64).sum(axis=0)
@@ -176,10 +179,18 @@ def _join(
         iteration=np.array(iterations, dtype=np.int64),
         start_ns=np.array(starts, dtype=np.int64),
         end_ns=np.array(ends, dtype=np.int64),
+        step_iteration=np.array(list(groups), dtype=np.int64),
+        step_ns=np.array(step_ns, dtype=np.int64),
         per_step=float(count) / parts,
         total_ns=float(total_ns) / parts,
         size_bytes=float(size_bytes / max(1.0, count)),
     )
+
+
+def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
+    """Returns number, total time in ns and total bytes of a member's collectives in an iteration."""
+    totals = dict(zip(group.operations, group.totals, strict=True))
+    return totals.get(operation, (0, 0, 0))
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:

@@ -70,6 +70,8 @@ def waiting_for(m: Measured, rank: int | None) -> Measured:
         iteration=np.repeat(m.iterations, 4),
         start_ns=start_ns,
         end_ns=start_ns + 2_000_000,
+        step_iteration=m.iterations,
+        step_ns=np.full((len(m.iterations), 2), 8_000_000),
         per_step=4.0,
         total_ns=8e6,
         size_bytes=1024.0,

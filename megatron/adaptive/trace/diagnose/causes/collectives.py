@@ -170,12 +170,14 @@ def _slow_member(
     m: Measured, kind: str, ranks: tuple[int, ...], groups: Sequence[JoinedCollectives]
 ) -> Finding | None:
     """Returns a finding about the member that others wait for; ``None`` if waits are short."""
-    held_ns = sum(_per_step(joined, joined.held_up_ns, m.iterations) for joined in groups)
-    held_ns = np.asarray(held_ns)
-    worst = int(held_ns.mean(axis=0).argmax())
-    # If ranks are late at random, every rank is sometimes last. So only the excess over the other
-    # members counts.
-    excess_ns = held_ns[:, worst] - np.delete(held_ns, worst, axis=1).max(axis=1)
+    # All members leave a collective together, so the member that arrives last spends the least time
+    # in it. If ranks are late at random, every rank is sometimes last, and the totals are equal.
+    spent_ns = np.zeros((len(m.iterations), len(ranks)))
+    for joined in groups:
+        rows = np.searchsorted(m.iterations, joined.step_iteration)
+        spent_ns[rows] += joined.step_ns
+    worst = int(spent_ns.mean(axis=0).argmin())
+    excess_ns = np.delete(spent_ns, worst, axis=1).min(axis=1) - spent_ns[:, worst]
     number = sum(joined.per_step for joined in groups)
     period = _period(m, excess_ns, _least_ns(m, ranks, number), 0.0)
     if period is None:
