@@ -32,6 +32,7 @@ kills           90   tests.soak.killed_ranks
 messages        60   tests.soak.message_stream
 monitor         30   tests.soak.monitor
 tried           60   tests.soak.tried_ranks
+starts          30   tests.soak.starts
 tokens          60   tests.soak.tokens
 rdma            60   tests.labs.rdma_speed
 slurm           60   tests.soak.slurm_jobs

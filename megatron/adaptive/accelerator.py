@@ -55,7 +55,8 @@ _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _HEAP_KEPT_BYTES = 1 << 30
-_MAPPED_FROM_BYTES = 32 << 20  # The largest threshold that glibc accepts.
+MAPPED_FROM_BYTES = 32 << 20
+"""Size in bytes from which a CPU tensor is not in the heap; the maximum that glibc accepts."""
 
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which a newer CUDA event becomes the clock's reference (anchor)."""
@@ -476,7 +477,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # some C libraries have no mallopt
         mallopt(_M_TRIM_THRESHOLD, _HEAP_KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 
 
 def quiet_libraries() -> None:

@@ -11,6 +11,7 @@ is available immediately. The planner adds the waits.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.adaptive import accelerator as device
 from megatron.adaptive.config.arguments import parse
@@ -153,6 +156,7 @@ class _Samples:
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
             weight gradient, and the slices of a microbatch, are added up.
+        largest_bytes: Size of the largest tensor that an operation of a step allocates.
     """
 
     num_slices: int = 1
@@ -161,6 +165,7 @@ class _Samples:
     busy_s: list[float] = field(default_factory=list)
     means_s: dict[tuple[ActionKind, int], list[float]] = field(default_factory=dict)
     equal_s: list[list[float]] = field(default_factory=list)
+    largest_bytes: int = 0
 
     def add_actions(self, actions: Sequence[tuple[Action, int]]) -> None:
         """Adds the times of a step's actions, in nanoseconds."""
@@ -212,7 +217,7 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
         rank=job.rank,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         device=gpu_name(accelerator),
-        memory_bytes=accelerator.peak_memory_bytes() + context_bytes,
+        memory_bytes=accelerator.peak_memory_bytes() + context_bytes + _gaps(accelerator, samples),
         busy_s=statistics.median(samples.busy_s),
         optimizer_s=statistics.median(samples.optimizer_s),
         beside_s=samples.beside_s(),
@@ -244,8 +249,13 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
         def mark(marks_s: list[float] = marks_s) -> None:
             marks_s.append(_now(job.accelerator))
 
-        step.train(microbatches, count, iteration, before_update=mark)
+        # The mode makes operations slower, so it watches a step that is not measured.
+        watch = _LargestTensor() if iteration == WARM_UP else None
+        with watch or contextlib.nullcontext():
+            step.train(microbatches, count, iteration, before_update=mark)
         mark()
+        if watch is not None:
+            samples.largest_bytes = watch.largest_bytes
         if iteration > WARM_UP:
             begin_s, update_s, end_s = marks_s
             assert step.times is not None
@@ -256,6 +266,48 @@ def _measured_steps(run: Any, order: Sequence[Action]) -> _Samples:
     if loader is not None:
         loader.close()
     return samples
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Measures the largest tensor that an operation allocates, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        present = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            if _storage(tensor) not in present:
+                size_bytes = tensor.untyped_storage().nbytes()
+                self.largest_bytes = max(self.largest_bytes, size_bytes)
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _gaps(accelerator: device.Accelerator, samples: _Samples) -> int:
+    """Returns the bytes of gaps that a rank of a job has in its heap, and a tried rank has not.
+
+    Received messages lie between other tensors, at other positions in each step. Measured jobs of
+    many steps need memory for about one more tensor of the largest size than a tried rank. The C
+    library does not put larger tensors into the heap.
+    """
+    is_in_heap = samples.largest_bytes < device.MAPPED_FROM_BYTES and not accelerator.is_cuda
+    return samples.largest_bytes if is_in_heap else 0
 
 
 def _now(accelerator: device.Accelerator) -> float:
