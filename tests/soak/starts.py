@@ -79,7 +79,7 @@ def start_pipeline(folder: Path) -> tuple[float, float]:
     with Pipeline.from_pretrained(folder, sample, batch_size=SAMPLES) as pipeline:
         pipeline.set_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
         loss, _ = pipeline.step(batch())
-        return time.perf_counter(), float(loss.detach())
+        return time.perf_counter(), float(loss)
 
 
 def be_rank(kind: str, folder: str, output: str) -> None:

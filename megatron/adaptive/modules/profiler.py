@@ -33,10 +33,12 @@ with _accelerator.quiet_imports():
     from megatron.adaptive.modules.segments import (
         MakeOptimizer,
         SegmentSample,
+        interpolated,
         measure_segments,
         optimizer_seconds,
         tensors_of,
         tied_parameters,
+        with_split_like,
     )
     from megatron.adaptive.modules.tape import Tape
     from megatron.adaptive.planner import profile_file
@@ -50,6 +52,10 @@ with _accelerator.quiet_imports():
         node_facts,
     )
     from megatron.adaptive.profiling.links import measure_links, measure_reductions
+
+
+LONG_S = 0.02
+"""Time in seconds from which a forward and backward pass is not repeated in a quick profile."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,13 +130,18 @@ class Profiler(SampledModel):
         finally:
             job.close()
 
-    def measure(self, job: Job, *, most: int | None = None) -> ModuleProfile:
+    def measure(
+        self, job: Job, *, most: int | None = None, is_quick: bool = False
+    ) -> ModuleProfile:
         """Measures like :meth:`run`, in a job that the processes have already joined.
 
         Args:
             job: Job that all ranks have joined.
             most: Maximum number of samples per microbatch if ``micro_batch_sizes`` is not set;
                 ``None`` takes the size of the sample batch.
+            is_quick: Whether to measure only the smallest and the largest microbatch if
+                ``micro_batch_sizes`` is not set, and to repeat only short measurements. Costs of
+                sizes between the two are interpolated.
         """
         begin_s = time.monotonic()
         if most is None:
@@ -139,7 +150,11 @@ class Profiler(SampledModel):
         kinds = [node["facts"]["gpu"] for node in nodes]
         own_part: Any = None
         if kinds.index(kinds[job.rank]) == job.rank:
-            own_part = self._part(job, nodes[job.rank]["limit"], most)
+            limit_bytes = nodes[job.rank]["limit"]
+            is_quick = is_quick and not self.micro_batch_sizes
+            by_size = self._smallest_and_largest if is_quick else self._by_size
+            sizes = by_size(job.accelerator.device, limit_bytes, most)
+            own_part = self._part(job, limit_bytes, sizes)
         gathered = job.gather(own_part)
         # Raise this rank's own error first, because errors from other ranks arrive without a
         # traceback.
@@ -195,7 +210,9 @@ class Profiler(SampledModel):
             "limit": limit,
         }
 
-    def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
+    def _part(
+        self, job: Job, limit_bytes: float, sizes: Iterator[tuple[Tape, list[SegmentSample]]]
+    ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
         Returns an error instead of raising it, so that all ranks can raise the error.
@@ -205,7 +222,7 @@ class Profiler(SampledModel):
         samples: list[SegmentSample] = []
         tape: Tape | None = None
         try:
-            for size_tape, rows in self._by_size(device, limit_bytes, most):
+            for size_tape, rows in sizes:
                 tape = size_tape
                 samples += rows
             if tape is None:
@@ -215,16 +232,16 @@ class Profiler(SampledModel):
                     "get smaller"
                 )
             tied = tied_parameters(tape, tensors_of(model))
-            sizes = Counter[int]()
+            elements = Counter[int]()
             for parameter in model.parameters():
-                sizes[parameter.element_size()] += parameter.numel()
+                elements[parameter.element_size()] += parameter.numel()
             return DeviceSamples(
                 gpu=gpu_name(job.accelerator),
                 cut_points=tuple(tape.cuts),
                 samples=tuple(samples),
                 tied_parameters=tied[0],
                 tied_segments=tied[1],
-                element_bytes=max(sizes, key=sizes.__getitem__, default=4),
+                element_bytes=max(elements, key=elements.__getitem__, default=4),
                 optimizer_s=optimizer_seconds(model, device, self.optimizer),
                 is_random=tape.is_random,
             )
@@ -245,35 +262,99 @@ class Profiler(SampledModel):
     ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
         """Yields the recorded forward pass and its measured segments for each microbatch size."""
         begin_s = time.monotonic()
-        host = self.device.type == "cpu"
-        # Bytes per sample at the previous microbatch size, to predict whether the next size fits.
-        needed = 0.0
-        recorded = 0.0
         doubled = [2**power for power in range(most.bit_length())]
         given_sizes = sorted(set(self.micro_batch_sizes or ()))
+        previous: tuple[Tape, list[SegmentSample]] | None = None
         for size in given_sizes or doubled:
             if not given_sizes and time.monotonic() - begin_s > self.time_limit_s:
                 return
-            room = available_host_bytes() if host else limit_bytes
-            if needed * size > limit_bytes or recorded * size > room:
+            if previous is not None and not self._fits(size, *previous, limit_bytes):
                 return
-            # Copy the entries, because a view would keep the memory of the whole batch.
-            batch = {
-                name: tensor[:size].to(self.device, copy=True)
-                for name, tensor in stretched(self.sample, size).items()
-            }
-            try:
-                tape = Forwards.of(self, batch, self.slicing).training
-                rows = measure_segments(
-                    self, tape, batch, device, split=self.split_backward, repeats=self.repeats
-                )
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+            previous = self._measured(size, device, split=self.split_backward)
+            if previous is None:
                 return
-            yield tape, rows
-            needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
-            needed /= size
-            recorded = sum(math.prod(v.shape) * v.dtype.itemsize for v in tape.values) / size
+            yield previous
+
+    def _smallest_and_largest(
+        self, device: torch.device, limit_bytes: float, most: int
+    ) -> Iterator[tuple[Tape, list[SegmentSample]]]:
+        """Yields like :meth:`_by_size`, but measures only one sample and the largest microbatch."""
+        smallest = self._measured(1, device, split=False, enough_s=LONG_S)
+        if smallest is None:
+            return
+        tape, rows = smallest
+        for power in range(most.bit_length() - 1, 0, -1):
+            if not self._fits(2**power, tape, rows, limit_bytes):
+                continue
+            largest = self._measured(2**power, device, split=self.split_backward, enough_s=LONG_S)
+            if largest is not None:
+                tape, larger = largest
+                rows = [with_split_like(b, a) for a, b in zip(rows, larger, strict=True)]
+                yield tape, [*rows, *interpolated(rows, larger), *larger]
+                return
+        if self.split_backward:
+            smallest = self._measured(1, device, split=True, enough_s=LONG_S)
+        if smallest is not None:
+            yield smallest
+
+    def _fits(
+        self, size: int, tape: Tape, rows: Sequence[SegmentSample], limit_bytes: float
+    ) -> bool:
+        """Predicts from a smaller microbatch whether a microbatch of ``size`` samples fits."""
+        samples = rows[0].micro_batch
+        needed = max(row.kept_bytes + row.workspace_bytes + row.output_bytes for row in rows)
+        recorded = _recorded_bytes(tape)
+        room = available_host_bytes() if self.device.type == "cpu" else limit_bytes
+        return needed * size <= limit_bytes * samples and recorded * size <= room * samples
+
+    def largest_that_fits(self, job: Job, most: int) -> int:
+        """Returns the largest power of two of samples whose microbatch fits in memory, at least 1.
+
+        Nothing is measured. The memory of a microbatch is estimated as the size of all values that
+        the recorded forward pass computes for one sample, times the number of samples.
+
+        Args:
+            job: Job that all ranks have joined.
+            most: Maximum number of samples.
+        """
+        per_sample = _recorded_bytes(self._recorded(self._microbatch(1)))
+        parameters = sum(each.numel() * each.element_size() for each in self.model.parameters())
+        # Parameters, gradients and the two states of AdamW.
+        room = self._about(job)["limit"] - 4 * parameters
+        sizes = [2**power for power in range(most.bit_length())]
+        return max((size for size in sizes if size * per_sample <= room), default=1)
+
+    def _microbatch(self, size: int) -> dict[str, torch.Tensor]:
+        """Returns the first samples of the sample batch, as a microbatch."""
+        # Copy the entries, because a view would keep the memory of the whole batch.
+        return {
+            name: tensor[:size].to(self.device, copy=True)
+            for name, tensor in stretched(self.sample, size).items()
+        }
+
+    def _recorded(self, batch: Mapping[str, torch.Tensor]) -> Tape:
+        """Records the forward pass in training mode."""
+        return Forwards.of(self, batch, self.slicing, modes=("training",)).training
+
+    def _measured(
+        self, size: int, device: torch.device, *, split: bool, enough_s: float = math.inf
+    ) -> tuple[Tape, list[SegmentSample]] | None:
+        """Records and measures microbatches of ``size`` samples; ``None`` if they do not fit."""
+        batch = self._microbatch(size)
+        try:
+            tape = self._recorded(batch)
+            rows = measure_segments(
+                self, tape, batch, device, split=split, repeats=self.repeats, enough_s=enough_s
+            )
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
+        return tape, rows
+
+
+def _recorded_bytes(tape: Tape) -> int:
+    """Returns the size in bytes of all values of a recorded forward pass."""
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in tape.values)
 
 
 @dataclass(frozen=True, kw_only=True)

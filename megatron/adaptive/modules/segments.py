@@ -17,8 +17,9 @@ also checks that the recorded forward pass gives the same loss as the model.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +44,7 @@ from megatron.adaptive.modules.tape import Tape
 from megatron.adaptive.profiling.action_timing import WARM_UP, time_call, time_microbatches
 
 # Maximum number of parameter elements with which an optimizer step is timed.
-_MOST_NUMBERS = 1 << 24
+_MOST_NUMBERS = 1 << 22
 _OPTIMIZER_STEPS = 4
 # Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
@@ -92,6 +93,58 @@ class SegmentSample:
         return self.forward_s + self.backward_s
 
 
+def interpolated(
+    smaller: Sequence[SegmentSample], larger: Sequence[SegmentSample]
+) -> list[SegmentSample]:
+    """Returns samples for the powers of two between two measured microbatch sizes.
+
+    Costs are interpolated linearly, because a microbatch has a fixed cost and a cost per sample.
+
+    Args:
+        smaller: Measurements of all segments with the smaller microbatch.
+        larger: Measurements of the same segments with the larger microbatch.
+    """
+    first, last = smaller[0].micro_batch, larger[0].micro_batch
+    sizes = [
+        size for size in (2**power for power in range(last.bit_length())) if first < size < last
+    ]
+    return [_between(a, b, size) for size in sizes for a, b in zip(smaller, larger, strict=True)]
+
+
+def with_split_like(measured: SegmentSample, sample: SegmentSample) -> SegmentSample:
+    """Returns a sample whose split backward pass is estimated from another size of the segment.
+
+    Both parts of the split pass are assumed to take the same share of an unsplit backward pass.
+    """
+    if measured.split_s is None or sample.split_s is not None:
+        return sample
+    ratio = sample.backward_s / measured.backward_s if measured.backward_s else 1.0
+    inputs_s, weights_s = measured.split_s
+    return replace(sample, split_s=(ratio * inputs_s, ratio * weights_s))
+
+
+def _between(smaller: SegmentSample, larger: SegmentSample, size: int) -> SegmentSample:
+    share = (size - smaller.micro_batch) / (larger.micro_batch - smaller.micro_batch)
+
+    def mean(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    halves = None
+    if smaller.split_s is not None and larger.split_s is not None:
+        (inputs, weights), (more_inputs, more_weights) = smaller.split_s, larger.split_s
+        halves = mean(inputs, more_inputs), mean(weights, more_weights)
+    return replace(
+        larger,
+        micro_batch=size,
+        forward_s=mean(smaller.forward_s, larger.forward_s),
+        backward_s=mean(smaller.backward_s, larger.backward_s),
+        split_s=halves,
+        output_bytes=round(mean(smaller.output_bytes, larger.output_bytes)),
+        kept_bytes=round(mean(smaller.kept_bytes, larger.kept_bytes)),
+        workspace_bytes=round(mean(smaller.workspace_bytes, larger.workspace_bytes)),
+    )
+
+
 def measure_segments(
     forward: SampledModel,
     tape: Tape,
@@ -100,6 +153,7 @@ def measure_segments(
     *,
     split: bool,
     repeats: int,
+    enough_s: float = math.inf,
 ) -> list[SegmentSample]:
     """Measures all segments with one microbatch; the model's gradients stay unchanged.
 
@@ -110,7 +164,8 @@ def measure_segments(
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
         split: Whether to also measure the split backward pass.
-        repeats: Number of timed repetitions after the warm-up.
+        repeats: Maximum number of timed repetitions after the warm-up.
+        enough_s: Duration in seconds from which a segment is not repeated.
 
     Raises:
         torch.OutOfMemoryError: If a segment does not fit in the device's memory.
@@ -137,13 +192,27 @@ def measure_segments(
             program = StageProgram(tape, plan, held, device, recomputed)
             before = _reset_peak_bytes(device)
             rows, output, kept = _time(
-                program, inputs, held, message, device, split=False, repeats=repeats
+                program,
+                inputs,
+                held,
+                message,
+                device,
+                split=False,
+                repeats=repeats,
+                enough_s=enough_s,
             )
             peak = _peak_bytes(device)
             halves = None
             if split:
                 both, _, _ = _time(
-                    program, inputs, held, message, device, split=True, repeats=repeats
+                    program,
+                    inputs,
+                    held,
+                    message,
+                    device,
+                    split=True,
+                    repeats=repeats,
+                    enough_s=enough_s,
                 )
                 halves = (statistics.median(both[1]), statistics.median(both[2]))
             samples.append(
@@ -221,6 +290,7 @@ def _time(
     *,
     split: bool,
     repeats: int,
+    enough_s: float,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
     """Returns a segment's times of F, B and W, its output message, and its kept bytes."""
     meter = ActivationMeter()
@@ -246,6 +316,7 @@ def _time(
             device=device,
             repeats=repeats,
             split=split,
+            enough_s=enough_s,
         )
     finally:
         for tensor in held.values():

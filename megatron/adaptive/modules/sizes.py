@@ -135,6 +135,8 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
         order = None if text is None else JobOrder.from_text(text)
         if order is not None:
             request = _ordered(job, order, request)
+        elif dist.get_world_size() == 1 and request.pipeline_size in (None, "auto", 1):
+            request = _of_one_process(job, request)
         elif request.micro_batch_size is None or request.pipeline_size == "auto":
             plan = _choose(job, request)
             best = plan.best
@@ -247,6 +249,29 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
     )
 
 
+def _of_one_process(job: Job, request: PipelineSettings) -> PipelineSettings:
+    """Returns the settings of a job of one process, which needs no measurements.
+
+    One process runs all segments, and large microbatches use it best.
+    """
+    request = dataclasses.replace(request, pipeline_size=1)
+    if request.micro_batch_size is not None:
+        return request
+    require_whole(1, batch_size=request.samples)
+    profiler = Profiler(**_sampled_model(request), memory_limit_bytes=request.memory_limit_bytes)
+    size = profiler.largest_that_fits(job, request.samples)
+    while request.samples % size:
+        size //= 2
+    plural = "" if size == 1 else "s"
+    print(f"plan: 1 process, microbatches of {size} sample{plural}", flush=True)
+    return dataclasses.replace(request, micro_batch_size=size)
+
+
+def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
+    """Returns the settings that describe the model and its recording, by name."""
+    return {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
+
+
 def _choose(job: Job, request: PipelineSettings) -> Chosen:
     """Measures the model and plans a layout, equal on all ranks. Collective over all ranks."""
     require_whole(1, batch_size=request.samples)
@@ -270,17 +295,16 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
     pipeline_size = request.pipeline_size
     # Create the orders before measuring, so that wrong settings raise an error at once.
     orders = choose_orders(request, 2, 0)
-    splits = orders.weight_pieces > 0
-    model = {spec.name: getattr(request, spec.name) for spec in dataclasses.fields(SampledModel)}
+    splits = orders.weight_pieces > 0 and dist.get_world_size() > 1
     profiler = Profiler(
-        **model,
+        **_sampled_model(request),
         micro_batch_sizes=None if size is None else (size,),
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
     # Larger microbatches would make a step have fewer microbatches than there are processes.
     most = max(1, request.samples // dist.get_world_size())
-    profile = profiler.measure(job, most=most)
+    profile = profiler.measure(job, most=most, is_quick=True)
     check_weights(request.weights, len(profile.cut_points) + 1)
     return profile, MeasuredModule(
         signature=_signature(request),

@@ -60,6 +60,7 @@ def time_microbatches(
     device: torch.device,
     repeats: int,
     split: bool,
+    enough_s: float = math.inf,
 ) -> tuple[list[list[float]], torch.Tensor | None]:
     """Runs and times microbatches on chunk 0 of a rank's stages, one after the other.
 
@@ -72,8 +73,9 @@ def time_microbatches(
         gradient: Function that makes the input of a backward pass. It returns ``None`` for the last
             stage.
         device: Device on which the stages run.
-        repeats: Number of microbatches to time, after the warm-up.
+        repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
+        enough_s: Duration of a microbatch in seconds from which nothing is repeated.
 
     Returns:
         Three lists of durations in seconds: forward passes, backward passes, and weight-gradient
@@ -97,6 +99,8 @@ def time_microbatches(
             if index >= WARM_UP:
                 for row, (begin_s, end_s) in zip(rows, itertools.pairwise(marks), strict=True):
                     row.append(end_s - begin_s)
+                if marks[-1] - marks[0] >= enough_s:
+                    break
     finally:
         stages.finish()
     return rows, output
