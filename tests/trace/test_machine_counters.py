@@ -151,6 +151,22 @@ def named_thread(name: str, end: threading.Event) -> threading.Thread:
     return thread
 
 
+def test_threads_that_sleep_are_not_read_in_each_step() -> None:
+    end = threading.Event()
+    sleeping = {str(named_thread("sleeping", end).native_id) for _ in range(12)}
+    counters = MachineCounters()
+    try:
+        for _ in range(6):
+            counters.begin()
+            counters.end()
+        assert sleeping <= set(counters._threads)
+        assert not sleeping & set(counters._turns)
+        assert str(threading.get_native_id()) in counters._turns
+    finally:
+        end.set()
+        counters.close()
+
+
 @pytest.mark.parametrize(
     ("name", "kernel_name", "counts"),
     [

@@ -188,7 +188,7 @@ def _join(
 
 
 def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
-    """Returns number, total time in ns and total bytes of a member's collectives in an iteration."""
+    """Returns number, total time in ns and total bytes of a member's collectives in a step."""
     totals = dict(zip(group.operations, group.totals, strict=True))
     return totals.get(operation, (0, 0, 0))
 

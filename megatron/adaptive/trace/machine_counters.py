@@ -24,7 +24,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
@@ -174,6 +174,8 @@ These threads belong to this package's lanes and transports, and to the librarie
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
 _READS_PER_LISTING = 64
+# All threads count as new in the first listing, so the second listing comes soon.
+_READS_TO_SECOND_LISTING = 8
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
 """Indices of user, nice, system and interrupt times in the first line of ``/proc/stat``."""
@@ -234,6 +236,8 @@ class MachineCounters:
         self.message_threads: set[str] = set()
         self._readers: dict[str, _Source[int]] = {}
         self._clocks: dict[str, _Source[int]] = {}
+        self._active: set[str] = set()
+        self._listed: dict[str, _Turns] = {}
         self._turns: dict[str, _Turns] = {}
         self._turns_begun: dict[str, _Turns] = {}
         self._processor = -1
@@ -282,11 +286,12 @@ class MachineCounters:
         for file in files:
             file.close()
         self._sources, self._threads, self._readers, self._clocks = [], {}, {}, {}
+        self._active = set()
         self._processor = -1
 
     def _read(self) -> dict[tuple[str, str], int]:
         """Returns the value of each source of each counter."""
-        if self._reads % _READS_PER_LISTING == 0:
+        if self._reads % _READS_PER_LISTING == 0 or self._reads == _READS_TO_SECOND_LISTING:
             self._list_threads()
             self._list_readers()
             self._tcp.list_connections()
@@ -299,14 +304,15 @@ class MachineCounters:
         }
         for number, (name, source) in enumerate(self._sources):
             values[name, str(number)] = source.value()
-        self._turns = {
-            thread: turns
-            for thread, waits in self._threads.items()
-            if (turns := waits.value()) is not None
-        }
+        self._turns = self._read_threads(self._active)
         for process, source in self._readers.items():
             values[DISK_READ, process] = source.value()
         return {key: value for key, value in values.items() if value is not None}
+
+    def _read_threads(self, threads: Iterable[str]) -> dict[str, _Turns]:
+        """Returns the waits of threads by their ids, without threads that have exited."""
+        values = {thread: self._threads[thread].value() for thread in threads}
+        return {thread: turns for thread, turns in values.items() if turns is not None}
 
     def _waits(self) -> tuple[int, int]:
         """Returns for how long threads waited for a processor since :meth:`begin`, in ns.
@@ -369,6 +375,12 @@ class MachineCounters:
             for thread in listed
             if (names.get(thread) or _name_of(thread)).startswith(_MESSAGE_THREADS)
         }
+        # Most threads of a rank sleep for the whole run. Until the next listing, only threads that
+        # ran since the last listing are read, and new threads.
+        turns = self._read_threads(self._threads)
+        has_run = {thread for thread in turns if turns[thread] != self._listed.get(thread)}
+        self._active = has_run | (self.message_threads & turns.keys())
+        self._listed = turns
 
     def _list_readers(self) -> None:
         """Opens the files of this process and of its children, which may read data for it.
