@@ -50,7 +50,7 @@ def counts(**of: int) -> dict[str, Any]:
     ("last", "cause", "says"),
     [
         (make_rank(2, state="T", frames=()), "stopped", "kill -CONT 102"),
-        (make_rank(2, state="D", frames=()), "file system", "does not return"),
+        (make_rank(2, state="D", frames=()), "file system", "blocked in a system call"),
         (make_rank(2, age_s=20.0), "interpreter lock", "no other Python thread"),
         (make_rank(2, state="", now={}, frames=()), "silent machine", "neither does its machine"),
         (make_rank(2, frames=READS), "data reader", "reads data"),
@@ -77,7 +77,9 @@ def test_who_has_not_entered_a_collective() -> None:
     ranks.append(make_rank(2, frames=COMPUTES, now=counts(dp=7, world=3)))
     culprit = find_culprit(ranks)
     assert (culprit.ranks, culprit.cause) == ((2,), "collective")
-    assert "collective 8 of the group of ranks 0 1 2, which it has not entered" in culprit.text
+    assert (
+        "collective 8 of the group of ranks 0 1 2, which this rank has not entered" in culprit.text
+    )
     # If no rank is behind, the cause is the collective itself.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"

@@ -82,7 +82,7 @@ def changed(change: Callable[[dict[str, object]], object]) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"action": "F", "chu', "not a line of JSON"),
+        ('{"action": "F", "chu', "is not valid JSON"),
         ("[1, 2]", "not a JSON object"),
         ('{"begin_iteration": -1, "num_microbatches": 1}', "must be from 0 to .*, got -1"),
         ('{"after_iteration": -1, "num_microbatches": 1}', "must be from 0 to .*, got -1"),

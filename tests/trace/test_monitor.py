@@ -228,7 +228,7 @@ def test_damage_is_told_and_does_not_end_the_view(
     with (tmp_path / "traces" / "progress.jsonl").open("a") as file:
         file.write('{"iteration": 2, "lo')
     snapshot = LiveRun(tmp_path).refresh()
-    assert "is not a line of JSON" in snapshot.ranks[0].problem
+    assert "is not valid JSON" in snapshot.ranks[0].problem
     assert snapshot.ranks[1].iteration == 1
     assert snapshot.ranks[1].now is None
     assert snapshot.last("loss") is None
