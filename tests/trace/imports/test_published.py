@@ -87,7 +87,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
+        ({"duration": None, "seq_id": None}, "does not have the columns duration, seq_id"),
         ({"duration": -1.0}, "duration that are missing or negative"),
         ({"step": -1}, "step that are missing or negative"),
         ({"rank": -2}, "rank that are missing or negative"),
