@@ -1,4 +1,4 @@
-"""Tests for the hang detector with synthetic states of ranks, with and without a hang."""
+"""Tests the hang detector with synthetic states of ranks, with and without a hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
-    """Returns ranks 0 and 1, each of which waits for its next rank, and the given rank 2."""
+    """Returns ranks 0 and 1, which each wait for the next rank, and the given rank 2."""
     return [
         make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
         make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
@@ -80,7 +80,7 @@ def test_who_has_not_entered_a_collective() -> None:
     assert (
         "collective 8 of the group of ranks 0 1 2, which this rank has not entered" in culprit.text
     )
-    # If no rank is behind, the cause is the collective itself.
+    # If no rank is behind, the collective itself is the cause.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
 
@@ -145,7 +145,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Checks states at equal intervals; returns the last result."""
+        """Passes states to ``still`` at equal intervals, and returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -184,7 +184,7 @@ class TestStillness:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks an overloaded machine, on which a rank may compute but hardly run for that long."""
+    """Checks an overloaded machine, on which a rank may be ready to compute but rarely run."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -216,7 +216,7 @@ def test_stacks_of_both_tools() -> None:
 
 
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
-    """Checks that a rank without reports and without a handler gets no signal."""
+    """Checks that a rank without reports and without a handler does not get a signal."""
     folder = tmp_path / "private"
     folder.mkdir()
     rank = subprocess.Popen(["sleep", "1000"])

@@ -1,4 +1,4 @@
-"""Tests for counters of what keeps a process from computing, read from kernel files."""
+"""Tests for counters of events that keep a process from computing, read from kernel files."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_clocks_of_the_processor_in_use() -> None:
 
 
 def open_files_in(folder: Path) -> set[str]:
-    """Returns the open files of this process in a folder."""
+    """Returns the files in a folder that this process has open."""
     return {
         str(link.resolve())
         for link in Path("/proc/self/fd").iterdir()
@@ -243,7 +243,7 @@ def test_segments_of_own_connections_are_counted() -> None:
         counts = counters.end()
         counters.close()
     assert counts[SENT_SEGMENTS] >= 20
-    # Connections that were closed in the meantime are left out.
+    # Connections that have been closed in the meantime are not counted.
     assert SENT_SEGMENTS not in counters.end()
 
 

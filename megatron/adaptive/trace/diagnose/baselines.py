@@ -1,6 +1,6 @@
 """Compares each rank's computing time with other ranks, with the plan and with earlier times.
 
-The plan is each stage's expected work, as given in the header of the trace. A single statistical
+The plan is each stage's expected work, which the header of the trace contains. A single statistical
 model combines all evidence. A rank's computing time in an iteration is divided by the planned work.
 The logarithm of this ratio is modelled as the sum of
 
