@@ -7,6 +7,8 @@ requests for samples, or of the first rank if there are no samples. The offset o
 comes from the first available source in this list:
 
 - samples, corrected by the run's messages, because no message arrives before it was sent,
+- messages between this clock and a clock with a known offset,
+- the time of day on both machines.
 
 One rank on every other machine asks rank 0 for its time in short bursts of requests over a separate
 connection. Both sides first prove that they know the job's secret. The threads sleep between
@@ -298,7 +300,7 @@ class ClockState:
     """Describes a clock of the run and the source of its offset.
 
     Attributes:
-        name: Id of the clock, as in the trace headers.
+        name: ID of the clock, as in the trace headers.
         ranks: Global ranks that use the clock.
         how: Source of the offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
         fit: Function that converts the clock's readings into the run's common time.

@@ -1,9 +1,8 @@
 """Writes results atomically, and writes optional files for as long as the disk accepts data.
 
 A run can continue without some of its files, such as traces, curves, progress files and logs. If
-    such a file cannot be written, for example on a full disk, a warning is printed and the data is
-    dropped.
-file cannot be written, as on a full disk, a warning is printed and the data is dropped.
+such a file cannot be written, for example because the disk is full, a warning is printed and the
+data is dropped.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class Culprit:
 
     Attributes:
         ranks: Global ranks that block the job; empty if they could not be determined.
-        cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``, ``silent
-            machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
+        cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``,
+            ``silent machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
         text: Sentence that describes the ranks, their state and the code that they are executing.
         advice: Instruction for the user, such as a command that ends the hang.

@@ -57,7 +57,6 @@ LOOKED_AT = 8
 SILENT_S = 5.0
 """Seconds without a status report after which a rank is shown as silent.
 
-Ranks write a report twice a second.
 Ranks write a status report twice a second.
 """
 

@@ -279,10 +279,10 @@ class _SentBefore(NamedTuple):
 class SpanSender:
     """Sends the spans of one rank to a collector from a separate thread while the job runs.
 
+    Times are sent as the time of day of the rank's machine.
+
     Thread safety: :meth:`add` never blocks, and must always be called from the same thread.
-        :meth:`close` may be called from any thread. Times are in the time of day of the rank's
-        machine.
-    :meth:`close` may be called from any thread. Times are the time of day of the rank's machine.
+    :meth:`close` may be called from any thread.
 
     Args:
         target: URL of the collector, as written by the user.

@@ -51,7 +51,9 @@ _STARTS_BACK_NS = 1_000_000
 class RankTrace:
     """Provides access to the trace of one rank, and reads spans from its file on request.
 
-    index: Header of the rank's trace file, and positions of the spans in the file.
+    Attributes:
+        index: Header of the rank's trace file, and positions of the spans in the file.
+        fit: Function that converts times on the rank's clock to the run's common time.
     """
 
     index: FileIndex

@@ -53,8 +53,7 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 
 SlicesOf: TypeAlias = Callable[[int], SliceCounts]
-"""Function that takes an iteration's number, and returns the number of slices of each microbatch
-on a rank."""
+"""Function that returns the number of slices of each of a rank's microbatches in an iteration."""
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
@@ -95,7 +94,6 @@ def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[In
 class TraceTable:
     """Holds the spans of one rank as columns, each an array with one value per span.
 
-    The columns are ``iteration`` (``int64``) and the fields of
     The columns are ``iteration`` (``int64``) and the fields of
     :class:`~megatron.adaptive.trace.trace_format.SpanRow` (integer types in ``_WIDTHS``). Times are
     on the run's common clock, and ``end_ns`` is never before ``start_ns``. Values of ``kind`` and

@@ -14,12 +14,9 @@ If the rank is killed, its status file remains, and the age of the file shows th
 stopped.
 
 ``progress.jsonl`` contains the progress of a run, with a line for each iteration, start, end and
-    diagnosis. One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report``
-    and managers read it. No line is read twice. A line that is still being written is read later. A
-    line that was truncated because of a full disk is skipped.
-One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and managers
-read it. No line is read twice. A line that is still being written is read later. A line that was
-truncated because of a full disk is skipped.
+diagnosis. One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and
+managers read it. No line is read twice. A line that is still being written is read later. A line
+that was truncated because of a full disk is skipped.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ CAUSES = ("input", "memory", "order", "group")
 - ``memory``: an input had arrived, but its activations would have exceeded the memory limit (cap).
 - ``order``: an action was ready, but the schedule required another action to run first.
 - ``group``: another rank of the tensor-parallel group was not ready. All ranks of the group run the
-    same actions.
+  same actions.
 """
 
 COLLECTIVES = (
@@ -127,8 +127,7 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans, such as the cause of a wait. The line of a span contains an index into this
-list.
+"""Reasons of spans, such as the cause of a wait. A span's line contains an index into this list.
 
 - For a wait: its cause, one of :data:`CAUSES`.
 - For a message: the accuracy of its arrival time. ``seen`` means that the receiver noticed the
@@ -136,7 +135,7 @@ list.
   noticed the arrival immediately, but the transfer could not begin before the receiver waited for
   the message.
 - For an action: the rule by which the run-time scheduling policy chose the action (names are
-    defined in ``schedule.policy``).
+  defined in ``schedule.policy``).
 - For a collective: its name. The span's ``peer`` is the lowest rank of the collective's process
   group, or -1 if only this rank's part was recorded.
 - For ``optimizer``: ``gc`` if Python's garbage collector ran.

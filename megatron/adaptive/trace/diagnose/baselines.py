@@ -11,12 +11,9 @@ The logarithm of this ratio is modelled as the sum of
                            +  noise                       (estimated from the run)
 
 A slow rank appears as a shift, which means that its ratio is higher in all or some iterations.
-    Generalized least squares gives the size of the shift and its standard error. The method weights
-    the evidence from peers, from other stages and from the rank's other iterations by its
-    certainty. Missing evidence (no peers, no plan or no earlier times) has no weight.
-squares gives the size of the shift and its standard error. The method weights the evidence from
-peers, from other stages and from the rank's other iterations by its certainty. Missing evidence (no
-peers, no plan or no earlier times) gets no weight.
+Generalized least squares gives the size of the shift and its standard error. The method weights the
+evidence from peers, from other stages and from the rank's other iterations by its certainty.
+Missing evidence (no peers, no plan or no earlier times) has no weight.
 """
 
 from __future__ import annotations

@@ -481,8 +481,6 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
     Returns:
         Columns of bars, ordered by row and start: ``row``, ``start`` (nanoseconds on the trace's
-            clock), ``length`` (nanoseconds), ``category``, and the other columns in
-            ``_SPAN_COLUMNS``.
         clock), ``length`` (nanoseconds), ``category``, and the other columns in ``_SPAN_COLUMNS``.
     """
     rows = np.repeat(np.arange(len(tables)), [len(table) for table in tables])

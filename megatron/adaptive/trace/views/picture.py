@@ -165,10 +165,8 @@ def _write_texts(
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
     If microbatches are split into slices, a text is, for example, ``0-3.5`` for chunk 0, microbatch
-        3, slice 5. All texts of a kind of action have the same font size and direction. Texts that
-        would be too small are rotated by 90 degrees.
-    kind of action have the same font size and direction. Texts that would be too small are rotated
-    by 90 degrees.
+    3, slice 5. All texts of a kind of action have the same font size and direction. Texts that
+    would be too small are rotated by 90 degrees.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:

@@ -1,6 +1,11 @@
 """Writes the trace of a pipeline as an Excel workbook with several sheets.
 
 - *order*       actions of one iteration in the order in which they ran, wide enough to read
+- *time*        the same actions on a time scale
+- *summary*     busy time, waits by cause, bubble, durations of actions, peaks and bytes of each
+                rank, first for the drawn iteration, then averaged over the workbook's iterations
+- *iterations*  step time, bubble and waits of each iteration
+- *charts*      Excel charts of the last two sheets, which are updated when cells change
 
 The workbook shows one replica, and names the replica if there are several. Columns, merged cells
 and styles are written in ways that are fast even for charts with hundreds of thousands of cells.

@@ -12,11 +12,8 @@ starts when all operations that it depends on have finished. Delays of the host 
 operations are not simulated.
 
 Source: arXiv 2505.05713, sections 3 and 4. The paper uses correlation to find which microbatches
-    have long sequences. Here, the length of a microbatch is the time of its actions relative to the
-    usual time, as the median over stages and kinds of work. Lengths are treated like any other
-    group.
-long sequences. Here the length of a microbatch is the time of its actions relative to the usual
-time, as the median over stages and kinds of work. Lengths are treated like any other group.
+have long sequences. Here, the length of a microbatch is the time of its actions relative to the
+usual time, as the median over stages and kinds of work. Lengths are treated like any other group.
 """
 
 from __future__ import annotations

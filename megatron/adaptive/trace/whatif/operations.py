@@ -7,6 +7,10 @@ trace may have been recorded by this project or imported.
 An operation starts when all operations that it depends on have finished:
 
 - the previous computation on its rank
+- the message with its input, or the computation that produced its input if it ran on the same rank
+- the previous collective or optimizer step on its rank
+- for collectives, optimizer steps and computations that overlap with others on their rank: the last
+  computation on the rank that had finished when the operation started in the recorded run
 
 A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
 precedes the chunk's first forward pass.
@@ -23,7 +27,6 @@ without predecessors. Nodes with more than two predecessors get helper nodes, so
 requires only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
-    section 3. The kinds of work are named as in the traces published with the paper.
 section 3. The kinds of work have the same names as in the traces published with the paper.
 """
 

@@ -1,13 +1,9 @@
 """Simulates recorded microbatches under another schedule, or on other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median of its
-    replicas), the slowdown of the rank relative to its peers, and a remaining factor that depends
-    on the length of the microbatch or on chance. If a stage is split in two, each half takes half
-    as long. A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
-replicas), the slowdown of the rank relative to its peers, and a remaining factor. The remaining
-factor depends on the length of the microbatch or on chance. If a stage is cut in two, each half
-takes half as long. A rank keeps its factor for any work, and a microbatch keeps its factor on any
-replica.
+replicas), the slowdown of the rank relative to its peers, and a remaining factor that depends on
+the length of the microbatch or on chance. If a stage is split in two, each half takes half as long.
+A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
 
 Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is
 simulated too.
