@@ -170,7 +170,6 @@ def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, s
 
     Returns:
         Status of the first rank that failed, or 0, and the output of the ranks, by name of the job.
-        ranks.
     """
     said = {}
     for job in jobs:

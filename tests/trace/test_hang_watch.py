@@ -182,7 +182,9 @@ class TestStillness:
         assert self.run(Stillness(None), [now] * 20, every_s=5.0, computes=True) == 0.0
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
+)
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
     """Checks an overloaded machine, on which a rank may be ready to compute but rarely run."""
     processor = str(min(os.sched_getaffinity(0)))
@@ -227,7 +229,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    now["unix_ns"] = time.time_ns() + 60 * 10**9  # it still writes
+    now["unix_ns"] = time.time_ns() + 60 * 10**9  # the rank still reports
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))

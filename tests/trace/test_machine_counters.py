@@ -226,7 +226,7 @@ def test_bytes_that_a_child_reads_from_disk_count(tmp_path: Path) -> None:
         counters.close()
         child.communicate("\n", timeout=60)
     if counts.get(DISK_READ, 0) == 0:
-        pytest.skip("files here are in memory, or the kernel does not count what is read")
+        pytest.skip("files here are in memory, or the kernel does not count reads from disks")
     assert counts[DISK_READ] >= 1 << 20
 
 

@@ -79,7 +79,7 @@ def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Re
 def wait_until(is_done: Callable[[], Any]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not is_done():
-        assert time.monotonic() < end_s, "not in time"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(0.01)
 
 
@@ -132,7 +132,7 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
         recorder.close()
     assert sender.sent == len(collector.spans) > 0
     assert sender.sent + sender.dropped == number * SPANS + 1
-    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file has all
+    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file contains all iterations
     said = capfd.readouterr().err
     assert said.count("Connection refused; spans are dropped until") == 1
     assert said.count("answers again; spans dropped so far:") == 1

@@ -179,8 +179,8 @@ def test_a_slow_rank_is_distinguished_from_the_loss_beside_its_layers(tmp_path: 
     factor = re.search(r"not (\S+) times", slow)
     assert factor is not None
     assert float(factor[1]) == pytest.approx(2.0, rel=0.05)
-    # The model has 9.28 layers at speeds 1 and 1/2. With 6-2, the slower rank takes 6.56 layers'
-    # time.
+    # The model has 9.28 layers at speeds 1 and 1/2. With 6-2, the slower rank takes as long
+    # as 6.56 layers.
     assert "--partition 6-2" in repairs["stages of equal work"].flag
 
 

@@ -9,8 +9,8 @@ It imports only the standard library, so it starts fast. It works even if no ran
     other machines, by the job's store ──> machine_N.json ───┘          signal to faulthandler
 
 The culprit is the rank that waits for no other rank. It may be stopped, blocked in a system call,
-holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait,
-a message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
+holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait, a
+message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations

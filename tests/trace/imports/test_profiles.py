@@ -141,7 +141,7 @@ def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
         device = "gpu_user_annotation"
         events = [
             range_of("ProfilerStep#5", 0, 100, device),
-            range_of("forward_step", 0, 1, "user_annotation"),  # the host only launches
+            range_of("forward_step", 0, 1, "user_annotation"),  # the host only launches work
             range_of("forward_step", 10 + 20 * stage, 10, device),
             range_of("backward_step", 60 - 20 * stage, 20 - 5 * stage, device),
             range_of(

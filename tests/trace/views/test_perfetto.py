@@ -85,7 +85,7 @@ def test_a_thread_has_the_step_as_it_would_be_with_nobody_slower(run: RunTrace) 
         recorded = trace.table([2]).of_kind(*DRAWN_ACTIONS)
         assert len(ideal) == len(recorded)
         lengths = {e["dur"] for e in ideal if e["name"].startswith("forward")}
-        # all forward passes have the mean length; times are in microseconds
+        # All forward passes have the mean length. Times are in microseconds.
         assert max(lengths) - min(lengths) < 0.002
 
 

@@ -385,8 +385,7 @@ PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Minimum score of an interval that lasts to the end of the series, as a fraction of the best
-score.
+"""Minimum score of an interval that lasts to the end of the series, relative to the best score.
 
 If the interval reaches this score, it is preferred to the interval with the best score.
 """

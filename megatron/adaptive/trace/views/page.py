@@ -90,8 +90,8 @@ def write_page(
             there are many).
         figures: Statistics of all ranks in these iterations (step time, idle time and so on), or
             ``None`` to compute them.
-        labels: Row label of each global rank to show. If given, all these ranks are shown in one
-            chart instead of a chart per replica.
+        labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
+            shown in one chart instead of a chart per replica.
         nodes: Row numbers of the ranks on each node, by the node's name, so that the user can
             select a node. Only used together with ``labels``.
 

@@ -54,9 +54,7 @@ PATCH_COLUMNS = 8
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Width in columns of a short action in the sheet *order*, chosen so that most actions fit their
-text.
-"""
+"""Width in columns of a short action in the sheet *order*, which fits the text of most actions."""
 MAX_BINS = 600
 """Maximum number of time columns in the sheet *time*."""
 
@@ -66,9 +64,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*. For a longer run, it shows every n-th
-iteration.
-"""
+"""Maximum number of rows in the sheet *iterations*. Longer runs show every n-th iteration."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
 

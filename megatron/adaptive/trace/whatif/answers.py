@@ -82,9 +82,7 @@ MOST_SPANS = 8_000_000
 REPLAYED = 4
 """Maximum number of steps to simulate under each other schedule."""
 RECORDED_SPAN_S = 1e-6
-"""CPU time in seconds needed to record and write one trace span, as measured for the trace
-recorder.
-"""
+"""CPU time in seconds that the trace recorder needs per span, including writing (measured)."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
@@ -243,7 +241,7 @@ def _only(group: str, value: int) -> Durations:
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns ideal durations for some stages, ranks or kinds, and recorded ones for the others."""
+    """Returns ideal durations for some stages, ranks or kinds, and recorded durations otherwise."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )

@@ -223,7 +223,7 @@ class _Simulation:
         return replace(step, durations_s=np.stack(stages, axis=1))
 
     def _best_partition(self) -> tuple[int, ...]:
-        """Returns the partition with the shortest simulated steps; empty if it is the recorded one.
+        """Returns the partition with the shortest steps; empty if that is the recorded partition.
 
         The search starts from the better of the recorded partition and the most even partition. It
         moves single segments as long as this makes the steps shorter.

@@ -48,8 +48,10 @@ Counts: TypeAlias = tuple[int, ...]
 RULE_STEPS = 3
 """Maximum number of steps that are simulated under the run's own scheduling rule."""
 MOST_PIPELINES = 256
-"""Maximum number of pipelines (steps times replicas) to simulate under a rule, unless a single step
-has more."""
+"""Maximum number of pipelines (steps times replicas) to simulate under a rule.
+
+At least one step is simulated, even if it has more pipelines.
+"""
 ALIKE = 0.1
 """Maximum relative difference between the simulated and the recorded step time.
 

@@ -7,8 +7,8 @@ The layers of a model may be of several kinds. A segment of a ``Pipeline`` is co
 segments that make the same calls; the header of the trace contains the kind of each segment. Layers
 with experts and layers for multi-token prediction are not examined. Any other layer is reported
 only if both its forward and its backward pass are slow, because recomputation slows down only the
-backward pass. A layer is not reported if other layers are slow by about the same factor either,
-because these layers may be of another kind (such as every fourth layer).
+backward pass. If several layers are slow by about the same factor, none of them is reported,
+because they may be of another kind (such as every fourth layer).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Layer:
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than others on their rank and in the run."""
+    """Returns findings for layers that are slower than the other layers of their rank and run."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)

@@ -50,7 +50,7 @@ def write_scalars(
         Names of the curves.
 
     Raises:
-        TraceError: If a file cannot be written.
+        TraceError: A file cannot be written.
     """
     # TensorBoard is slow to import, and only this function needs it.
     from tensorboard.compat.proto.event_pb2 import Event
