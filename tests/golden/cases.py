@@ -1,8 +1,8 @@
-"""Defines jobs and commands with golden results, and jobs of several ranks that read these files.
+"""Defines jobs and commands that read golden files and have golden results.
 
-The files were created once, by version 0.1 before its folders were rearranged. They do not change
+The files were created once by version 0.1, before its folders were rearranged. They stay unchanged
 as long as the package can read them. If a file format changes on purpose, new files are added next
-to them.
+to the old files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.multiprocess.launch import ROOT, run_ranks
 
 FILES = Path(__file__).with_name("files")
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0  # for one job
+LIMIT_S = 60.0  # limit for one job
 SHAPE = (
     "--num-layers 4 --hidden-size 8 --ffn-hidden-size 16 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --vocab-size 31 --make-vocab-size-divisible-by 8"
@@ -45,16 +45,16 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# Number of ranks and flags of the run that loads a checkpoint, by name of the checkpoint.
+# Number of ranks and flags of the run that loads each checkpoint.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),
     "v-split": (2, f"{PP2} --partition 3-1 --pipeline-schedule 1f1b"),
     "async": (1, FP16),
-    "local": (2, PP2),  # the nodes' disks contain parts for the same ranks
+    "local": (2, PP2),  # the disks of the nodes contain parts for the same ranks
     "distributed": (1, SHARDED),
 }
-# Runs from the start.
+# These runs start from scratch.
 RUNS = {
     "run-single": (1, MOCK),
     "run-1f1b": (2, f"{MOCK} {PP2} --pipeline-schedule 1f1b"),
@@ -72,7 +72,8 @@ RUNS = {
         "--merge-file corpus/merges.txt --split 100,0,0",
     ),
 }
-# Without a partition, measured times decide where the model is cut, and the order of sums varies.
+# Without a partition, measured times would determine where the model is cut, and the order of sums
+# would vary.
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline-run": (
         2,
@@ -103,7 +104,7 @@ ELASTIC_SCRIPT = {"report_dir": "report-elastic", "pipeline": {}, "loop": {"save
 
 ARGUMENTS = f"{SHAPE} --fp16"
 PLAN = ["plan", "--global-batch-size", "4", "--json", "--top", "2"]
-# Commands whose output depends on the files that they read.
+# The output of these commands depends on the files that they read.
 ANSWERS: dict[str, list[str]] = {
     "trace": ["trace", "runs/golden", "--format", "perfetto", "--output-dir", "drawn", "--json"],
     "trace-of-several-clocks": [
@@ -149,12 +150,12 @@ ANSWERS: dict[str, list[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program on one or more ranks.
+    """Program that runs on one or more ranks.
 
     Attributes:
-        name: Name of the job; the output of its ranks is written to ``<name>.txt`` in the folder.
+        name: Name of the job. The output of its ranks is written to ``<name>.txt`` in the folder.
         ranks: Number of processes.
-        flags: Trainer flags; if they are empty, ``script`` is run.
+        flags: Trainer flags. If they are empty, ``script`` is run.
         script: Arguments of ``script.train``.
     """
 
@@ -165,11 +166,10 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Sequence[Job]) -> dict[str, tuple[int | None, str]]:
-    """Runs jobs one after the other in a folder, which is the base of relative paths.
+    """Runs jobs one after another in a folder, to which relative paths refer.
 
     Returns:
-        By name of the job: the status of the first rank that failed, or 0, and the output of the
-        ranks.
+        Status of the first rank that failed, or 0, and the output of the ranks, by name of the job.
     """
     said = {}
     for job in jobs:
@@ -214,7 +214,7 @@ def unpack(folder: Path) -> None:
     """Unpacks all golden files."""
     for path in sorted(FILES.glob("*.tar.xz")):
         extract(path, folder)
-    # Parts on a node's disk are identified by the shared folder's name and path.
+    # Parts on a node's disk are identified by the name and path of the shared folder.
     path = hashlib.sha256(str((folder / "shared").resolve()).encode()).hexdigest()[:8]
     (folder / "disk").mkdir()
     (folder / "local").rename(folder / "disk" / f"shared-{path}")
@@ -241,7 +241,7 @@ def resume_jobs() -> list[Job]:
 
 
 def pipeline_jobs() -> list[Job]:
-    """Returns the jobs of a Pipeline."""
+    """Returns the jobs that run a Pipeline."""
     return [
         Job(name=name, ranks=ranks, script={"report_dir": f"report-{name}", **script})
         for name, (ranks, script) in PIPELINES.items()
@@ -275,14 +275,14 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Returns the command of a script's job that continues up to a step."""
+    """Returns the command of a job that runs the script up to a step."""
     script = json.dumps({**ELASTIC_SCRIPT, "total": total})
     command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*command, str(SCRIPT), script]
 
 
 def elastic_figures(folder: Path) -> dict[str, Any]:
-    """Returns the last figures of the job of :func:`elastic_words`."""
+    """Returns the last figures of the job that :func:`elastic_words` starts."""
     report: dict[str, Any] = json.loads((folder / "report-elastic" / "rank-0.json").read_text())
     return report
 
@@ -291,7 +291,7 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
     """Runs ``python -m megatron.adaptive`` in this process.
 
     Returns:
-        Exit status, standard output, standard error.
+        Exit status, standard output, and standard error.
     """
     from megatron.adaptive.__main__ import main
 
@@ -306,10 +306,10 @@ def command(arguments: Sequence[str]) -> tuple[int, str, str]:
 
 
 def answer(name: str) -> Any:
-    """Runs a command of :data:`ANSWERS` in the current folder, which has the golden files.
+    """Runs a command from :data:`ANSWERS` in the current folder, which contains the golden files.
 
     Returns:
-        Output without parts that depend on time and place, parsed if it is JSON.
+        Output without parts that depend on time or location, parsed if it is JSON.
     """
     status, output, errors = command(ANSWERS[name])
     assert status == 0, errors

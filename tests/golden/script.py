@@ -1,6 +1,6 @@
-"""Trains a small Pipeline; used as a script of ``train elastic``, and imported by ranks.
+"""Trains a small Pipeline, as a script of ``train elastic`` or when imported by ranks.
 
-Its argument is JSON with the arguments of :func:`train`.
+The argument is JSON with the arguments of :func:`train`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS, WIDTH, BATCH, LENGTH = 11, 8, 8, 4
 
 
 class Net(torch.nn.Module):
-    """Three blocks with dropout and a buffer, and an embedding that is used at both ends."""
+    """Model with three blocks, dropout, a buffer, and an embedding that is used at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss of ``tokens`` (``[B, S] int64``)."""
+        """Returns the mean loss for ``tokens`` (``[B, S] int64``)."""
         x = self.embedding(tokens)
         for block, cut in zip(self.blocks, self.cuts, strict=True):
             x = cut(x + functional.dropout(torch.tanh(block(x)), 0.1, self.training))
@@ -61,15 +61,15 @@ def train(
     load: str = "",
     save: str = "",
 ) -> None:
-    """Trains and writes the figures to ``<report_dir>/rank-<rank>.json``.
+    """Trains, and writes the figures to ``<report_dir>/rank-<rank>.json``.
 
     Args:
         report_dir: Folder for the figures.
-        total: Number of steps of the whole training run.
-        pipeline: Further arguments of the Pipeline.
-        loop: Arguments of ``Pipeline.loop``; without them the script counts its steps.
-        load: Folder of checkpoints to continue from, without ``loop``.
-        save: Folder for a checkpoint after the last step, without ``loop``.
+        total: Number of steps in the whole training run.
+        pipeline: Additional arguments of the Pipeline.
+        loop: Arguments of ``Pipeline.loop``. If it is ``None``, the script counts the steps itself.
+        load: Folder of checkpoints to continue from, only without ``loop``.
+        save: Folder for a checkpoint after the last step, only without ``loop``.
     """
     torch.manual_seed(1)
     shared = [["embedding.weight", "head.weight"]]

@@ -1,4 +1,4 @@
-"""Checks that the current code reads files that earlier code wrote; see ``cases.py``."""
+"""Checks that the current code reads files written by earlier code (see ``cases.py``)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from typing import Any
 
 import pytest
 
-# These files are read by modules of the package; all other files are read by its commands.
+# These files are read by modules of the package. All other files are read by its commands.
 from megatron.adaptive.planner.measured_module import MeasuredModule
 from tests.multiprocess.launch import forking
 
 from . import cases
 from .cases import LIMIT_S, Job, run_jobs
 
-# Figures of the same runs on several machines; on other machines the first figures hold nearly.
+# The file contains the figures of the same runs on several machines. Results on any other machine
+# are compared with the first machine's figures, with a tolerance.
 MACHINES: list[dict[str, Any]] = json.loads((cases.FILES / "expected.json").read_text())
 EXPECTED = next(
     (answers for answers in MACHINES if answers["machine"] == cases.machine()), MACHINES[0]
 )
 ANSWERS: dict[str, Any] = json.loads((cases.FILES / "answers.json").read_text())
-# Tolerance for sums in a different order, with another processor or another torch.
+# Tolerance for sums in a different order, due to another processor or another version of torch.
 NEAR = 1e-5
 NEWER = "newer"
 REFUSED = {
@@ -52,7 +53,7 @@ REFUSED_PIPELINE = Job(
         "load": f"{NEWER}-pipeline-1",
     },
 )
-# Jobs that read the files whose version is too new.
+# These jobs read the files whose version is too new.
 REFUSED_BY_RANKS = {
     f"{NEWER}-single/iter_0000002": "refused-checkpoint",
     f"{NEWER}-pipeline-1/step_00000003": "refused-pipeline",
@@ -63,7 +64,7 @@ REFUSED_BY_RANKS = {
 
 
 def change(path: Path, key: str) -> Path:
-    """Copies a JSON file or its folder and increases its version; returns the copy."""
+    """Copies a JSON file, increases the copy's version, and returns the copy."""
     copy = path.with_name(f"{NEWER}-{path.name}")
     shutil.copy(path, copy)
     raise_version(copy, key)
@@ -96,7 +97,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Enters the folder of golden files, without a launcher's variables, and returns it."""
+    """Enters the folder of golden files without a launcher's variables, and returns the folder."""
     monkeypatch.chdir(golden)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -122,7 +123,7 @@ def ran(golden: Path) -> tuple[dict[str, tuple[int | None, str]], dict[str, Any]
 
 
 def same(results: Any, expected: Any) -> None:
-    """Compares figures: bit by bit on the same kind of machine, otherwise up to rounding.
+    """Compares figures exactly on the same kind of machine, otherwise up to rounding.
 
     Checksums of loaded data are compared on all machines.
     """
@@ -171,14 +172,14 @@ def test_ranks_refuse_a_version_to_come(ran: Any, path: str) -> None:
 def test_a_command_reads_what_it_read(here: Path, name: str) -> None:
     expected = dict(ANSWERS[name]) if isinstance(ANSWERS[name], dict) else ANSWERS[name]
     if name == "status":
-        # The job is older than --progress-dir and left only logs, which no longer show progress.
+        # The job is older than --progress-dir and wrote only logs, which no longer show progress.
         for figure in "iteration iterations iteration_ms tokens_per_s is_over effective".split():
             del expected[figure]
     alike(cases.answer(name), expected, name)
 
 
 def alike(actual: Any, expected: Any, where: str) -> None:
-    """Compares values from JSON; figures are compared up to rounding."""
+    """Compares values from JSON, with figures compared up to rounding."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         assert set(actual) >= set(expected), where  # later versions may add keys
         for key, value in expected.items():
@@ -255,7 +256,8 @@ def test_a_job_that_changes_its_shape_goes_on(golden: Path) -> None:
     same(cases.elastic_figures(golden), EXPECTED["runs"]["elastic-script"])
     state = json.loads((golden / "elastic-script" / "elastic" / "state.json").read_text())
     assert [epoch["epoch"] for epoch in state["earlier"]] == [1, 2]
-    assert [epoch["reason"] for epoch in state["epochs"]] == ["start"]  # not measured again
+    # The model is not measured again.
+    assert [epoch["reason"] for epoch in state["epochs"]] == ["start"]
     assert [epoch["resumed_iteration"] for epoch in state["epochs"]] == [3]
     assert list((golden / "elastic-script" / ".lease").glob("claim-*.json"))
 
@@ -274,7 +276,8 @@ def newer_trace(folder: Path) -> Path:
 
 
 Make = Callable[[Path], Path]
-# Each kind of file: function that writes a later version, command that reads it, version.
+# Each kind of file has a function that writes a later version, a command that reads it, and its
+# version.
 REFUSED_BY_COMMANDS: dict[str, tuple[Make, list[str], int]] = {
     "trace": (newer_trace, ["trace", f"{NEWER}-traces", "--json"], 3),
     "plan by the trainer": (

@@ -29,14 +29,14 @@ KINDS = (
 )
 CAUSES = {
     "stopped": "is stopped",
-    "collective": r"which it has not entered",
+    "collective": r"which this rank has not entered",
     "reader": "reads data",
     "disk": "reads or writes a checkpoint",
     "disk behind": "reads or writes a checkpoint",
     "schedule": "wait for each other",
     "network": "the message was lost",
     "lock": "waits for a lock",
-    "interpreter lock": "holds the interpreter's lock",
+    "interpreter lock": r"holds the interpreter lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
 """Numbers of ranks, pipeline ranks and tensor-parallel ranks."""

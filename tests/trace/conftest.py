@@ -21,9 +21,10 @@ Timed = tuple[str, int, int, int, int]
 
 
 def simulate(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Timed]]:
-    """Simulates all forwards, then all backwards, each as soon as its input and rank are available.
+    """Simulates all forward passes, then all backward passes, each as early as possible.
 
-    Returns the actions of each rank in executed order.
+    A pass starts as soon as its input and its rank are available. Returns the actions of each rank
+    in execution order.
     """
     num_stages = num_ranks * num_chunks
     rows: list[list[Timed]] = [[] for _ in range(num_ranks)]
@@ -56,7 +57,7 @@ def make_header(rank: int, num_ranks: int = 2, **changes: object) -> TraceHeader
 
 
 def row_of(span: Span) -> SpanRow:
-    """Returns the row that records a span."""
+    """Returns the row that represents a span in a trace file."""
     return SpanRow(
         kind=KIND[span.action],
         chunk=span.chunk,
@@ -74,7 +75,7 @@ def row_of(span: Span) -> SpanRow:
 
 
 def table_of(spans: Iterable[Span]) -> TraceTable:
-    """Returns a table of spans of one rank."""
+    """Returns a table with the given spans of one rank."""
     spans = tuple(spans)
     rows = np.array([row_of(span) for span in spans], dtype=np.int64)
     rows[:, COLUMNS.index("duration_ns")] -= rows[:, COLUMNS.index("start_ns")]
@@ -88,14 +89,14 @@ def step_of(*rows: tuple[Span, ...], waits: tuple[tuple[Span, ...], ...] = ()) -
 
 
 def record(recorder: Recorder, *span: Any, **more: Any) -> None:
-    """Records a span: action, chunk, microbatch, start, end, and other columns by name."""
+    """Records a span, given as action, chunk, microbatch, start, end, and other columns by name."""
     recorder.extend([row_of(Span(*span, iteration=0, **more))])
 
 
 def write_spans(
     folder: Path, header: TraceHeader, spans: Iterable[Span], *, num_microbatches: int = 4
 ) -> Path:
-    """Writes spans with the recorder; iterations begin with their first span."""
+    """Writes spans with the recorder. An iteration begins with its first span."""
     with Recorder(folder, header) as recorder:
         iteration = None
         for span in spans:

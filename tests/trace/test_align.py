@@ -1,4 +1,4 @@
-"""Tests that align the clocks of ranks by samples, by messages, or by the time of day."""
+"""Tests aligning the clocks of ranks by samples, by messages, or by the time of day."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,7 +25,7 @@ def on_host(header: TraceHeader, name: str, monotonic_ns: int, unix_ns: int) -> 
 
 
 def test_ranks_of_one_clock_keep_their_monotonic_times(tmp_path: Path) -> None:
-    # Pairs of readings differ by the time between them and by corrections of the time of day.
+    # Pairs of readings differ by the time between them and by adjustments of the time of day.
     header = make_header(0)
     write_spans(tmp_path, header, [Span("F", 0, 0, 100, 200, 1)])
     later = replace(make_header(1), unix_ns=header.unix_ns + 7_000_050_000)
@@ -51,7 +51,7 @@ def test_ranks_of_two_hosts_are_moved_onto_unix_time(tmp_path: Path) -> None:
 
 
 def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
-    """Returns samples of a clock that is ``offset_ns`` behind the reference, 20 us each way."""
+    """Returns samples of a clock ``offset_ns`` behind the reference (delay: 20 us)."""
     return ClockSamples(
         0,
         tuple(
@@ -62,7 +62,7 @@ def exchanges(offset_ns: int, at_ns: Iterable[int]) -> ClockSamples:
 
 
 def write_measured(folder: Path, offset_ns: int) -> None:
-    """Writes rank 0 on one host, and ranks 1 and 2 on a host whose time of day is an hour wrong."""
+    """Writes rank 0 on one host, and ranks 1 and 2 on a host whose time of day is off by 1 hour."""
     write_spans(
         folder, on_host(make_header(0, 3), "a", 0, UNIX), [Span("F", 0, 0, 10**9, 10**9, 1)]
     )
@@ -94,10 +94,10 @@ def test_samples_serve_where_the_reference_itself_is_missing(tmp_path: Path) -> 
 
 
 def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
-    """Returns a run in which F goes from rank 0 to 1 and B goes back.
+    """Returns a run in which F is sent from rank 0 to rank 1, and B is sent back.
 
-    ``starts`` has the times in order: sent, arrived, sent, arrived. The time of day of rank 1 is
-    wrong by ``error_ns``.
+    ``starts`` contains the times in the order sent, arrived, sent, arrived. The time of day of rank
+    1 is off by ``error_ns``.
     """
     kinds = (("send", 0, "F"), ("receive", 1, "F"), ("send", 1, "B"), ("receive", 0, "B"))
     for rank in range(2):
@@ -113,7 +113,8 @@ def conversation(folder: Path, error_ns: int, *starts: int) -> RunTrace:
 
 def test_messages_place_a_clock_that_was_not_measured(tmp_path: Path) -> None:
     run = conversation(tmp_path, 70_000, 1000, 1300, 5000, 5100)
-    # The true share of each direction of 300 ns and 100 ns is unknown; 200 ns each are assumed.
+    # The offset between the clocks is unknown, so both messages are assumed to take 200 ns, which
+    # is the mean of 300 ns and 100 ns.
     assert starts(run) == [UNIX + 1000, UNIX + 1200]
     assert "aligned by messages" in run.notes()[0]
     assert run.alignment.contradiction_ns == 0

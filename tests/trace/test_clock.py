@@ -1,4 +1,4 @@
-"""Tests that estimate the offset and drift of clocks from exchanges with occasional delays."""
+"""Tests estimating the offset and drift of clocks from exchanges with occasional delays."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,10 @@ Ints = npt.NDArray[np.int64]
 def exchanges(
     seed: int, seconds: float, offset_s: float, drift_ppm: float, bend: float = 0.0
 ) -> tuple[Ints, Ints, Ints]:
-    """Returns bursts of exchanges every 10 s; a third of all messages is late by milliseconds.
+    """Returns bursts of exchanges every 10 s, in which a third of the messages is late.
 
     Returns:
-        Samples ``[n, 4]``, the local start times, and the reference's times of these starts.
+        Samples ``[n, 4]``, their local start times, and the same times on the reference clock.
     """
     rng = np.random.default_rng(seed)
     bursts = np.arange(0, seconds, 10.0)

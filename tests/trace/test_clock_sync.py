@@ -1,4 +1,4 @@
-"""Tests for clocks that are compared over real connections, and for rejected strangers."""
+"""Tests comparing clocks over real connections, and rejecting unknown clients."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_a_burst_is_taken_at_once_and_another_at_the_end(server: ClockServer) ->
     sampler.close()
     assert len(bursts) >= 2
     for t0, t1, t2, t3 in bursts[0].samples:
-        assert t0 <= t1 <= t2 <= t3  # both sides use one clock, so the times are ordered
+        assert t0 <= t1 <= t2 <= t3  # both sides use the same clock, so the times are ordered
     sampler.close()
 
 
 def test_strangers_are_turned_away(server: ClockServer) -> None:
     with closing(socket.create_connection(("localhost", server.port), 5)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" * 9)
-        with contextlib.suppress(ConnectionResetError):  # some received data was not read
+        with contextlib.suppress(ConnectionResetError):  # some of the received data was not read
             assert connection.recv(64) == b""
 
 

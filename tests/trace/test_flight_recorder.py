@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show which collective hangs, and who is late."""
+"""Checks that dumps of torch's flight recorder show which collective hangs and who is late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR, WORLD = ("1", "pair"), ("0", "default_pg")
 
 
 def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **more: Any) -> Any:
-    """Returns a dump entry in the format that torch documents."""
+    """Returns a dump entry in the format documented by torch."""
     return {
         "frames": [{"name": "step", "filename": "/jobs/train.py", "line": 10}],
         "record_id": number,
@@ -47,7 +47,7 @@ def call(number: int, *, group: tuple[str, str] = WORLD, ended: bool = True, **m
 
 
 def stuck(folder: Path, *entries: list[Any] | None, version: str = "2.5") -> StuckCalls:
-    """Writes a dump per rank, but not for ``None``, and returns the analysis of the dumps."""
+    """Writes a dump for each rank whose entries are not None, and returns their analysis."""
     config = {
         "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))},
         "1": {"name": "1", "desc": "pair", "ranks": "[0, 1]"},
@@ -133,7 +133,7 @@ def test_a_message_that_was_not_sent(tmp_path: Path) -> None:
 
 
 def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
-    """Returns a message entry; ``number`` counts the messages of the rank."""
+    """Returns an entry for a message, where ``number`` is its index among the rank's messages."""
     return call(
         0, ended=ended, record_id=record, is_p2p=True, p2p_seq_id=number, profiling_name=name
     )
@@ -141,7 +141,7 @@ def message(record: int, number: int, name: str, *, ended: bool = True) -> Any:
 
 @pytest.mark.parametrize("overwritten", [0, 100])
 def test_a_message_that_both_ends_called_has_no_culprit(tmp_path: Path, overwritten: int) -> None:
-    """Checks a pipeline whose ranks count separately; the middle rank counts for two neighbours."""
+    """Checks that messages match although each rank counts them separately."""
     said = stuck(
         tmp_path,
         [
@@ -227,7 +227,7 @@ def test_a_job_that_waits_for_nothing(tmp_path: Path) -> None:
 
 
 class Shell:
-    """An object that runs a command when it is unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)

@@ -1,6 +1,6 @@
-"""Tests for GPU counters from NVML: sums, gauges, and counters that a machine or version lacks.
+"""Tests for GPU counters from NVML: sums, gauges, and counters that are unavailable.
 
-No GPU is needed: a fake module provides NVML's functions and names.
+No GPU is needed, because a fake module provides NVML's functions and names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 
 
 class Nvml(ModuleType):
-    """A fake of the module of the package nvidia-ml-py."""
+    """Fake of the module that the package nvidia-ml-py provides."""
 
     NVML_PERF_POLICY_POWER, NVML_PERF_POLICY_THERMAL = 0, 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
@@ -75,7 +75,7 @@ def test_sums_are_differences_and_gauges_are_not(nvml: Nvml) -> None:
     counts = counters.end()
     assert (counts[GPU_POWER_LIMITED], counts[GPU_HOT]) == (300, 0)
     assert (counts[GPU_CLOCK], counts[GPU_WATTS]) == (1200, 650)
-    assert counts[GPU_OTHERS] == 1  # three processes, of which two are ranks
+    assert counts[GPU_OTHERS] == 1  # three processes, two of which are ranks
     assert GPU_ERRORS not in counts
 
 

@@ -1,4 +1,4 @@
-"""Tests for the hang detector with synthetic states of ranks, with and without a hang."""
+"""Tests the hang detector with synthetic states of ranks, with and without a hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_rank(rank: int, *, needs: Any = (), **more: Any) -> RankEvidence:
 
 
 def chain(last: RankEvidence) -> list[RankEvidence]:
-    """Returns ranks 0 and 1, each of which waits for its next rank, and the given rank 2."""
+    """Returns ranks 0 and 1, which each wait for the next rank, and the given rank 2."""
     return [
         make_rank(0, needs=[[1, "B", 0, 0, "0"]], now={"finished": {"F0": 2}}),
         make_rank(1, needs=[[2, "B", 0, 0, "0"]], now={"finished": {"F0": 1}}),
@@ -50,7 +50,7 @@ def counts(**of: int) -> dict[str, Any]:
     ("last", "cause", "says"),
     [
         (make_rank(2, state="T", frames=()), "stopped", "kill -CONT 102"),
-        (make_rank(2, state="D", frames=()), "file system", "does not return"),
+        (make_rank(2, state="D", frames=()), "file system", "blocked in a system call"),
         (make_rank(2, age_s=20.0), "interpreter lock", "no other Python thread"),
         (make_rank(2, state="", now={}, frames=()), "silent machine", "neither does its machine"),
         (make_rank(2, frames=READS), "data reader", "reads data"),
@@ -77,8 +77,10 @@ def test_who_has_not_entered_a_collective() -> None:
     ranks.append(make_rank(2, frames=COMPUTES, now=counts(dp=7, world=3)))
     culprit = find_culprit(ranks)
     assert (culprit.ranks, culprit.cause) == ((2,), "collective")
-    assert "collective 8 of the group of ranks 0 1 2, which it has not entered" in culprit.text
-    # If no rank is behind, the cause is the collective itself.
+    assert (
+        "collective 8 of the group of ranks 0 1 2, which this rank has not entered" in culprit.text
+    )
+    # If no rank is behind, the collective itself is the cause.
     ranks[2] = make_rank(2, frames=IN_COLLECTIVE, now=counts(dp=8, world=3))
     assert find_culprit(ranks).cause == "collective"
 
@@ -143,7 +145,7 @@ class TestStillness:
     def run(
         self, still: Stillness, nows: list[dict[str, Any]], *, every_s: float, **moves: bool
     ) -> float:
-        """Checks states at equal intervals; returns the last result."""
+        """Passes states to ``still`` at equal intervals, and returns the last result."""
         still_s = 0.0
         for number, now in enumerate(nows):
             still_s = still.look({0: now}, number * every_s, **moves)
@@ -180,9 +182,11 @@ class TestStillness:
         assert self.run(Stillness(None), [now] * 20, every_s=5.0, computes=True) == 0.0
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
+)
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks an overloaded machine, on which a rank may compute but hardly run for that long."""
+    """Checks an overloaded machine, on which a rank may be ready to compute but rarely run."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]
@@ -214,7 +218,7 @@ def test_stacks_of_both_tools() -> None:
 
 
 def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> None:
-    """Checks that a rank without reports and without a handler gets no signal."""
+    """Checks that a rank without reports and without a handler does not get a signal."""
     folder = tmp_path / "private"
     folder.mkdir()
     rank = subprocess.Popen(["sleep", "1000"])
@@ -225,7 +229,7 @@ def test_the_process_reports_once_and_ends_with_its_ranks(tmp_path: Path) -> Non
         json.dumps({**job, "signal": int(signal.SIGRTMIN) + 9})
     )
     now = {"pid": rank.pid, "doing": "F", "iteration": 5, "unix_ns": time.time_ns()}
-    now["unix_ns"] = time.time_ns() + 60 * 10**9  # it still writes
+    now["unix_ns"] = time.time_ns() + 60 * 10**9  # the rank still reports
     file = folder / "now_rank_00000.json"
     os.kill(rank.pid, signal.SIGSTOP)
     file.write_text(json.dumps(now))

@@ -1,4 +1,4 @@
-"""Tests for kernel files: bounded size, the run's clock, joined actions, skipped damaged lines."""
+"""Tests for kernel files: bounded size, common clock, assignment to actions, damaged lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATE_NS = 9 * 10**15
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunTrace:
-    """Returns a run of three iterations."""
+    """Returns a run with three iterations."""
     write_synthetic(tmp_path, SyntheticRun(iterations=3))
     return read_run(tmp_path)
 
@@ -107,7 +107,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
-        file.add(small_step(3))  # the disk accepts 10 bytes of it
+        file.add(small_step(3))  # the disk accepts only 10 bytes of the step
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.stat().st_size == size
@@ -118,7 +118,7 @@ def test_a_torn_line_costs_only_its_own_step(tmp_path: Path, run: RunTrace) -> N
 
 
 def damaged(**fields: object) -> str:
-    """Returns a line of a step with changed fields."""
+    """Returns the line of a step with changed fields."""
     step = {"iteration": 1, "device": "cpu", "names": ["a"], "totals": [], "kept": []}
     return json.dumps(step | fields)
 

@@ -1,4 +1,4 @@
-"""Checks that lines of a trace file can be read back, and that wrong lines are reported."""
+"""Checks that lines of a trace file can be read back, and that invalid lines are reported."""
 
 import json
 from collections.abc import Callable
@@ -82,13 +82,13 @@ def changed(change: Callable[[dict[str, object]], object]) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"action": "F", "chu', "not a line of JSON"),
+        ('{"action": "F", "chu', "is not valid JSON"),
         ("[1, 2]", "not a JSON object"),
         ('{"begin_iteration": -1, "num_microbatches": 1}', "must be from 0 to .*, got -1"),
         ('{"after_iteration": -1, "num_microbatches": 1}', "must be from 0 to .*, got -1"),
         ('{"format": "other", "version": 1}', "'other'"),
         ('{"format": "megatron-adaptive-trace", "version": "1"}', "version must be 2, got '1'"),
-        (changed(lambda h: h.update(version=1)), "version 1, .* version 2; record it again"),
+        (changed(lambda h: h.update(version=1)), "version 1, .* version 2; record the run again"),
         (changed(lambda h: h.update(version=6)), "version 6, .* version 2; use a newer"),
         (changed(lambda h: h.pop("run")), "field 'run' must be a string, got None"),
         (

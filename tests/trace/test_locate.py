@@ -1,4 +1,4 @@
-"""Tests that find the trace to read: a given path, the newest run, or the text format."""
+"""Tests finding the trace to read: a given path, the newest run, or the text format."""
 
 import shutil
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megatron.adaptive.trace.read import read_run
 def checkout(
     write_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """Creates ``runs/first`` (2 ranks) and ``runs/second`` (3 ranks), without ``latest``."""
+    """Creates ``runs/first`` (2 ranks) and ``runs/second`` (3 ranks), without ``runs/latest``."""
     monkeypatch.chdir(tmp_path)
     for name, ranks in (("first", 2), ("second", 3)):
         run_dir = tmp_path / "runs" / name

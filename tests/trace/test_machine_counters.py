@@ -1,4 +1,4 @@
-"""Tests for counters of what keeps a process from computing, read from kernel files."""
+"""Tests for counters of events that keep a process from computing, read from kernel files."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_clocks_of_the_processor_in_use() -> None:
 
 
 def open_files_in(folder: Path) -> set[str]:
-    """Returns the open files of this process in a folder."""
+    """Returns the files in a folder that this process has open."""
     return {
         str(link.resolve())
         for link in Path("/proc/self/fd").iterdir()
@@ -245,7 +245,7 @@ def test_bytes_that_a_child_reads_from_disk_count(tmp_path: Path) -> None:
         counters.close()
         child.communicate("\n", timeout=60)
     if counts.get(DISK_READ, 0) == 0:
-        pytest.skip("files here are in memory, or the kernel does not count what is read")
+        pytest.skip("files here are in memory, or the kernel does not count reads from disks")
     assert counts[DISK_READ] >= 1 << 20
 
 
@@ -262,7 +262,7 @@ def test_segments_of_own_connections_are_counted() -> None:
         counts = counters.end()
         counters.close()
     assert counts[SENT_SEGMENTS] >= 20
-    # Connections that were closed in the meantime are left out.
+    # Connections that have been closed in the meantime are not counted.
     assert SENT_SEGMENTS not in counters.end()
 
 

@@ -51,7 +51,7 @@ def test_figures_of_a_rank_by_hand() -> None:
     assert [by_kind[k] for k in ("F", "data", "optimizer", "checkpoint")] == [20, 3, 15, 3]
     assert figures.count[:, 0].tolist() == [[2, 1, 1], [1, 0, 0]]
     assert figures.mean_ns[0, 0].tolist() == [10, 20, 10]
-    assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]  # 7 and 10 without data loading
+    assert figures.median_ns[0, 0].tolist() == [8.5, 20, 10]  # 7 and 10 without data reads
     assert figures.mad_ns[0, 0].tolist() == [1.5, 0, 0]
     assert np.isnan(figures.mean_ns[1, 0, 1])
     assert figures.peak_microbatches.tolist() == [2, 1]
@@ -76,7 +76,7 @@ def test_reading_counts_only_where_it_lies_within_an_action() -> None:
 
 
 def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
-    # Ranks 0 and 2 form one pipeline, 1 and 3 another; rank 3 wrote only the first iteration.
+    # Ranks 0 and 2 form one pipeline, and ranks 1 and 3 another. Rank 3 recorded only iteration 1.
     for rank in range(4):
         header = make_header(rank, 2, world_size=4, pp_rank=rank // 2, dp_rank=rank % 2)
         begin = 100 * (rank % 2) + 10 * (rank // 2)
@@ -95,7 +95,7 @@ def test_steps_are_those_of_each_pipeline(tmp_path: Path) -> None:
     before, after = (parts_ns[..., list(PARTS).index(part)] for part in ("before", "after"))
     assert before == pytest.approx(np.array([[0, 0, 10, 10], [0, 0, 10, 0]]))
     assert after == pytest.approx(np.array([[10, 10, 0, 0], [10, 0, 0, 0]]))
-    # Waiting before the step begins is not part of the step.
+    # Waits before the step begins are not part of the step.
     assert figures.wait_ns[0, :, 1].tolist() == [30] * 4
     assert figures.parts_ms[0, :, 1].tolist() == [0] * 4
     only = run_figures(read_run(tmp_path), [2, 77], ranks=[1, 3])
@@ -108,7 +108,7 @@ def test_handing_a_result_over_is_no_work() -> None:
         [
             Span("F", 0, 0, 0, 2_000_000, 1),
             Span("send", 0, 0, 1_600_000, 1_990_000, 1, of="F", peer=1),
-            # An action on a device has its own times, without messages that the host sends.
+            # An action on a device has its own times, without the messages that the host sends.
             Span("F", 0, 1, 3_000_000, 5_000_000, 1),
             Span("send", 0, 1, 3_100_000, 3_200_000, 1, of="F", peer=1),
             # After a send to a slow link, the action frees memory.
@@ -134,7 +134,7 @@ def test_handing_a_result_over_is_no_work() -> None:
 def test_bubbles_are_those_of_the_simulator(tmp_path: Path, run: SyntheticRun) -> None:
     truth = write_synthetic(tmp_path, run)
     figures = run_figures(read_run(tmp_path))
-    # Spans are in whole nanoseconds; clocks of several hosts are fitted.
+    # Spans are in whole nanoseconds, and clocks of several hosts are fitted.
     limit = 1e-5 if run.hosts == 1 else 5e-4
     assert np.abs(figures.bubble_fraction - truth.bubble_fraction).max() < limit
     idle = figures.bubble_fraction * figures.step_ns
@@ -170,7 +170,7 @@ def test_damage_is_named_whoever_reads(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
-    """Writes two ranks; the second rank works from 4 ms to 11 ms of a step of 12 ms."""
+    """Writes two ranks, the second of which works from 4 ms to 11 ms in a step of 12 ms."""
     rows = (
         (
             Span("F", 0, 0, 0, 3 * MS, 1),
@@ -200,6 +200,7 @@ def test_the_parts_of_a_step_add_up_to_it(two_ranks: Path) -> None:
     measured = [dict(zip(PARTS, row, strict=True)) for row in parts[0].tolist()]
     nothing = dict.fromkeys(PARTS, 0.0)
     assert measured[0] == {**nothing, "busy": 5, "input": 6, "rest": 1}
-    # The wait for the first input is the time before the first action; it is not counted twice.
+    # The wait for the first input is part of the time before the first action, and is not counted
+    # twice.
     assert measured[1] == {**nothing, "busy": 5, "order": 1, "memory": 1, "before": 4, "after": 1}
     assert np.allclose(parts.sum(axis=-1), 12)

@@ -1,4 +1,4 @@
-"""Tests that monitor a run while it writes: growing files, missing files, and all kinds of ends."""
+"""Tests monitoring a run while it writes, with growing or missing files and all kinds of ends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Header = Callable[..., TraceHeader]
 
 
 def report(folder: Path, *lines: dict[str, Any]) -> None:
-    """Appends a line to the trainer's progress file."""
+    """Appends lines to the trainer's progress file."""
     with (folder / "progress.jsonl").open("a", encoding="ascii") as file:
         file.writelines(json.dumps({"unix_ns": time.time_ns(), **line}) + "\n" for line in lines)
 
 
 @pytest.fixture
 def ended_pid() -> int:
-    """Returns the id of a process that has exited."""
+    """Returns the ID of a process that has exited."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -45,7 +45,7 @@ def ended_pid() -> int:
 
 @pytest.fixture
 def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
-    """Yields recorders of two ranks, which write to the folder ``traces``."""
+    """Yields recorders of two ranks that write to the folder ``traces``."""
     made = [Recorder(tmp_path / "traces", make_header(rank)) for rank in range(2)]
     yield made
     for recorder in made:
@@ -53,7 +53,7 @@ def recorders(tmp_path: Path) -> Iterator[list[Recorder]]:
 
 
 def run_iteration(recorders: list[Recorder], iteration: int, slow: float = 1.0) -> None:
-    """Records an iteration of two microbatches; rank 1 waits for rank 0, which is ``slow``."""
+    """Records two microbatches. Rank 1 waits for rank 0, whose actions take ``slow`` x 10 ms."""
     start_ns = 10**12 + iteration * 10**9
     for rank, recorder in enumerate(recorders):
         recorder.begin_iteration(iteration, 2, start_ns=start_ns)
@@ -72,7 +72,7 @@ def iterations_of(tail: RankTail) -> list[int]:
 
 
 def until(run: LiveRun, is_so: Callable[[Snapshot], bool], limit_s: float = 20.0) -> Snapshot:
-    """Reads until a condition is true, because the writers are threads."""
+    """Reads the run until a condition is true, because threads write the files."""
     end_s = time.monotonic() + limit_s
     while not is_so(snapshot := run.refresh()):
         assert time.monotonic() < end_s, snapshot
@@ -171,7 +171,7 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path: Path, recorders: list[Rec
     tail.refresh()
     assert max(iterations_of(tail)) == 100
     assert 1 < len(iterations_of(tail)) < 10
-    # Less than one iteration.
+    # These are fewer bytes than one iteration has.
     tail = RankTail(recorders[0].path, kept=32, tail_bytes=10)
     tail.refresh()
     assert max(iterations_of(tail)) == 100
@@ -228,7 +228,7 @@ def test_damage_is_told_and_does_not_end_the_view(
     with (tmp_path / "traces" / "progress.jsonl").open("a") as file:
         file.write('{"iteration": 2, "lo')
     snapshot = LiveRun(tmp_path).refresh()
-    assert "is not a line of JSON" in snapshot.ranks[0].problem
+    assert "is not valid JSON" in snapshot.ranks[0].problem
     assert snapshot.ranks[1].iteration == 1
     assert snapshot.ranks[1].now is None
     assert snapshot.last("loss") is None

@@ -1,4 +1,4 @@
-"""Tests that find the newest run below the current folder, and their messages."""
+"""Tests finding the newest run below the current folder, and the messages about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: str, changed_s: float) -> None:
-    """Creates a file with a modification time."""
+    """Creates a file with the given modification time."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
     os.utime(path, (changed_s, changed_s))

@@ -1,4 +1,4 @@
-"""Tests that spans are sent while a job runs, and that a failed collector does not slow it."""
+"""Tests sending spans while a job runs, also to a collector that fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def header_of() -> TraceHeader:
 
 
 def rows_at(start_ns: int) -> list[SpanRow]:
-    """Returns the spans of a step: actions with a message, the optimizer, and the step."""
+    """Returns the spans of a step: actions with a message, the optimizer, and the step itself."""
     names = ("F", "send", "F", "B", "B", "optimizer")
     rows = [
         SpanRow(
@@ -63,7 +63,7 @@ SPANS = len(rows_at(0))
 
 
 def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Recorder:
-    """Records iterations; of the second one, a checkpoint comes late."""
+    """Records iterations, and adds a late checkpoint span to the second iteration."""
     recorder = Recorder(folder, header_of(), sender)
     for iteration in range(1, iterations + 1):
         start_ns = 10**9 * iteration
@@ -79,7 +79,7 @@ def record(folder: Path, sender: SpanSender, iterations: int = ITERATIONS) -> Re
 def wait_until(is_done: Callable[[], Any]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not is_done():
-        assert time.monotonic() < end_s, "not in time"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(0.01)
 
 
@@ -132,7 +132,7 @@ def test_a_collector_that_is_down_costs_its_spans_and_comes_back(
         recorder.close()
     assert sender.sent == len(collector.spans) > 0
     assert sender.sent + sender.dropped == number * SPANS + 1
-    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file has all
+    assert len(read_run(tmp_path).ranks[0].iterations) == number  # the file contains all iterations
     said = capfd.readouterr().err
     assert said.count("Connection refused; spans are dropped until") == 1
     assert said.count("answers again; spans dropped so far:") == 1
@@ -149,7 +149,7 @@ def test_a_collector_that_hangs_delays_nothing(
         sender = SpanSender(collector.url, header_of(), limit_s=LIMIT_S)
         recorder = record(tmp_path, sender, iterations)
         wait_until(lambda: len(read_run(tmp_path).ranks[0].iterations) == iterations)
-        # One iteration is in the request, a queue of them waits, and the others are dropped.
+        # One iteration is in the request, the queue is full, and the other iterations are dropped.
         least = (iterations - otlp.QUEUE_ITERATIONS - 1) * SPANS
         wait_until(lambda: sender.dropped >= least)
         recorder.close()
@@ -189,7 +189,7 @@ def places(spans: list[dict[str, Any]]) -> list[tuple[str, str | None, str | Non
 
 
 def test_spans_have_microbatch_and_slice_where_microbatches_are_cut(tmp_path: Path) -> None:
-    """The number of a slice in its step was sent and exported as that of a microbatch."""
+    """Checks that microbatch and slice are sent and exported separately."""
     kinds = {"F": range(4), "data": range(2)}
     spans = [
         SpanRow(KINDS.index(name), chunk=0, microbatch=number, start_ns=number, end_ns=number + 1)
@@ -243,7 +243,7 @@ def trace_export_fails(folder: Path, url: str) -> bool:
 
 
 def test_a_redirection_accepts_no_spans(tmp_path: Path) -> None:
-    """A redirection was followed with a GET, whose answer counted as that to the spans."""
+    """Checks that a redirect is not followed with a GET request, which would drop the spans."""
     with serving() as collector:
         collector.answer = (302, b"")
         sender = SpanSender(collector.url, header_of())

@@ -1,4 +1,4 @@
-"""Tests that parse lines of spans and report damaged lines."""
+"""Tests parsing lines of spans, and reporting damaged lines."""
 
 import json
 

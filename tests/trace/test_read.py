@@ -1,4 +1,4 @@
-"""Tests that read runs: complete, killed, incomplete, mixed, or of a different version."""
+"""Tests reading runs that are complete, killed, incomplete, mixed, or of a different version."""
 
 import shutil
 from collections.abc import Callable

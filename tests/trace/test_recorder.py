@@ -1,4 +1,4 @@
-"""Checks that the recorder writes every span, even if its process is killed or the disk is full."""
+"""Checks that spans are recorded even if the process is killed, and lost spans are reported."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ HEADER = make_header(0, 1, num_microbatches=2, schedule="1f1b")
 
 
 def records(path: Path) -> list[object]:
-    """Returns headers and markers as written, and spans as lists of numbers."""
+    """Returns headers and markers as records, and spans as lists of numbers."""
     lines = path.read_text().splitlines()
     return [
         json.loads(line) if line.startswith("[") else parse_line(line, str(path)) for line in lines
@@ -138,7 +138,7 @@ def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code with ``folder``, ``header`` and ``row`` in a separate process."""
+    """Runs code in a separate process, with ``folder``, ``header`` and ``row`` defined."""
     prelude = f"""
         from pathlib import Path
         from megatron.adaptive.errors import TraceError
@@ -156,7 +156,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -> None:
-    # A file size limit makes a write fail in the middle, like a full disk.
+    # A limit on the file size makes a write fail in the middle, like a full disk.
     result = run_python(
         """
         import resource, shutil, time
@@ -188,7 +188,7 @@ def test_a_full_disk_costs_iterations_which_the_trace_knows_of(tmp_path: Path) -
         f"warning: cannot write {path}: File too large; the run continues without it",
         f"note: {path} can be written again; lost: 10 iterations",
     ]
-    # The folder was removed; it is created again for later iterations.
+    # The folder was deleted. It is created again for later iterations.
     assert read_run(path.parent).ranks[0].iterations == (18, 19)
 
 
@@ -221,8 +221,8 @@ def test_a_gap_is_read_and_said(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.ranks[0].iterations == (1,)
     assert (
-        "7 iterations of rank 0 from 2 to 9 are missing: its disk did not accept data at that time"
-        in run.notes()
+        "7 iterations of rank 0 from 2 to 9 are missing, because its disk did not accept data"
+        " at that time" in run.notes()
     )
 
 

@@ -1,4 +1,4 @@
-"""Work and memory grow with ranks and steps, and numbers in damaged files do not make them grow.
+"""Checks that damaged numbers or large runs do not need unlimited time or memory.
 
 The tests count calls and sizes, which do not depend on the load of the machine.
 """
@@ -42,7 +42,7 @@ WIDE = SyntheticRun(num_ranks=STAGES, replicas=2, num_microbatches=4, iterations
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
-    """A run of 600 ranks on 150 machines."""
+    """Returns a run with 600 ranks on 150 machines."""
     folder = tmp_path_factory.mktemp("wide") / "traces"
     assert write_enlarged(folder, WIDE, replicas=REPLICAS, ranks_per_host=4) == STAGES * REPLICAS
     return read_run(folder)
@@ -73,7 +73,7 @@ def test_links_are_compared_with_a_bounded_number_of_others(
 
 
 class EveryRank(Cause):
-    """Blames every rank, the last one most."""
+    """Reports every rank, with the largest delay for the last rank."""
 
     name = "every rank"
 
@@ -184,7 +184,7 @@ def test_the_fit_of_a_clock_is_looked_up_once() -> None:
 
 
 def damaged(folder: Path, line: int, **values: Any) -> str:
-    """Changes fields of a line of rank 0's file."""
+    """Changes fields in a line of rank 0's file."""
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines()
     lines[line] = json.dumps({**json.loads(lines[line]), **values})

@@ -31,7 +31,7 @@ def test_spans_survive_the_table() -> None:
 
 
 def test_a_wait_belongs_to_the_action_it_names() -> None:
-    # Two waits for one action, one in another iteration, one for an action that does not exist.
+    # Two waits are for one action, one is in another iteration, and one is for a missing action.
     rows = (
         Span("F", 0, 1, 0, 5, 1),
         Span("B", 0, 1, 50, 60, 1),
@@ -106,7 +106,7 @@ def test_iterations_are_distinguished() -> None:
 
 
 def test_each_item_finds_its_microbatch_in_one_pass() -> None:
-    """The search must not compare all spans with each iteration, which is slow for long runs."""
+    """Checks that spans are not compared with each iteration, which is slow for long runs."""
     counts = {3: 1, 5: 2, 9: (3, 1)}
     iterations = np.array([9, 5, 3, 9, 9, 5, 9, 9])
     items = np.array([3, 2, 7, 0, 2, -1, 4, -1])

@@ -1,4 +1,4 @@
-"""Tests that choose an iteration to show, and name its rows."""
+"""Tests choosing an iteration to show, and naming its rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -83,15 +83,15 @@ def test_labels(write_run: Callable[..., Path], num_chunks: int, label: str) -> 
 
 def test_a_placement_of_a_newer_program_is_named(write_run: Callable[..., Path]) -> None:
     with pytest.raises(
-        TraceError, match="placement is 'odd', but this program knows only loop and v"
+        TraceError, match="placement is 'odd', but this program supports only loop and v"
     ):
         read_run(write_run(2, placement="odd"))
 
 
 def test_bubble_of_all_forward_then_all_backward(write_run: Callable[..., Path]) -> None:
-    # p ranks and m microbatches: a rank idles (p - 1) / (m + p - 1) of the step.
+    # A rank is idle for (p - 1) / (m + p - 1) of a step with p ranks and m microbatches.
     folder = write_run(4, 1, 8)
-    (folder / trace_file_name(1)).unlink()  # the unknown rank does not enter the mean
+    (folder / trace_file_name(1)).unlink()  # the rank without a trace is not part of the mean
     step = pipeline_step(read_run(folder))
     assert step.missing == (1,)
     assert [len(row) for row in step.rows] == [16, 0, 16, 16]

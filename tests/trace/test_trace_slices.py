@@ -1,4 +1,4 @@
-"""Checks that all views show microbatch and slice for runs with sliced microbatches."""
+"""Checks that all views show the microbatch and the slice if microbatches are split into slices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAST = f"2.{SLICES - 1}"
 
 
 def sliced(folder: Path, num_slices: int = SLICES, **shape: object) -> RunTrace:
-    """Returns a synthetic run of three microbatches on three ranks with two chunks."""
+    """Returns a synthetic run with three microbatches on three ranks with two chunks each."""
     changes = {"num_ranks": 3, "num_chunks": 2, "num_microbatches": 3, "iterations": 4, **shape}
     write_synthetic(folder, SyntheticRun(num_slices=num_slices, **changes))  # type: ignore[arg-type]
     return read_run(folder)
@@ -68,7 +68,7 @@ def test_views_name_microbatch_and_slice(
     events = list(perfetto_events(run, [4]))
     names = {event["name"] for event in events}
     assert {f"forward 0-{LAST}", f"backward 1-{LAST}", f"receive F0-{LAST}"} <= names
-    # The data of a microbatch is read once, regardless of the number of slices.
+    # The data of a microbatch is read once, regardless of its number of slices.
     assert {name for name in names if name.startswith("data")} == {"data 0", "data 1", "data 2"}
     (last, *_) = (e for e in events if e["name"] == f"forward 0-{LAST}" and e["cat"] == "forward")
     assert (last["args"]["microbatch"], last["args"]["slice"]) == (2, SLICES - 1)
@@ -103,8 +103,8 @@ def test_what_slices_would_save_is_what_they_save(chunks: int, tmp_path: Path) -
     assert not any("sequence-slices" in r.flag for r in cut.repairs)
 
 
-# A document of 400 tokens among short ones, in slices of 100: the rows have 4, 1 and 1 slices, with
-# items 0 to 3, 4, and 5.
+# A document of 400 tokens is packed among short documents, in slices of 100 tokens. The rows have
+# 1, 4 and 1 slices, with items 0, 1 to 4, and 5.
 UNEQUAL = SlicedRun(documents=(60, 400, 40, 30, 70), tokens=100)
 
 
@@ -145,7 +145,7 @@ def test_figures_add_up_slices_where_their_numbers_differ(tmp_path: Path) -> Non
     run = unequal(tmp_path)
     measured = measure(run)
     assert measured.num_microbatches == 3
-    times = measured.action_ns[0, 0, 0, 0]  # forwards of the first rank
+    times = measured.action_ns[0, 0, 0, 0]  # forward passes on the first rank
     step = pipeline_step(run)
     forwards = [span for span in step.rows[0] if span.action == "F"]
     whole = [s.duration_ns for s in sorted(forwards, key=lambda span: span.microbatch)]
@@ -212,7 +212,7 @@ def test_lengths_that_tensor_parallel_ranks_cannot_share_are_left_out(tmp_path: 
 
 
 def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> None:
-    """Three rows on two replicas ended the whole analysis with an error for a training job."""
+    """Checks that two replicas with only three rows do not end the analysis with an error."""
     for replica, documents in enumerate([(450, 150), (200,)]):
         run = SlicedRun(documents=documents, tokens=400)
         run.write(tmp_path / f"of {replica}")
@@ -240,7 +240,7 @@ def test_a_length_that_leaves_too_few_documents_is_no_repair(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("change", ["no documents", "no tokens", "negative", "too many", "huge"])
 def test_damaged_lengths_of_rows_give_no_answer(change: str, tmp_path: Path) -> None:
-    """They ended the analysis with a traceback, or took all memory."""
+    """Checks that damaged lengths neither raise an unexpected error nor use all memory."""
     UNEQUAL.write(tmp_path)
     rows = [[UNEQUAL._width(row), *row] for row in UNEQUAL.rows]
     changed = {
@@ -269,11 +269,12 @@ def test_a_hang_report_names_microbatch_and_slice() -> None:
     computes = (("/x/user.py", 7, "forward"),)
     now = {"doing": "B", "chunk": 1, "microbatch": 2, "slice": 3, "iteration": 5, "step": 5}
     busy = RankEvidence(rank=1, name="rank 1", now=now, frames=computes)
-    # Backward 0 of the sender belongs to the last slice of microbatch 0.
+    # Backward action 0 of the sender belongs to the last slice of microbatch 0.
     needs = {"doing": "wait", "step": 5, "needs": [[1, "B", 1, 0, "0.3"]], "finished": {}}
     waiting = RankEvidence(rank=0, name="rank 0", now=needs, frames=waits)
     culprit = find_culprit([waiting, busy])
     assert culprit.ranks == (1,)
     assert "the backward of microbatch 2.3 (chunk 1) in iteration 5" in culprit.text
     sent = RankEvidence(rank=1, name="rank 1", now={**needs, "finished": {"B1": 1}}, frames=waits)
-    assert "the backward of microbatch 0.3, which rank 1 sent" in find_culprit([waiting, sent]).text
+    lost = "the backward of microbatch 0.3, which rank 1 has sent"
+    assert lost in find_culprit([waiting, sent]).text

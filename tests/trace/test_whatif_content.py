@@ -1,4 +1,4 @@
-"""Checks predicted times of a ``Pipeline`` against runs with the predicted settings."""
+"""Checks predicted step times of a ``Pipeline`` against runs with the predicted settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 RANKS, REPLICAS, MICROBATCHES, STEPS = 4, 2, 8, 3
 ENCODER, SEGMENTS = 8, 16
-KINDS_S = np.array([0.004, 0.004, 0.003])  # F, B, W of a segment for a unit of content
+KINDS_S = np.array([0.004, 0.004, 0.003])  # time of F, B and W per segment and unit of content
 DELAY_S = 0.0002
 
 
 def content() -> Any:
-    """Returns the images and texts of each step's whole batch, ``[steps, 2, microbatches]``."""
+    """Returns the images and texts in each step's whole batch, ``[steps, 2, microbatches]``."""
     random = np.random.default_rng(5)
     images = np.minimum(random.lognormal(0.0, 1.0, (STEPS, REPLICAS * MICROBATCHES)), 8.0)
     return np.stack([images, 1 + 0.2 * random.random(images.shape)], axis=1)
@@ -37,17 +37,17 @@ CONTENT = content()
 
 
 def segment_times(step: int) -> Any:
-    """Returns the seconds of each segment, ``[3, segments, microbatches of the whole batch]``."""
+    """Returns the time in seconds of each segment, ``[3, segments, microbatches of the batch]``."""
     images, texts = CONTENT[step]
     each = [images if segment < ENCODER else texts for segment in range(SEGMENTS)]
     return KINDS_S[:, None, None] * np.array(each)
 
 
 class ContentRun:
-    """A run of ``Pipeline`` with known content, for the generator of synthetic traces.
+    """Run of a ``Pipeline`` with known content, for the generator of synthetic traces.
 
     Args:
-        partition: Number of segments of each stage.
+        partition: Number of segments in each stage.
         schedule: Name of the schedule.
         order: Value of the setting ``order``.
         dealing: Value of the setting ``dealing``.
@@ -62,7 +62,7 @@ class ContentRun:
         self.dealing = dealing
 
     def shares(self, step: int) -> list[list[int]]:
-        """Returns each replica's microbatches of the whole batch, in execution order."""
+        """Returns the microbatches of each replica from the whole batch, in execution order."""
         costs = segment_times(step).sum(axis=(0, 1)).tolist()
         numbers = range(len(costs))
         shares = [list(numbers[replica::REPLICAS]) for replica in range(REPLICAS)]
@@ -98,7 +98,7 @@ class ContentRun:
         return work, np.zeros(len(share))
 
     def write(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **header: Any) -> WhatIf:
-        """Writes the traces of the run, and returns their analysis."""
+        """Writes the traces of the run, and returns the analysis of the traces."""
         monkeypatch.setattr(synthetic_trace, "draw_step", self.draw)
         run = SyntheticRun(
             num_ranks=RANKS,
@@ -119,7 +119,7 @@ class ContentRun:
 
     def recorded_s(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> float:
         """Writes the traces of the run, and returns the mean time of its steps in seconds."""
-        # Without these settings only the recorded times are needed.
+        # Only the recorded times are needed, so leave out the settings.
         answer = self.write(folder, monkeypatch, order="", dealing="")
         return float(answer.recorded_s.mean())
 
@@ -145,7 +145,7 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     by_flag = {repair.flag: repair.step_s for repair in answer.repairs}
     ordered = ContentRun(former, schedule, order="time")
     ordered_s = ordered.recorded_s(tmp_path / "ordered", monkeypatch)
-    # The analysis does not list an order without a gain.
+    # The analysis does not list an order that saves no time.
     predicted_s = by_flag.get('order="time"', answer.recorded_s.mean())
     assert min(predicted_s, answer.recorded_s.mean()) == pytest.approx(
         min(ordered_s, answer.recorded_s.mean()), rel=0.01
@@ -160,13 +160,16 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
     assert better.step_s == pytest.approx(moved_s, rel=0.02)
     assert better.step_s < answer.recorded_s.mean() * 0.99
     assert not [r for r in answer.repairs if "--" in r.flag]
-    # A second partition, by the number of segments, was listed beside that one.
+    # A second partition, based only on the numbers of segments, must not be listed too.
     assert "stages of equal work" not in [repair.description for repair in answer.repairs]
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks dealing alone and with the order; the run's own setting is not suggested."""
-    # The generator of synthetic traces needs equally many microbatches on all replicas.
+    """Checks the distribution of microbatches with and without the order.
+
+    A setting in use is not suggested.
+    """
+    # The generator of synthetic traces requires the same number of microbatches on all replicas.
     seeds = iter(range(1000))
     batches = []
     while len(batches) < STEPS:
@@ -197,7 +200,7 @@ def test_equal_content_needs_neither_order_nor_dealing(
     even = (SEGMENTS // RANKS,) * RANKS
     answer = ContentRun(even, "1f1b").write(tmp_path / "now", monkeypatch)
     assert not [r for r in answer.repairs if "by cost" in r.description or "partition" in r.flag]
-    # A user's own schedule cannot be simulated, and a note reports that.
+    # A user's own schedule cannot be simulated, which a note reports.
     uneven = ContentRun((2, 2, 4, 8), "1f1b")
     unknown = uneven.write(tmp_path / "own", monkeypatch, schedule="mine")
     assert any("are not simulated: " in note for note in unknown.notes)

@@ -1,9 +1,9 @@
 """Finds the positions of all spans in a trace file, and reads the spans of given iterations.
 
-Each marker contains the size in bytes of the spans that follow. So only the markers are read, which
-is fast even for a large file. If the run was killed, the last line of its file may be truncated;
-the line is dropped and counted. If a marker's size is wrong (in a truncated file or a file that
-somebody edited), the lines after it are read one by one.
+Each marker contains the size in bytes of the spans that follow, so only the markers have to be
+read, which is fast even for a large file. If the run was killed, the last line of its file may be
+truncated; this line is dropped and counted. If a marker's size is wrong, because the file was
+truncated or edited, the lines after it are read one by one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 SHORTEST_SPAN = 2 * len(COLUMNS) + 2
-"""Number of bytes of the shortest line of a span."""
+"""Minimum number of bytes in the line of a span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Describes where consecutive spans of one iteration are in a file.
+    """Describes the location of consecutive spans of one iteration in a file.
 
     Attributes:
         marker: Marker in the line before the spans.
-        offset: Position of the first span in the file, as a number of bytes.
-        size_bytes: Total size of the spans' complete lines in bytes.
-        is_whole: Whether the file contains all spans that the marker counts.
-        table: Spans of the block if they were read already; otherwise ``None``.
+        offset: Offset in bytes of the first span in the file.
+        size_bytes: Total size in bytes of the spans' complete lines.
+        is_whole: Whether the file contains all spans counted by the marker.
+        table: Spans of the block if they have already been read; otherwise ``None``.
     """
 
     marker: IterationStart
@@ -67,12 +67,12 @@ class FileIndex:
 
     Attributes:
         path: Path of the trace file.
-        header: Header of the file; ``None`` if the file is empty.
-        blocks: Positions of the spans: one block per marker, in the order of the file.
+        header: Header of the file, or ``None`` if the file is empty.
+        blocks: Positions of the spans, with one block per marker, in the order of the file.
         samples: Clock samples in the file.
-        gaps: Iterations that are missing because the disk accepted no data at that time.
-        truncated_lines: Number of lines that were cut off at the end of the file, 0 or 1.
-        offset: Position in bytes at which :meth:`read_on` continues.
+        gaps: Iterations that are missing because the disk did not accept data.
+        truncated_lines: Number of truncated lines at the end of the file, 0 or 1.
+        offset: Offset in bytes at which :meth:`read_on` continues.
     """
 
     path: Path
@@ -84,12 +84,12 @@ class FileIndex:
     offset: int = 0
 
     def read_on(self, size: int, *, is_growing: bool = False) -> None:
-        """Reads the file from :attr:`offset` to its end; adds header, blocks and clock samples.
+        """Reads the rest of the file from :attr:`offset`, and adds its contents to the lists.
 
         Args:
             size: Size of the file in bytes.
-            is_growing: Whether the run may still write to the file. If so, an incomplete line at
-                the end is left for the next call and is not counted as truncated.
+            is_growing: Whether the run may still be writing to the file. If so, an incomplete line
+                at the end is left for the next call and is not counted as truncated.
 
         Raises:
             OSError: The file cannot be read.
@@ -122,7 +122,7 @@ class FileIndex:
                 self.offset = file.tell()
 
     def __str__(self) -> str:
-        """Returns the current position as ``file:line`` for messages; slow for a large file."""
+        """Returns the current position as ``file:line`` for messages. Slow for a large file."""
         return f"{self.path}:{_line_number(self.path, self.offset)}"
 
 
@@ -152,7 +152,7 @@ def _block(index: FileIndex, file: BinaryIO, marker: IterationStart, file_size: 
         size += len(line)
     file.seek(offset + size)
     block = Block(marker, offset, size)
-    # Somebody may have edited the file, so parse the lines now to report any error in them.
+    # The file may have been edited, so parse the lines now to report any error in them.
     table = read_blocks(index, [block])
     return replace(block, is_whole=len(table) == sum(marker.counts), table=table)
 
@@ -217,7 +217,7 @@ def _unreadable(path: Path, error: OSError) -> TraceError:
 def _ends_at(file: BinaryIO, end: int, size: int) -> bool:
     """Returns whether a complete block of spans ends at byte ``end``.
 
-    A complete block ends with a complete line, and the line after it is not a span.
+    A complete block ends with a complete line, and the next line is not a span.
     """
     if end > size:
         return False
@@ -230,7 +230,7 @@ _PLAIN = bytes(range(ord("0"), ord("9") + 1)) + b",-[]\n"
 _COMMAS = bytes.maketrans(b"]", b",")
 _ENDS = {-(2**63), 2**63 - 1}
 _UNKNOWN = (("kind", OTHER, OTHER), ("of", OTHER, -1), ("reason", len(REASONS), 0))
-"""Columns whose values are indices of names: (column, number of names, value if unknown)."""
+"""Columns whose values are indices of names, as (column, number of names, value if unknown)."""
 
 
 def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
@@ -238,13 +238,13 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
     Args:
         data: Complete lines of spans.
-        where: Function that returns the position ``file:line`` of a line, given its index in
-            ``data`` from 0. Used for error messages.
+        where: Function that returns the position ``file:line`` of a line in ``data``, given the
+            line's index from 0. Used for error messages.
 
     Returns:
         ``[lines, 12] int64`` in the order of :data:`~megatron.adaptive.trace.trace_format.COLUMNS`.
-        An unknown kind is replaced by ``other``; an unknown ``of`` or reason is replaced by the
-        value for "none".
+        An unknown kind is replaced by ``other``. An unknown ``of`` or ``reason`` is replaced by the
+        value that means "none".
 
     Raises:
         TraceError: A line is not a list of integers, one per column.
@@ -259,7 +259,7 @@ def parse_spans(data: bytes, where: Callable[[int], str]) -> Ints:
 
 
 def _plain(data: bytes) -> Ints | None:
-    """Parses lines in the exact form that the recorder writes; ``None`` if a line differs."""
+    """Parses lines in the exact format of the recorder, or returns ``None`` if a line differs."""
     lines, width = data.count(b"\n"), len(COLUMNS)
     if data.translate(None, _PLAIN) or data.count(b"]\n") != lines or data.count(b"[") != lines:
         return None
@@ -267,16 +267,16 @@ def _plain(data: bytes) -> Ints | None:
         return np.zeros((0, width), dtype=np.int64)
     text = data.translate(_COMMAS, b"[\n")
     with warnings.catch_warnings():
-        # For text that it cannot parse, older numpy only issues a warning, and newer numpy raises
-        # an error. The filter turns the warning into an error.
+        # If older numpy cannot parse a text, it only issues a warning, while newer numpy raises an
+        # error. The filter turns the warning into an error.
         warnings.simplefilter("error", DeprecationWarning)
         try:
             numbers = np.fromstring(text[:-1], dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             return None
     if numbers.size != lines * width or {int(numbers.min()), int(numbers.max())} & _ENDS:
-        # numpy replaces numbers outside the range of int64 by the smallest or largest int64. So
-        # these two values mean that the line is damaged.
+        # numpy replaces numbers outside the range of int64 with the smallest or largest int64.
+        # These two values therefore mean that the line is damaged.
         return None
     return numbers.reshape(lines, width)
 

@@ -1,34 +1,34 @@
-r"""Compares the clocks of all machines during a job, and puts a trace's ranks on one clock.
+r"""Compares the clocks of all machines during a job, and converts a trace's times to one clock.
 
-Every process has a monotonic clock, whose id is in the header of its trace. Ranks of one machine
-share a clock. The clocks of two machines differ by any amount and drift apart by tens of
-microseconds per second. One clock is the reference: the clock of the rank that answered the
-samples, or the clock of the first rank if there are no samples. The offset of any other clock comes
-from the first available source of this list:
+Every process has a monotonic clock, whose ID is in the header of its trace. Ranks on the same
+machine share a clock. The clocks of two machines may differ by any amount, and drift apart by tens
+of microseconds per second. One clock is the reference: the clock of the rank that answered the
+requests for samples, or of the first rank if there are no samples. The offset of any other clock
+comes from the first available source in this list:
 
 - samples, corrected by the run's messages, because no message arrives before it was sent,
-- messages between this clock and one with a known offset,
+- messages between this clock and a clock with a known offset,
 - the time of day on both machines.
 
-One rank of every other machine asks rank 0 for its time, in short bursts of requests over a
-separate connection. Both sides first prove that they know the job's secret. Between bursts the
-threads sleep. A sample consists of one request and its answer, which bound the offset::
+One rank on every other machine asks rank 0 for its time in short bursts of requests over a separate
+connection. Both sides first prove that they know the job's secret. The threads sleep between
+bursts. A sample consists of one request and its answer, which bound the offset::
 
     here    ── t0 ────────────────────────────── t3 ──>      delay  = (t3 - t0) - (t2 - t1)
                  \\                              /            offset = ((t1 - t0) + (t2 - t3)) / 2
     rank 0  ────── t1 ─────────────────── t2 ──────────>     error  <= delay / 2
 
-If the kernel supports timestamps, it records the arrivals (t1 and t3), so that a thread's wait for
-a processor or for the interpreter lock (GIL) does not change them. Samples are optional: if a
-machine cannot be reached, its trace has no samples, and a warning is printed when the trace is
-read.
+If the kernel supports timestamps, it records the arrival times (t1 and t3). These are then correct
+even if a thread has to wait for a processor or for the interpreter lock (GIL). Samples are
+optional: if a machine cannot be reached, its trace has no samples, and a warning is printed when
+the trace is read.
 
-A delay is long if a thread had to wait for a processor. Therefore only the fastest samples of each
-second are used, and slower samples get less weight. A straight line is fitted through these
-samples, or a piecewise linear function if a clock was corrected during the run.
+The delay is long if a thread had to wait for a processor. Therefore, only the fastest samples of
+each second are used, and slower samples have less weight. A straight line is fitted to these
+samples, or a piecewise linear function if a clock was adjusted during the run.
 
 If a run has several clocks, its times are converted to the reference machine's time of day, so that
-they can be compared with logs. With one clock, times stay unchanged.
+they can be compared with logs. With one clock, times are not changed.
 
 Source: minimum-delay filter as in NTP, RFC 5905, section 10.
 """
@@ -58,13 +58,13 @@ from megatron.adaptive.trace.trace_format import ClockExchange, ClockSamples, Tr
 
 WINDOW_NS = 1_000_000_000
 BEST_SHARE = 0.25
-"""Fraction of the exchanges in a window to use; the fastest are used, at least one."""
+"""Fraction of the exchanges in a window that are used. The fastest are used, and at least one."""
 
 STAMP_NS = 2_000.0
-"""Minimum error in nanoseconds that is assumed for a clock reading."""
+"""Minimum error in nanoseconds that is assumed for each clock reading."""
 
 DRIFT_PRIOR = 1e-4
-"""Assumed drift between clocks in seconds per second; limits slopes if there are few samples."""
+"""Assumed drift between clocks in seconds per second, which limits slopes if samples are few."""
 
 BENT = 4.0
 """Ratio of residual to expected error above which a piecewise linear function is fitted instead."""
@@ -72,7 +72,7 @@ WINDOWS_PER_BEND = 4
 MAX_KNOTS = 65
 
 MOST_COMPARED = 5_000_000
-"""Maximum number of comparisons of two clocks, summed over all rounds of :func:`settle`."""
+"""Maximum number of comparisons between two clocks, summed over all rounds of :func:`settle`."""
 
 LEAST_ROUNDS = 50
 """Minimum number of rounds of :func:`settle`, even if there are many clocks."""
@@ -87,14 +87,15 @@ class ClockFit:
     Attributes:
         pivot_ns: Reading of the source clock from which ``knots_ns`` are counted.
         base_ns: Constant part of the offset to the target clock, in nanoseconds.
-        knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` at which
-            the offset is given.
-        offsets_ns: ``[knots] float64``, offset at each knot in addition to ``base_ns``, in
-            nanoseconds. Between knots the offset is interpolated linearly; before the first and
-            after the last knot it is extrapolated linearly.
-        residual_ns: Median distance in nanoseconds of the samples from the fit; 0 without samples.
-        delay_ns: Round-trip time in ns of the fastest exchange; half of it bounds the offset's
-            error.
+        knots_ns: ``[knots] float64``, ascending times in nanoseconds after ``pivot_ns`` for which
+            ``offsets_ns`` contains the offset.
+        offsets_ns: ``[knots] float64``, offset in nanoseconds at each knot, in addition to
+            ``base_ns``. The offset is interpolated linearly between knots, and extrapolated
+            linearly before the first and after the last knot.
+        residual_ns: Median distance in nanoseconds between the samples and the fit, or 0 without
+            samples.
+        delay_ns: Round-trip time in ns of the fastest exchange. The error of the offset is at most
+            half of this time.
         num_samples: Number of samples used for the fit.
     """
 
@@ -115,7 +116,7 @@ class ClockFit:
         return float(1e6 * (self.offsets_ns[-1] - self.offsets_ns[0]) / length)
 
     def apply(self, times_ns: Ints) -> Ints:
-        """Converts readings to the target clock: ``int64``, in the array shape of ``times_ns``."""
+        """Converts readings to the target clock, as ``int64`` in the shape of ``times_ns``."""
         moved: Ints = times_ns + self.base_ns
         if len(self.knots_ns) == 1:
             moved += round(self.offsets_ns[0])
@@ -129,20 +130,20 @@ class ClockFit:
         return moved
 
     def plus(self, offset_ns: int) -> ClockFit:
-        """Returns a fit whose results are larger than this fit's by ``offset_ns`` nanoseconds."""
+        """Returns a fit whose results are larger by ``offset_ns`` nanoseconds."""
         return replace(self, base_ns=self.base_ns + offset_ns)
 
 
 def shift(offset_ns: int) -> ClockFit:
-    """Returns a fit that adds a constant number of nanoseconds to every reading (no drift)."""
+    """Returns a fit that adds a constant number of nanoseconds to every reading, without drift."""
     return ClockFit(pivot_ns=0, base_ns=offset_ns, knots_ns=np.zeros(1), offsets_ns=np.zeros(1))
 
 
 def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
-    """Fits the offset from the local clock to a reference clock as a function of time.
+    """Fits the offset between the local clock and a reference clock as a function of time.
 
     Args:
-        samples: Exchanges with the reference rank, at least one; or an array ``[exchanges, 4]`` of
+        samples: Exchanges with the reference rank, at least one, or an array ``[exchanges, 4]`` of
             their times in ns, in the order of ``ClockExchange``.
 
     Returns:
@@ -154,7 +155,7 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
     delays = ((back - sent) - (answered - received)).astype(np.float64)
     keep = _fastest(sent, delays)
     pivot, base = int(sent[0]), int(received[0] - sent[0])
-    # Without the large constant, the numbers are small enough that a float can represent half
+    # Subtracting the large constant keeps the numbers small enough for floats to represent half
     # nanoseconds exactly.
     offsets = ((received - sent - base) + (answered - back - base)).astype(np.float64) / 2
     times_ns = ((sent + (back - sent) // 2) - pivot).astype(np.float64)[keep]
@@ -181,18 +182,20 @@ def fit_clock(samples: Sequence[ClockExchange] | Ints) -> ClockFit:
 def settle(
     slack_ns: Mapping[tuple[int, int], int], num_clocks: int, unsure: Collection[int] = ()
 ) -> tuple[list[int], int]:
-    """Shifts clocks as little as possible, so that no message arrives before it was sent.
+    """Shifts clocks as little as possible so that no message arrives before it was sent.
 
     Args:
-        slack_ns: Shortest time in ns of a message from send to arrival, for each pair (sender's
-            clock, receiver's clock). Negative if a message seems to arrive before it was sent.
+        slack_ns: Shortest time in ns between the send and the arrival of a message, for each pair
+            (sender's clock, receiver's clock). It is negative if a message seems to arrive before
+            it was sent.
         num_clocks: Number of clocks; clock 0 is never shifted.
-        unsure: Clocks whose offset was not measured. Messages to and from a clock with a known
-            offset give a lower and an upper bound; the offset is set to the mean of the bounds.
+        unsure: Clocks whose offset was not measured. Messages in both directions between such a
+            clock and a clock with a known offset give a lower and an upper bound; the offset is set
+            to their mean.
 
     Returns:
-        Nanoseconds to add to each clock, and the largest time by which a message still arrives
-        before it was sent (0 if none does).
+        Number of nanoseconds to add to each clock, and the largest time by which any message still
+        arrives before it was sent, or 0 if none does.
     """
     moves = np.zeros(num_clocks)
     _place_unsure(moves, slack_ns, unsure)
@@ -223,14 +226,14 @@ def settle(
 def _place_unsure(
     moves: Floats, slack_ns: Mapping[tuple[int, int], int], unsure: Collection[int]
 ) -> None:
-    """Shifts each clock without a measured offset to the mean of the bounds from its messages.
+    """Shifts each clock without a measured offset to the mean of the bounds given by its messages.
 
-    A clock can be placed if messages in both directions connect it to a clock that was placed
-    before. If several clocks can be placed, the clock with the lowest number is placed first.
+    A clock can be placed once messages in both directions connect it to a placed clock. If several
+    clocks can be placed, the clock with the lowest number is placed first.
 
     Args:
-        moves: ``[clocks]``, nanoseconds to add to each clock; changed in place.
-        slack_ns: Shortest times of messages, as for :func:`settle`.
+        moves: ``[clocks]``, number of nanoseconds to add to each clock; modified in place.
+        slack_ns: Shortest times of messages, as in :func:`settle`.
         unsure: Clocks whose offset was not measured.
     """
     waiting = set(unsure) - {0}
@@ -254,7 +257,7 @@ def _place_unsure(
 
 
 def _fastest(sent: Ints, delays: Floats) -> Ints:
-    """Returns the indices of the samples to use: the fastest in each time window."""
+    """Returns the indices of the samples to use, which are the fastest in each time window."""
     window = (sent - sent[0]) // WINDOW_NS
     order = np.lexsort((delays, window))
     begins = np.flatnonzero(np.diff(window[order], prepend=window[0] - 1))
@@ -266,19 +269,19 @@ def _fastest(sent: Ints, delays: Floats) -> Ints:
 
 
 def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tuple[Floats, Floats]:
-    """Fits a piecewise linear function with ``count`` knots, and reduces the weight of outliers.
+    """Fits a piecewise linear function with ``count`` knots that gives outliers less weight.
 
     Returns:
-        Times of the knots in nanoseconds, and the function's value at each.
+        Time of each knot in nanoseconds, and the function's value at the knot.
     """
     length = float(times_ns[-1] - times_ns[0])
     if length <= 0:
         return np.zeros(1), np.array([np.average(offsets, weights=sigmas**-2)])
     knots = np.linspace(times_ns[0], times_ns[-1], count)
-    # Row i contains the linear-interpolation weights of the knots at point i.
+    # Row i contains the weights of the knots in the linear interpolation at point i.
     design = np.stack([np.interp(times_ns, knots, unit) for unit in np.eye(count)], axis=1)
-    # One additional row per interval between knots pulls the slope towards 0 with a small weight.
-    # Without these rows, few samples could not determine all slopes.
+    # One additional row per interval between knots pulls its slope towards 0 with a small weight.
+    # Without these rows, a few samples could not determine all slopes.
     matrix = np.concatenate([design, (np.eye(count, k=1) - np.eye(count))[:-1]])
     target = np.concatenate([offsets, np.zeros(count - 1)])
     prior = np.full(count - 1, length / (count - 1) * DRIFT_PRIOR)
@@ -294,10 +297,10 @@ def _line(times_ns: Floats, offsets: Floats, sigmas: Floats, count: int) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class ClockState:
-    """Describes a clock of the run, and the source of its offset.
+    """Describes a clock of the run and the source of its offset.
 
     Attributes:
-        name: Id of the clock, as in the trace headers.
+        name: ID of the clock, as in the trace headers.
         ranks: Global ranks that use the clock.
         how: Source of the offset: ``reference``, ``samples``, ``messages`` or ``time of day``.
         fit: Function that converts the clock's readings into the run's common time.
@@ -314,9 +317,9 @@ class Alignment:
     """Holds all clocks of a run and their offsets.
 
     Attributes:
-        clocks: All clocks of the run, the reference first.
+        clocks: All clocks of the run, with the reference clock first.
         contradiction_ns: Largest time in ns by which a message still seems to arrive before it was
-            sent, after the clocks were corrected; 0 if none does.
+            sent after the clocks were corrected, or 0 if none does.
     """
 
     clocks: tuple[ClockState, ...]
@@ -332,11 +335,11 @@ class Alignment:
 
     @property
     def residual_ns(self) -> float:
-        """Largest residual in ns of any measured clock; 0 if no clock was measured."""
+        """Largest residual in ns of any measured clock, or 0 if no clock was measured."""
         return max((clock.fit.residual_ns for clock in self.clocks), default=0.0)
 
     def describe(self) -> str:
-        """Returns text that states the number of clocks, their residual error and their drift."""
+        """Returns a text with the number of clocks, their residual error and their drift."""
         measured = [clock.fit for clock in self.clocks[1:] if clock.fit.num_samples]
         if len(self.clocks) <= 1:
             return "one for all ranks"
@@ -350,13 +353,13 @@ class Alignment:
         )
 
     def warnings(self) -> list[str]:
-        """Returns a line for each problem: clocks that were not measured, and contradictions."""
+        """Returns a line for each problem, such as contradictions or unmeasured clocks."""
         lines = []
         for how, advice in (
             (
                 "messages",
-                "were not measured; they were aligned by messages, with an error up to the travel"
-                " time",
+                "were not measured; they were aligned by messages, with an error of up to the "
+                "travel time",
             ),
             ("time of day", "were not measured; they were aligned by the machines' time of day"),
         ):
@@ -374,10 +377,10 @@ class Alignment:
 def align(
     headers: Mapping[int, TraceHeader], samples_of: Mapping[int, Sequence[ClockSamples]]
 ) -> Alignment:
-    """Aligns a run's clocks by their samples, and clocks without samples by their time of day.
+    """Aligns a run's clocks by their samples, or by their time of day if there are no samples.
 
     Args:
-        headers: Trace header of each global rank, in ascending order of ranks.
+        headers: Trace header of each global rank, in ascending order of rank.
         samples_of: Clock samples of each global rank.
     """
     first: dict[str, TraceHeader] = {}
@@ -385,7 +388,7 @@ def align(
     for rank, header in headers.items():
         first.setdefault(header.clock, header)
         ranks.setdefault(header.clock, []).append(rank)
-    # All samples of a job refer to the same rank, so the first record is enough.
+    # All samples of a job refer to the same rank, so reading the first record is enough.
     judge = next((record.reference for rank in headers for record in samples_of[rank]), None)
     samples: dict[str, list[ClockExchange]] = {}
     for rank, header in headers.items():
@@ -419,9 +422,9 @@ def refine(alignment: Alignment, names: Mapping[int, str], messages: Messages) -
     """Corrects the clocks so that no message of the run arrives before it was sent.
 
     Args:
-        alignment: Clocks aligned by :func:`align`.
-        names: Clock ID by rank, for all ranks that send or receive a message.
-        messages: Messages of the run, with times that ``alignment`` has already converted.
+        alignment: Clocks as aligned by :func:`align`.
+        names: Clock ID of every rank that sends or receives a message.
+        messages: Messages of the run, with times converted by ``alignment``.
     """
     numbers = {clock.name: number for number, clock in enumerate(alignment.clocks)}
     clock_of = np.zeros(max(names, default=0) + 1, dtype=np.int64)
@@ -463,7 +466,7 @@ PAUSE_S = 0.001
 """Pause in seconds between exchanges of a burst, so that one delay does not affect all of them."""
 
 FIRST_PERIOD_S, LAST_PERIOD_S = 1.0, 10.0
-"""Initial and maximum time in seconds between bursts; the time doubles after each burst."""
+"""Initial and maximum time in seconds between bursts. The time doubles after each burst."""
 
 PATIENCE_S = 1.0
 CONNECT_S = 5.0
@@ -471,7 +474,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>; Python's socket module does not define it.
+# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>, which Python's socket module does not define.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64
@@ -487,20 +490,21 @@ def start_clock_sync(
 ) -> ExitStack:
     """Starts threads that compare the clocks of all machines with rank 0's clock.
 
-    Rank 0 answers requests for its time, and the first rank of each other machine sends them.
+    Rank 0 answers requests for its time, which the first rank of each other machine sends.
 
-    Collective over all ranks of the job.
+    All ranks of the job must call this function.
 
     Args:
         rank: Global rank of this process.
-        clock_id: Id of this rank's monotonic clock; ranks with the same id share a clock.
-        address: Address of rank 0 for the other machines.
-        gather: All-gather over all ranks: takes this rank's value, returns the values of all ranks.
-        deliver: Callback that is called with the samples of each burst, in another thread.
+        clock_id: ID of this rank's monotonic clock; ranks with the same ID share a clock.
+        address: Address at which other machines reach rank 0.
+        gather: All-gather over all ranks. It takes this rank's value and returns the values of all
+            ranks.
+        deliver: Callback that is called from another thread with the samples of each burst.
 
     Returns:
-        Stack whose ``close()`` makes a last burst and stops this rank's threads. ``close()`` is
-        idempotent and blocks for at most two seconds.
+        Stack whose ``close()`` runs a last burst and stops this rank's threads. ``close()`` can be
+        called more than once, and blocks for at most two seconds.
     """
     ids = list(gather(clock_id))
     foreign = {name: first for first, name in reversed(list(enumerate(ids))) if name != ids[0]}
@@ -527,7 +531,7 @@ class ClockServer:
 
     Attributes:
         port: Port on which the server listens.
-        secret: Secret that clients must know; the constructor generates it.
+        secret: Secret that clients must know, generated by the constructor.
 
     Raises:
         OSError: The server cannot open a port.
@@ -541,7 +545,7 @@ class ClockServer:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops the server after a short time for the clients' last requests. Idempotent."""
+        """Stops the server after a short wait for last requests. Can be called more than once."""
         self._gate.close()
         end_s = time.monotonic() + PATIENCE_S
         while self._serving:
@@ -570,14 +574,14 @@ class ClockServer:
 
 
 class ClockSampler:
-    """Asks rank 0 for its time in bursts, from a thread.
+    """Asks rank 0 for its time in bursts, using a thread.
 
     Args:
         host: Address of rank 0.
         port: Port of the clock server on rank 0.
         secret: Secret of the clock server.
         deliver: Callback that is called in the thread with the samples of each burst.
-        now: Function that returns the time of this rank's clock, in nanoseconds.
+        now: Function that returns the time of this rank's clock in nanoseconds.
         periods_s: Initial and maximum time in seconds between two bursts.
     """
 
@@ -602,7 +606,7 @@ class ClockSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Makes a last burst and stops the thread. Idempotent."""
+        """Runs a last burst and stops the thread. Can be called more than once."""
         self._closed.set()
         self._thread.join(2 * PATIENCE_S)
 
@@ -639,7 +643,7 @@ class ClockSampler:
                 raise ConnectionError("rank 0 closed the connection")
             number, received_ns, answered_ns = _ANSWER.unpack(answer)
             if number != self._number:
-                raise ConnectionError("rank 0 answered another request")
+                raise ConnectionError("rank 0 answered a different request")
             samples.append(ClockExchange(sent_ns, received_ns, answered_ns, returned_ns))
             time.sleep(PAUSE_S)
         return tuple(samples)
@@ -652,11 +656,10 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, int]:
-    """Receives ``size`` bytes (fewer if the connection closes); returns them with the arrival time.
+    """Receives ``size`` bytes (fewer if the connection closes), and returns the arrival time too.
 
-    The arrival time is on the clock ``now``. The kernel's timestamp is a time of day, which is
-    another clock. So only the age of the timestamp is used: the age is subtracted from a reading of
-    ``now``.
+    The arrival time is on the clock ``now``, but the kernel's timestamp is a time of day. Therefore
+    only the age of the timestamp is used, which is subtracted from a reading of ``now``.
     """
     data, ancillary, _, _ = connection.recvmsg(size, _STAMP_ROOM, socket.MSG_WAITALL)
     unix_ns = time.time_ns()
@@ -665,6 +668,6 @@ def _receive(connection: socket.socket, size: int, now: Clock) -> tuple[bytes, i
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value[: _TIMESPEC.size])
             age_ns = unix_ns - (seconds * 10**9 + nanoseconds)
-            if 0 <= age_ns < 10**9:  # otherwise somebody has just set the time of day
+            if 0 <= age_ns < 10**9:  # otherwise the time of day was changed in between
                 return data, present_ns - age_ns
     return data, present_ns

@@ -7,8 +7,8 @@ time is the transfer::
     member 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     member 1                          arrives ┴─ transfer ─┘ end
 
-All members record the times of the same collectives (only of a sample if there are many) and the
-total time of all collectives. A group is ignored if one of its members has no trace.
+All members record the times of the same collectives, or of the same sample of them if there are
+many, and the total time of all collectives. A group is ignored if any of its members has no trace.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NS_PER_MS = 1e6
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JoinedCollectives:
-    """Holds the collectives of one group and operation whose times all members recorded.
+    """Holds the collectives of one group and one operation whose times all members recorded.
 
     Attributes:
         kind: Kind of the group, such as ``tensor``.
         operation: Name of the collective, such as ``all-reduce``.
-        ranks: Global ranks of the members, ascending.
-        iteration: ``[collectives]``, number of the iteration.
+        ranks: Global ranks of the members in ascending order.
+        iteration: ``[collectives]``, iteration number.
         start_ns: ``[collectives, members]``, time in ns on the run's clock at which each member
             arrived at the collective.
         end_ns: ``[collectives, members]``, time in ns on the run's clock at which the collective
@@ -48,7 +48,7 @@ class JoinedCollectives:
         per_step: Mean number of collectives in an iteration, with and without recorded times.
         total_ns: Time in ns that a member spends in these collectives in an iteration; mean over
             members and iterations.
-        size_bytes: Mean size in bytes of the inputs and results of a collective on a member.
+        size_bytes: Mean total size in bytes of a collective's inputs and results on a member.
     """
 
     kind: str
@@ -70,19 +70,19 @@ class JoinedCollectives:
 
     @property
     def wait_ns(self) -> Ints:
-        """``[collectives, members]``, ns from a member's arrival to the last member's arrival."""
+        """``[collectives, members]``, time in ns from a member's arrival to the last arrival."""
         return np.asarray(self.last_ns[:, None] - self.start_ns)
 
     @property
     def transfer_ns(self) -> Ints:
-        """``[collectives, members]``, ns from the last member's arrival to a member's end."""
+        """``[collectives, members]``, time in ns from the last arrival to a member's end."""
         return np.asarray(np.maximum(self.end_ns - self.last_ns[:, None], 0))
 
     @property
     def held_up_ns(self) -> Floats:
-        """``[collectives, members]``, time in ns for which all members waited only for this member.
+        """``[collectives, members]``, time in ns for which all others waited only for this member.
 
-        The time is 0 for all members except the last to arrive.
+        The time is 0 for all members except the last member to arrive.
         """
         ordered = np.sort(self.start_ns, axis=1)
         gap_ns = (ordered[:, -1] - ordered[:, -2]).astype(np.float64)
@@ -90,7 +90,7 @@ class JoinedCollectives:
         return np.where(is_last, gap_ns[:, None], 0.0)
 
     def per_step_ns(self, times_ns: Floats | Ints) -> Floats:
-        """Estimates the time in ns of all collectives of each iteration, ``[iterations, ...]``.
+        """Estimates the total time in ns of the collectives per iteration, ``[iterations, ...]``.
 
         Args:
             times_ns: ``[collectives, ...]``, time in ns of each collective with recorded times.
@@ -100,19 +100,19 @@ class JoinedCollectives:
 
     @property
     def name(self) -> str:
-        """Name of the collectives for users: kind of the group and operation."""
+        """Name of the collectives for users: the kind of the group and the operation."""
         return f"{self.kind} {self.operation}"
 
 
 def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCollectives]:
-    """Joins the collectives that the members of each group recorded, on the run's common clock.
+    """Joins the collectives recorded by the members of each group, on the run's common clock.
 
     Args:
         run: Trace of the run.
         iterations: Numbers of the iterations.
 
     Returns:
-        List with an object per process group and operation.
+        List with one object per process group and operation.
     """
     members: dict[tuple[str, int], dict[int, dict[int, GroupCollectives]]] = {}
     for iteration in iterations:
@@ -143,9 +143,9 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
 def _join(
     kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
 ) -> JoinedCollectives | None:
-    """Joins the members' times of an operation.
+    """Joins the times that the members recorded for one operation.
 
-    The result is ``None`` if there is no collective whose times all members recorded.
+    The result is ``None`` if there is no collective with times from all members.
 
     Args:
         kind: Kind of the group.
@@ -194,7 +194,7 @@ def _total(group: GroupCollectives, operation: str) -> tuple[int, int, int]:
 
 
 def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]:
-    """Returns start and end in ns of a member's collectives, by number in the iteration."""
+    """Returns the start and end in ns of a member's collectives, by index in the iteration."""
     return {
         number: (start_ns, end_ns)
         for number, of, start_ns, end_ns in group.kept
@@ -204,18 +204,18 @@ def _kept(group: GroupCollectives, operation: str) -> dict[int, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFigures:
-    """Holds the times of an operation in a step, as the mean over all groups of one kind.
+    """Holds the times of one operation in a step, averaged over all groups of one kind.
 
     Attributes:
         kind: Kind of the groups, such as ``tensor``.
         operation: Name of the collective.
         size: Number of members of the largest group.
-        count: Number of collectives of a group in the step.
-        size_bytes: Size in bytes of the inputs and results of a collective on a member.
-        wait_ms: Time in ms that a member waited for the last member to arrive.
+        count: Number of collectives per group in the step.
+        size_bytes: Total size in bytes of a collective's inputs and results on a member.
+        wait_ms: Time in ms for which a member waited for the last member to arrive.
         transfer_ms: Remaining time in ms that a member spent in these collectives.
-        last_rank: Global rank for which the other members of its group waited longest.
-        last_ms: Time in ms for which these members waited only for ``last_rank``.
+        last_rank: Global rank that the other members of its group waited longest for.
+        last_ms: Time in ms for which the other members waited only for ``last_rank``.
     """
 
     kind: str
@@ -230,7 +230,7 @@ class CollectiveFigures:
 
 
 def collective_figures(run: RunTrace, iteration: int) -> list[CollectiveFigures]:
-    """Returns an iteration's times per kind of group and operation; empty if none were recorded."""
+    """Returns an iteration's times by kind of group and operation; empty if none were recorded."""
     by_name: dict[str, list[JoinedCollectives]] = {}
     for joined in join_collectives(run, [iteration]):
         by_name.setdefault(joined.name, []).append(joined)
@@ -243,7 +243,8 @@ def _figures(groups: Sequence[JoinedCollectives]) -> CollectiveFigures:
     wait_ms = []
     transfer_ms = []
     for group in groups:
-        # Assume that collectives without recorded times wait for the same fraction of their time.
+        # Assume that collectives without recorded times spend the same fraction of their time
+        # waiting.
         wait_ns = float(group.wait_ns.sum())
         waited = wait_ns / max(1.0, wait_ns + float(group.transfer_ns.sum()))
         wait_ms.append(group.total_ns * waited / _NS_PER_MS)

@@ -1,17 +1,17 @@
 """Compares two traced runs, and finds the parts of the work that became slower or faster.
 
-The computing time of every rank, chunk and kind of action is compared as a logarithm, so that
+The logarithms of the computing times of every rank, chunk and kind of action are compared, so that
 relative changes can be added::
 
     change of a cell  =  everything + kind of action + rank + stage + kind of action on the rank
 
-Changes are selected one at a time, starting with the change that explains most of the difference.
-So a rank on which all kinds of action became slower is one change and not three. Each link, and
-each rank that reads data, is compared separately.
+Changes are selected one at a time, starting with the change that explains most of the difference. A
+rank on which all kinds of actions became slower is therefore one change instead of three. Each
+link, and each rank that reads data, is compared separately.
 
 If both runs recorded layers and collectives (``--trace-detail``), these are compared too: each
-layer relative to the other layers of its ranks, the transfers of each process group, and the waits
-for each rank.
+layer with the other layers of its ranks, the transfers of each process group, and the time spent
+waiting for each rank.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS
 
 SURE = 3.5
-"""Minimum size of a change, as a number of standard errors."""
+"""Minimum size of a change in standard errors."""
 
 LEAST = 0.02
-"""Minimum size of a change as a fraction of the time."""
+"""Minimum size of a change, as a fraction of the time."""
 
 OF_STEP = 0.002
-"""Minimum change of the time of messages or data reads, as a fraction of a step."""
+"""Minimum change in the time of messages or data reads, as a fraction of a step."""
 
 RANKS_DIFFER = 0.008
 """Standard deviation of a rank's relative speed between two equal runs."""
 
 FEWEST_LAYERS = 3
-"""Minimum number of layers that a rank must have for a comparison of its layers."""
+"""Minimum number of layers on a rank that is required to compare its layers."""
 
 MOST_CHANGES = 20
 """Maximum number of changes of computing time in a comparison."""
@@ -66,19 +66,19 @@ class Change:
     """Describes a part of the work whose time differs between two runs.
 
     Attributes:
-        kind: Kind of change: ``everything``, ``action`` (a kind of action on all ranks),
+        kind: Kind of change: ``everything``, ``action`` (one kind of action on all ranks),
             ``rank``, ``stage``, ``action on rank``, ``link``, ``data``, ``layer``, ``transfers``
-            (of a process group's collectives) or ``waits`` (of other ranks for a rank).
+            (of a process group's collectives) or ``waits`` (time that other ranks wait for a rank).
         ranks: Affected global ranks; for a link, the sender and the receiver.
         stages: Affected pipeline stages.
-        action: Kind of action (F, B or W); empty if all kinds are affected.
-        layer: Index of the layer in the model, -1 for none.
-        collective: Kind of group and operation; empty if the change concerns no collectives.
-        before_ms: Time in ms in the first run. It is the time of a message for ``link``, of a read
-            for ``data``, the total time in a step for ``layer``, ``transfers`` and ``waits``, and
-            the computing time of a microbatch for all other kinds.
-        after_ms: Time in ms in the second run, measured like ``before_ms``.
-        confidence: Probability that the change is not a random effect, 0.5 to 0.99.
+        action: Kind of action (F, B or W); empty if several kinds are affected.
+        layer: Index of the layer in the model, or -1 if there is none.
+        collective: Kind of the group and operation; empty unless the change concerns collectives.
+        before_ms: Time in ms in the first run. This is the time per message for ``link``, per read
+            for ``data``, per step for ``layer``, ``transfers`` and ``waits``, and the computing
+            time per microbatch for all other kinds.
+        after_ms: Time in ms in the second run, of the same kind as ``before_ms``.
+        confidence: Probability that the change is not random, between 0.5 and 0.99.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class Change:
 
     @property
     def place(self) -> str:
-        """Affected part of the work, as text."""
+        """Affected part of the work as text."""
         if self.kind == "everything":
             return "computing on all ranks"
         if self.kind == "link":
@@ -129,15 +129,15 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Holds the result of a comparison of two runs.
+    """Holds the result of comparing two runs.
 
     Attributes:
-        changes: Changes that were found, the largest first.
+        changes: Detected changes, with the largest first.
         before_ms: Median step time in ms of the first run.
         after_ms: Median step time in ms of the second run.
         error: Standard error of the ratio of the step times, as a fraction.
         iterations: Number of iterations of the first and of the second run.
-        notes: Caveats about the traces; :meth:`format` leaves them out.
+        notes: Caveats about the traces, which :meth:`format` does not include.
     """
 
     changes: tuple[Change, ...]
@@ -153,16 +153,16 @@ class Comparison:
         return self.after_ms / self.before_ms - 1
 
     def is_slower_by(self, limit: float) -> bool:
-        """Returns whether a step of the second run takes more time than a limit allows.
+        """Returns whether a step of the second run is slower than a limit allows.
 
         Args:
-            limit: Fraction by which a step may be slower. A change that may be random never
-                exceeds the limit.
+            limit: Fraction by which a step may be slower. A change that may be random never exceeds
+                the limit.
         """
         return self.relative > limit and self.relative > SURE * self.error
 
     def format(self) -> str:
-        """Formats the comparison as text: the step time, then a line per change."""
+        """Formats the comparison as text, with the step time followed by a line per change."""
         first, second = self.iterations
         is_sure = abs(self.relative) > SURE * self.error
         word = "slower" if self.relative > 0 else "faster"
@@ -173,7 +173,7 @@ class Comparison:
         ]
         lines += [f"  {change.format()}" for change in self.changes]
         if not self.changes:
-            lines.append("  no part of the work has changed by more than 2% and more than noise")
+            lines.append("  no part of the work changed by more than 2% and more than the noise")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -189,16 +189,16 @@ def compare_runs(
     after: RunTrace,
     iterations: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
 ) -> Comparison:
-    """Compares two runs of the same shape.
+    """Compares two runs with the same pipeline shape.
 
     Args:
         before: Trace of the first run.
         after: Trace of the second run.
-        iterations: Numbers of the iterations to use of each run. ``None`` for all except the
-            first, or for an evenly spaced sample if these are too many.
+        iterations: Numbers of the iterations to use from each run. ``None`` means all except the
+            first, or an evenly spaced sample if there are too many.
 
     Raises:
-        TraceError: The runs differ in shape, have too few iterations, or cannot be read.
+        TraceError: The runs have different shapes or too few iterations, or cannot be read.
     """
     _check_shapes(before, after)
     first, second = measure(before, iterations[0]), measure(after, iterations[1])
@@ -243,7 +243,7 @@ def _check_shapes(before: RunTrace, after: RunTrace) -> None:
 
 
 def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
-    """Returns the difference of the medians over the first axis, and its standard error."""
+    """Returns the difference between the medians over the first axis, and its standard error."""
     errors = [
         _MEDIAN_ERROR * spread(series, axis=0) / math.sqrt(len(series))
         for series in (before, after)
@@ -253,12 +253,12 @@ def _difference(before: Floats, after: Floats) -> tuple[Any, Any]:
 
 
 def _computing(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds changes of computing time, starting with the change that explains most."""
+    """Finds changes in computing time, starting with the change that explains most."""
     with np.errstate(divide="ignore"):
         series = [np.log(tame_mean(m.action_ns.astype(np.float64))) for m in (first, second)]
     change, error = _difference(*series)
-    # A run may have too few iterations to estimate a cell's noise. So each cell is assumed to have
-    # at least the median noise of all cells.
+    # A run may have too few iterations to estimate the noise of a cell. Each cell is therefore
+    # assumed to have at least the median noise of all cells.
     error = np.maximum(error, middle(error))
     times_ms = [np.exp(middle(log_ns, axis=0)) / 1e6 for log_ns in series]
     is_known = np.isfinite(change)
@@ -290,11 +290,11 @@ class _Part:
     """Describes a part of the work that may have changed as a whole.
 
     Attributes:
-        kind: Kind of the change, see :class:`Change`.
+        kind: Kind of the change, as in :class:`Change`.
         cells: Index of the part's cells in arrays ``[ranks, chunks, 3]``.
         ranks: Global ranks of these cells.
         stages: Pipeline stages of these cells.
-        action: Kind of action; empty if there are several.
+        action: Kind of action; empty if the part contains several kinds.
     """
 
     kind: str
@@ -306,13 +306,13 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _PartChange:
-    """Describes by how much a part of the work changed.
+    """Describes how much a part of the work changed.
 
     Attributes:
         part: Part of the work.
-        size: Change as a logarithm.
-        certainty: Change as a number of standard errors.
-        explained: Part of the squared differences between the runs that the change explains.
+        size: Change in the logarithm of the time.
+        certainty: Size of the change in standard errors.
+        explained: Amount of the squared differences between the runs that the change explains.
     """
 
     part: _Part
@@ -328,27 +328,30 @@ _KINDS_OF_PART: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("stage", (2,)),
     ("action on rank", (1,)),
 )
-"""Kinds of parts, and the axes of ``[ranks, chunks, 3]`` over which each adds up cells.
+"""Kinds of parts, and the axes of ``[ranks, chunks, 3]`` over which the cells of each are added up.
 
-If two parts have the same cells, such as a rank with one chunk and its stage, the first is used.
+If two parts have the same cells, such as a rank with one chunk and its stage, the kind that comes
+first is used.
 """
 
 _PREFERRED = 1 + 1e-9
 """Minimum ratio by which a later kind of part must explain more than an earlier kind.
 
-The factor is needed because sums of the same numbers over different axes may differ by rounding.
+The factor is needed because sums of the same numbers over different axes may have different
+rounding errors.
 """
 
 
 def _largest_change(m: Measured, weight: Floats, rest: Floats) -> _PartChange | None:
-    """Returns the change of a part that explains most of the differences; ``None`` if none is sure.
+    """Returns the part's change that explains most, or ``None`` if no change is certain.
 
-    For example, a whole rank explains more than only its backward passes.
+    For example, a change of a whole rank explains more than a change of its backward passes.
 
     Args:
         m: Measured times of a run.
-        weight: ``[ranks, chunks, 3]``, certainty of each cell's change; 0 if it is unknown.
-        rest: ``[ranks, chunks, 3]``, changes that are not explained yet, as logarithms.
+        weight: ``[ranks, chunks, 3]``, certainty of each cell's change, or 0 if the change is
+            unknown.
+        rest: ``[ranks, chunks, 3]``, changes that are not yet explained, as logarithms.
     """
     best: _PartChange | None = None
     for kind, axes in _KINDS_OF_PART:
@@ -377,7 +380,7 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
     Args:
         m: Measured times of a run.
         kind: Kind of the part.
-        first: Column of its rank; for ``action``, index of the kind of action.
+        first: Column of the part's rank; for ``action``, index of the kind of action.
         second: Chunk of a ``stage``; for ``action on rank``, index of the kind of action.
     """
     every = slice(None)
@@ -397,7 +400,7 @@ def _part(m: Measured, kind: str, first: int = 0, second: int = 0) -> _Part:
 
 
 def _links(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds links on which the time of messages differs between the runs."""
+    """Finds links whose messages took a different time in the second run."""
     clocks_ns = first.clock_error_ns + second.clock_error_ns
     delays = [_delays(m) for m in (first, second)]
     for link in sorted(delays[0].keys() & delays[1].keys()):
@@ -416,7 +419,7 @@ def _links(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
-    """Returns the times in ns of messages whose arrival is exact, by sender and receiver."""
+    """Returns the times in ns of messages with an exact arrival time, by sender and receiver."""
     messages = m.messages
     taken_ns = (messages.arrived_ns - messages.sent_ns).astype(np.float64)
     exact = ((link, rows[messages.seen[rows]]) for link, rows in messages.by_link())
@@ -424,7 +427,7 @@ def _delays(m: Measured) -> dict[tuple[int, int], Floats]:
 
 
 def _data(first: Measured, second: Measured) -> Iterator[Change]:
-    """Finds ranks that read their microbatches slower or faster in the second run."""
+    """Finds ranks that read their microbatches more slowly or faster in the second run."""
     for column, header in enumerate(first.headers):
         before, after = (
             m.read_ns[:, column][m.reads[:, column] > 0]
@@ -482,7 +485,7 @@ class _LayerTimes:
 
     Attributes:
         ranks: Global ranks that have the layer.
-        step_ns: ``[iterations]``, time in ns of all passes of the layer, mean over ``ranks``.
+        step_ns: ``[iterations]``, total time in ns of the layer's passes, averaged over ``ranks``.
     """
 
     ranks: tuple[int, ...]
@@ -490,7 +493,7 @@ class _LayerTimes:
 
 
 def _times_of_layers(run: RunTrace, m: Measured) -> dict[int, _LayerTimes]:
-    """Returns the times of the layers that were timed in all iterations, by index of the layer."""
+    """Returns the times of layers that were timed in all iterations, by index of the layer."""
     times: dict[int, dict[int, list[int]]] = {}
     for rank in sorted(run.ranks):
         for iteration in m.iterations.tolist():
@@ -541,21 +544,21 @@ def _collectives(first: Measured, second: Measured) -> Iterator[Change]:
 
 
 def _median_ms(times_ns: Floats) -> float:
-    """Returns the median in ms, at least a microsecond, so that its change is a ratio."""
+    """Returns the median in ms, at least a microsecond, so that ratios are defined."""
     return max(float(np.median(times_ns)) / 1e6, 1e-3)
 
 
 def _is_changed(before: Floats, after: Floats, step_ns: float, error_ns: float) -> float | None:
-    """Returns the confidence that times have changed; ``None`` if the change may be chance.
+    """Returns the confidence that times have changed, or ``None`` if the change may be random.
 
-    A change counts only if it exceeds the fraction :data:`LEAST` of the time and the fraction
+    A change must exceed both the fraction :data:`LEAST` of the time and the fraction
     :data:`OF_STEP` of a step.
 
     Args:
         before: Times in ns in the first run.
         after: Times in ns in the second run.
         step_ns: Duration of a step in ns.
-        error_ns: Additional error of the difference in ns, such as the error of the clocks.
+        error_ns: Additional error of the difference in ns, such as the clocks' error.
     """
     if min(len(before), len(after)) < 3:
         return None

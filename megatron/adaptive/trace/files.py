@@ -1,7 +1,8 @@
-"""Writes results atomically, and writes optional files of a run while the disk accepts data.
+"""Writes results atomically, and writes optional files for as long as the disk accepts data.
 
-A run can continue without some of its files: traces, curves, progress, logs. If such an optional
-file cannot be written, as on a full disk, a warning is printed and the data is dropped.
+A run can continue without some of its files, such as traces, curves, progress files and logs. If
+such a file cannot be written, for example because the disk is full, a warning is printed and the
+data is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.adaptive.errors import TraceError
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG, errno.ENODEV)
 )
-"""Error numbers of disk problems that may be temporary. Other numbers mean a wrong path."""
+"""Error numbers of disk problems that may be temporary. Other numbers indicate a wrong path."""
 
 
 _ROOM_BYTES = 1 << 16
@@ -34,8 +35,8 @@ _ROOM_BYTES = 1 << 16
 def _has_room(file: int) -> bool:
     """Returns whether a file's disk has enough free space to try writing again.
 
-    At least 64 KiB must be free. With a smaller limit, a few bytes that another program frees on a
-    full disk would end the outage for a moment.
+    At least 64 KiB must be free. With a smaller limit, a few bytes freed by another program would
+    briefly end the outage.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         return True
@@ -44,13 +45,13 @@ def _has_room(file: int) -> bool:
 
 
 class Outage:
-    """Prints a warning when a file cannot be written, and a note when it can be written again.
+    """Prints a warning when a file becomes unwritable, and a note when it is writable again.
 
-    The note states how much data was lost while writing failed.
+    The note states how much data was lost in between.
 
     Args:
         name: Name of the file or stream, such as its path.
-        unit: Unit in which lost data are counted, in the plural, such as ``iterations``.
+        unit: Unit in which lost data is counted, in the plural, such as ``iterations``.
 
     Attributes:
         is_on: Whether writing currently fails.
@@ -64,7 +65,7 @@ class Outage:
         self.lost = 0
 
     def begins(self, error: Exception | str, count: int = 1) -> None:
-        """Adds ``count`` lost units, and prints the reason if this call begins the outage."""
+        """Counts ``count`` lost units, and prints the reason if this call begins the outage."""
         self.lost += count
         if not self.is_on:
             self.is_on = True
@@ -87,17 +88,17 @@ class Outage:
 class BestEffortFile:
     """Appends to an optional file, and drops data that cannot be written.
 
-    If the file or its folder was deleted, the file is created again. Data are written completely or
+    If the file or its folder was deleted, the file is created again. Data is written completely or
     not at all: if a write fails half-way, the file is truncated to its previous size. Only one
-    process may write the file, from any of its threads.
+    process may write to the file, but it may use several threads.
 
     Args:
         path: Path of the file. Missing folders are created.
-        unit: Unit in which lost data are counted, in the plural, such as ``iterations``.
-        head: Function that returns the bytes to write first whenever the file is opened.
+        unit: Unit in which lost data is counted, in the plural, such as ``iterations``.
+        head: Function that returns the bytes to write first each time the file is opened.
 
     Raises:
-        OSError: The file cannot be opened. A full or failing disk does not raise this error.
+        OSError: The file cannot be opened. This error is not raised if the disk is full or fails.
     """
 
     def __init__(self, path: Path, unit: str, head: Callable[[], bytes] = lambda: b"") -> None:
@@ -121,14 +122,14 @@ class BestEffortFile:
         return self._outage.lost
 
     def append(self, data: bytes, count: int = 1) -> bool:
-        """Appends all of the data, or nothing if the disk does not accept all the data.
+        """Appends all of the data, or nothing if the disk does not accept all of it.
 
         Args:
-            data: Bytes to append, such as some lines.
-            count: Number of units in ``data``; they are counted as lost if the write fails.
+            data: Bytes to append, such as several lines.
+            count: Number of units in ``data``, which are counted as lost if the write fails.
 
         Returns:
-            Whether the data were written.
+            Whether the data was written.
         """
         with self._lock:
             try:
@@ -155,10 +156,10 @@ class BestEffortFile:
         self.append(b"", 0)
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
+        """Closes the file. Can be called more than once."""
         file, self._file = self._file, None
         if file is not None:
-            # NFS may report only at close() that earlier writes failed, which cannot be undone.
+            # NFS may report failures of earlier writes only at close(), when they cannot be undone.
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -186,7 +187,7 @@ class BestEffortFile:
 
 
 class _LossyOutput(io.FileIO):
-    """Replaces standard output or error: drops data that cannot be written, and never raises.
+    """Replaces standard output or error with a stream that drops unwritable data and never raises.
 
     Args:
         stream: Stream to replace, ``sys.stdout`` or ``sys.stderr``.
@@ -198,7 +199,7 @@ class _LossyOutput(io.FileIO):
         self._lost = 0
 
     def write(self, data: Any) -> int:
-        """Writes or drops data. After a failure, first writes the number of lost bytes.
+        """Writes or drops data. After a failure, the number of lost bytes is written first.
 
         Returns:
             Number of bytes in ``data``, even if they were dropped.
@@ -224,8 +225,8 @@ class _LossyOutput(io.FileIO):
 def keep_printing() -> None:
     """Makes ``print`` and other writes to standard output and error ignore errors.
 
-    Otherwise a full disk or a closed terminal would end the run. Streams that other code has
-    replaced stay as they are. Idempotent.
+    Without this, a full disk or a closed terminal would end the run. Streams that other code has
+    replaced are not changed. Can be called more than once.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -237,7 +238,7 @@ def keep_printing() -> None:
             stream.flush()
         raw = _LossyOutput(stream)
         made = io.TextIOWrapper(
-            # An unbuffered stream (PYTHONUNBUFFERED) must stay unbuffered.
+            # Keep an unbuffered stream (PYTHONUNBUFFERED) unbuffered.
             cast(Any, raw) if stream.write_through else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -251,8 +252,8 @@ def keep_printing() -> None:
 def drop_closed_terminal() -> bool:
     """Redirects standard output and error to /dev/null if their terminal was closed.
 
-    Every write to a closed terminal raises an error, so a log line could make the process exit
-    before a checkpoint is saved.
+    Writing to a closed terminal raises an error, so a log line could make the process exit before a
+    checkpoint is saved.
 
     Returns:
         Whether standard output or error was a closed terminal.
@@ -272,13 +273,13 @@ def drop_closed_terminal() -> bool:
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Renames a folder that is not empty to ``<folder>-1``, ``<folder>-2`` or the next free name.
+    """Renames a non-empty folder to ``<folder>-1``, ``<folder>-2`` or the next free name.
 
-    A folder of traces belongs to one start of a job, so a restart needs an empty folder. If several
-    machines share the folder, they may all call this function at the same time.
+    Each start of a job needs an empty folder of traces. If several machines share the folder, they
+    may all call this function at the same time.
 
     Returns:
-        New path of the folder; ``None`` if it was empty or missing.
+        New path of the folder, or ``None`` if it was empty or missing.
 
     Raises:
         TraceError: The folder cannot be renamed.
@@ -305,9 +306,9 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Replaces a file atomically: yields a temporary path, and renames that file at the end.
 
-    The temporary name has the suffix of ``path``, because writers choose the format by the suffix.
-    If the block under ``with`` fails, the file at ``path`` stays unchanged and the temporary file
-    is deleted. Missing folders are created.
+    The temporary file has the suffix of ``path``, because writers choose the format by the suffix.
+    If the body of the ``with`` statement fails, the file at ``path`` stays unchanged and the
+    temporary file is deleted. Missing folders are created.
 
     Raises:
         TraceError: The file cannot be written at ``path``.

@@ -1,13 +1,13 @@
-"""Reads dumps of torch's flight recorder; finds the collective that hangs and the late ranks.
+"""Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
 
-torch writes a dump per rank if ``TORCH_FR_BUFFER_SIZE`` is set and a collective of NCCL takes too
-long. Its name ends with ``trace_rank_0`` and so on: ``comm_lib_trace_rank_0``, in older releases
-``nccl_trace_rank_0``. Jobs with NVIDIA's resiliency extension (NVRx) name it ``_dump_0``. A dump is
-a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives of each process group,
-with a number that is the same on all ranks of the group. The numbers of messages (point-to-point
-calls) differ between ranks. So this module matches the calls of each pair of sender and receiver by
-their order. Pickles may contain code. Therefore only plain values are read, and a pickle with other
-objects is rejected.
+torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
+long. The file name ends with ``trace_rank_0`` and so on, as in ``comm_lib_trace_rank_0``, or in
+older releases ``nccl_trace_rank_0``. Jobs that use NVIDIA's resiliency extension (NVRx) name it
+``_dump_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives
+of each process group, with a number that is the same on all ranks of the group. Messages
+(point-to-point calls) have different numbers on different ranks, so this module matches the calls
+of each sender and receiver by their order. Pickles may contain code, so only plain values are read,
+and a pickle with other objects is rejected.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ _BATCH = "coalesced"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """Describes a rank's call of a collective, or of a send or receive (a message).
+    """Describes a rank's call of a collective, or of a send or a receive (a message).
 
     Attributes:
         rank: Global rank.
-        group: Name of the process group, and its description if it has one.
-        number: Index of the collective in its group, or of the message, which each rank
-            counts independently.
+        group: Name of the process group, with its description if it has one.
+        number: Index of the collective in its group, or of the message, which each rank counts
+            separately.
         name: Name of the operation, such as ``nccl:all_reduce``.
         sizes: Dtypes and shapes of the inputs as text, such as ``Float [3, 4]``.
-        is_message: Whether the call is the send or the receive of a message between two ranks.
+        is_message: Whether the call is a send or a receive of a message between two ranks.
         has_ended: Whether the operation has finished on this rank.
-        line_of_code: Code that made the call, as ``file:line in function``; empty if not recorded.
-        created_ns: Time of the call in ns since 1970; 0 if not recorded.
+        line_of_code: Code that made the call, as ``file:line in function``; empty if it was not
+            recorded.
+        created_ns: Time of the call in ns since 1970, or 0 if it was not recorded.
     """
 
     rank: int
@@ -68,11 +69,11 @@ class Dump:
     Attributes:
         rank: Global rank.
         calls: Calls in the order in which they were made.
-        members: Global ranks of each process group, by name of the group. Groups that torch does
-            not list are missing.
+        members: Global ranks of each process group, by name of the group. Groups that torch did not
+            list are missing.
         begun: Number of the last collective that the rank called in each group, even if its entry
             was overwritten.
-        is_whole: Whether the dump has all calls of the rank, so that no entry was overwritten.
+        is_whole: Whether the dump contains all calls of the rank, because no entry was overwritten.
     """
 
     rank: int
@@ -91,9 +92,10 @@ class StuckCall:
         waiting: Global ranks that wait in the call.
         late: Global ranks of the group that have not made the call.
         missing: Global ranks of the group without a dump.
-        mismatch: Text with the ranks that called another operation with this number, and with that
-            operation; empty if all ranks called the same operation.
-        is_entered: Whether all ranks have made the call, so that only its transfer is stuck.
+        mismatch: Text with the ranks that called a different operation with this number, and the
+            name of that operation; empty if all ranks called the same operation.
+        is_entered: Whether all ranks have made the call, which means that only its transfer is
+            stuck.
     """
 
     call: RecordedCall
@@ -104,7 +106,7 @@ class StuckCall:
     is_entered: bool
 
     def format(self) -> str:
-        """Formats the call as text: its name, the waiting ranks and the late ranks."""
+        """Formats the call as text, with its name, the waiting ranks and the late ranks."""
         call = self.call
         kind = "message" if call.is_message else "collective"
         line_of_code = f", at {call.line_of_code}" if call.line_of_code else ""
@@ -118,20 +120,20 @@ class StuckCall:
         if self.missing:
             lines.append(f"  no dump of {_ranks(self.missing)}")
         if self.mismatch:
-            lines.append(f"  other ranks called another operation: {self.mismatch}")
+            lines.append(f"  other ranks called a different operation: {self.mismatch}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StuckCalls:
-    """Holds the conclusions about a hang from the dumps of a job.
+    """Holds the conclusions about a hang that follow from the dumps of a job.
 
     Attributes:
         ranks: Global ranks with a dump.
         stuck: Collectives and messages that do not finish.
-        culprits: Global ranks for which the other ranks wait; empty if the dumps do not show them.
-        text: Sentence that states the reason for the hang.
-        advice: Remedy in the imperative; empty if no call is stuck.
+        culprits: Global ranks that the other ranks wait for; empty if the dumps do not show this.
+        text: Sentence that gives the reason for the hang.
+        advice: Remedy as an instruction; empty if no call is stuck.
         notes: Caveats about the dumps.
     """
 
@@ -161,7 +163,7 @@ class StuckCalls:
 
 
 def dump_files(folder: Path | None) -> dict[int, Path]:
-    """Maps each rank to its dump in a folder; empty if the folder has no dumps."""
+    """Maps each rank to its dump in a folder; empty if the folder contains no dumps."""
     if folder is None or not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -169,10 +171,10 @@ def dump_files(folder: Path | None) -> dict[int, Path]:
 
 
 def read_dumps(folder: Path) -> list[Dump]:
-    """Reads all dumps of a folder, by rank.
+    """Reads all dumps in a folder, in the order of ranks.
 
     Raises:
-        TraceError: A file is not a dump, or has another version.
+        TraceError: A file is not a dump, or has a different version.
     """
     return [_read_dump(rank, path) for rank, path in sorted(dump_files(folder).items())]
 
@@ -211,10 +213,10 @@ def find_stuck(dumps: Sequence[Dump]) -> StuckCalls:
 
 
 def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> StuckCall:
-    """Describes the collective that some unfinished calls belong to."""
+    """Describes the collective that the given unfinished calls belong to."""
     call = calls[0]
     listed = {rank for dump in dumps.values() for rank in dump.members.get(call.group, ())}
-    # torch does not list the members of gloo's groups, so use the ranks that have used the group.
+    # torch does not list the members of gloo groups, so use the ranks that have used the group.
     members = sorted(listed or {rank for rank, dump in dumps.items() if call.group in dump.begun})
     waiting = tuple(sorted(other.rank for other in calls))
     with_dump = [rank for rank in members if rank in dumps and rank not in waiting]
@@ -241,11 +243,11 @@ def _collective(calls: Sequence[RecordedCall], dumps: Mapping[int, Dump]) -> Stu
 def _message(
     calls: Sequence[RecordedCall], route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> StuckCall:
-    """Describes the message that some unfinished calls belong to.
+    """Describes the message that the given unfinished calls belong to.
 
     Args:
         calls: Calls of the sender, of the receiver, or of both.
-        route: Global ranks of the sender and of the receiver, as from :func:`_route`.
+        route: Global ranks of the sender and the receiver, as returned by :func:`_route`.
         dumps: Dump of each rank.
     """
     call = calls[0]
@@ -269,12 +271,12 @@ def _message(
 def _is_late(
     end: int, call: RecordedCall, route: tuple[int, ...], dumps: Mapping[int, Dump]
 ) -> bool:
-    """Returns whether a rank has not made its call, a send or a receive, for a message.
+    """Returns whether a rank has not made its call (a send or a receive) for a message.
 
     Args:
-        end: Global rank of the sender or receiver; all its calls on this route have finished.
-        call: Call of the other rank, which has not finished.
-        route: Global ranks of the sender and of the receiver.
+        end: Global rank of the sender or the receiver, whose calls on this route have all finished.
+        call: Unfinished call of the other rank.
+        route: Global ranks of the sender and the receiver.
         dumps: Dump of each rank.
     """
     waiting, silent = (
@@ -289,15 +291,15 @@ def _is_late(
 def _route(call: RecordedCall, dump: Dump) -> tuple[int, ...]:
     """Returns the global ranks of a message's sender and receiver.
 
-    The result is empty for a collective. It has only the rank of the call if torch did not record
-    the other rank.
+    The result is empty for a collective. If torch did not record the other rank, the result
+    contains only the rank that made the call.
     """
     if not call.is_message:
         return ()
     match = _PEERS.search(call.name)
     if match is None:
         return (call.rank,)
-    # The name of a message has two ranks within the group; the first is the rank of the call.
+    # The name of a message contains two ranks within the group. The first rank made the call.
     members = dump.members.get(call.group, ())
     ends = [int(match[1]), int(match[3])]
     ends = [members[end] if end < len(members) else end for end in ends]
@@ -311,9 +313,9 @@ def _signature(call: RecordedCall) -> tuple[str, str]:
 
 
 def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
-    """Returns the culprits, a sentence that states the reason for the hang, and advice."""
+    """Returns the culprits, a sentence with the reason for the hang, and advice."""
     if not stuck:
-        return (), "every recorded collective has ended on the ranks that called it", ""
+        return (), "every recorded collective has finished on the ranks that called it", ""
     if different := next((call for call in stuck if call.mismatch), None):
         return (
             (),
@@ -360,7 +362,7 @@ def _conclude(stuck: Sequence[StuckCall]) -> tuple[tuple[int, ...], str, str]:
 
 
 def _endless(stuck: StuckCall) -> tuple[str, str]:
-    """Returns a sentence and advice about a call that all ranks have made but never finishes."""
+    """Returns a sentence and advice about a call that all ranks made but that never finishes."""
     call = stuck.call
     if call.is_message:
         return (
@@ -379,14 +381,14 @@ class _PlainUnpickler(pickle.Unpickler):
     """Unpickles only lists, dicts, strings and numbers, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it contains an object of {module}.{name}")
+        raise pickle.UnpicklingError(f"the file contains an object of {module}.{name}")
 
     def persistent_load(self, identifier: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to another file")
+        raise pickle.UnpicklingError("the file refers to another file")
 
 
 def _read_dump(rank: int, path: Path) -> Dump:
-    data = read_bytes(path, "give a folder with dumps of torch's flight recorder", TraceError)
+    data = read_bytes(path, "pass a folder with dumps of torch's flight recorder", TraceError)
     content: Any
     try:
         if data.lstrip()[:1] == b"{":
@@ -432,16 +434,16 @@ def _parse(rank: int, content: Mapping[str, Any]) -> Dump:
         if (group := names.get(str(number))) is not None:
             last = int(status["last_enqueued_collective"])
             begun[group] = max(begun.get(group, 0), last)
-    # torch numbers its records from 0, and overwrites the oldest record.
+    # torch numbers its records from 0, and overwrites the oldest records first.
     is_whole = all(int(entry.get("record_id", 1)) == 0 for entry in entries[:1])
     return Dump(rank=rank, calls=tuple(calls), members=members, begun=begun, is_whole=is_whole)
 
 
 def _without_batches(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Removes the entries that stand for whole batches of messages.
+    """Removes the entries that represent whole batches of messages.
 
-    torch marks only the entry of the batch as finished, not the entries of its messages. So the
-    mark is copied to these messages.
+    torch marks only the entry of the batch as finished, but not the entries of its messages. The
+    mark is therefore copied to these messages.
     """
     kept: list[RecordedCall] = []
     for call in calls:
@@ -467,7 +469,7 @@ def _call(rank: int, entry: Mapping[str, Any]) -> RecordedCall:
         name=str(entry["profiling_name"]),
         sizes=sizes or "nothing",
         is_message=is_message,
-        # gloo's calls stay "scheduled", and are retired when they finish.
+        # gloo's calls stay "scheduled", but are retired when they finish.
         has_ended=bool(entry["retired"]) or entry["state"] == "completed",
         line_of_code=_place(entry.get("frames", ())),
         created_ns=int(entry.get("time_created_ns") or 0),

@@ -1,6 +1,7 @@
-"""Counts what slowed a rank's GPU down, with NVML: power limit, heat, errors, other processes.
+"""Counts events that slow down a rank's GPU: power limit, heat, errors, other processes.
 
-This requires the package ``nvidia-ml-py`` and NVIDIA's driver; without them nothing is counted.
+The counters are read with NVML, which requires the package ``nvidia-ml-py`` and NVIDIA's driver. If
+either is missing, nothing is counted.
 """
 
 from __future__ import annotations
@@ -10,31 +11,31 @@ import time
 from typing import Any
 
 GPU_POWER_LIMITED = "gpu_power_limited_ns"
-"""Counter name: time in ns for which the power limit lowered the GPU's clock."""
+"""Name of the counter of the time in ns for which the power limit lowered the GPU's clock."""
 
 GPU_HOT = "gpu_hot_ns"
-"""Counter name: time in ns for which the GPU's temperature lowered its clock."""
+"""Name of the counter of the time in ns for which the GPU's temperature lowered its clock."""
 
 GPU_ERRORS = "gpu_memory_errors"
-"""Counter name: number of errors in the GPU's memory that could not be corrected (ECC)."""
+"""Name of the counter of uncorrectable errors in the GPU's memory (ECC)."""
 
 GPU_REPLAYS = "gpu_pcie_replays"
-"""Counter name: number of PCIe packets that the GPU retransmitted."""
+"""Name of the counter of PCIe packets that the GPU retransmitted."""
 
 GPU_CLOCK = "gpu_clock_mhz"
-"""Counter name: clock in MHz of the GPU's processors."""
+"""Name of the counter with the current clock in MHz of the GPU's processors."""
 
 GPU_FULL_CLOCK = "gpu_full_clock_mhz"
-"""Counter name: maximum clock in MHz of the GPU's processors."""
+"""Name of the counter with the maximum clock in MHz of the GPU's processors."""
 
 GPU_CELSIUS = "gpu_celsius"
-"""Counter name: GPU's temperature in degrees Celsius."""
+"""Name of the counter with the GPU's temperature in degrees Celsius."""
 
 GPU_WATTS = "gpu_watts"
-"""Counter name: power in W that the GPU consumes."""
+"""Name of the counter with the GPU's power consumption in W."""
 
 GPU_OTHERS = "gpu_others"
-"""Counter name: number of processes outside the job that compute on the GPU."""
+"""Name of the counter of processes outside the job that compute on the GPU."""
 
 GPU_COUNTERS = (
     GPU_POWER_LIMITED,
@@ -51,7 +52,7 @@ GPU_COUNTERS = (
 
 _SUMS = GPU_COUNTERS[:4]
 _EVERY_S = 1.0
-"""Minimum time in seconds between two readings, because a reading takes NVML a millisecond."""
+"""Minimum time in seconds between two readings, because each reading takes about a millisecond."""
 _MILLI = 1000
 
 
@@ -59,12 +60,12 @@ class GpuCounters:
     """Reads the counters of one GPU. All methods must be called from the same thread.
 
     Args:
-        uuid: Id of the GPU, as in ``nvidia-smi -L``; empty for no GPU.
+        uuid: ID of the GPU, as in ``nvidia-smi -L``; empty if there is no GPU.
         ranks: Number of ranks of the job that share the GPU.
 
     Attributes:
-        why_not: Reason why nothing can be counted; empty if counting works, or without a GPU.
-        missing: Names of the counters that this GPU, or this version of NVML, does not have.
+        why_not: Reason why nothing can be counted; empty if counting works or there is no GPU.
+        missing: Names of the counters that this GPU or this version of NVML does not provide.
     """
 
     def __init__(self, uuid: str, ranks: int = 1) -> None:
@@ -92,13 +93,13 @@ class GpuCounters:
             self.missing = tuple(name for name in GPU_COUNTERS if name not in self._values)
 
     def begin(self) -> None:
-        """Uses the latest reading as the starting point of the counts in :meth:`end`."""
+        """Uses the latest reading as the starting point for the counts returned by :meth:`end`."""
         self._begun = dict(self._values)
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin`, and current clocks, temperature and power.
+        """Returns the counts since :meth:`begin`, and the current clocks, temperature and power.
 
-        The GPU is read at most once a second. Until the next reading, counts are 0, and the other
+        The GPU is read at most once a second. Until the next reading, counts are 0 and the other
         values stay the same.
         """
         if self._nvml is None:
@@ -130,7 +131,7 @@ class GpuCounters:
                 continue
             try:
                 self._values[name] = int(read())
-            except Exception:  # this version of NVML, or this GPU, lacks the counter
+            except Exception:  # this version of NVML or this GPU does not provide the counter
                 self._values.pop(name, None)
         self._read_s = time.monotonic()
 
@@ -138,10 +139,10 @@ class GpuCounters:
         return int(self._nvml.nvmlDeviceGetViolationStatus(self._device, policy).violationTime)
 
     def _others(self) -> int:
-        """Returns the number of processes that use the GPU in addition to the job's ranks.
+        """Returns the number of processes outside the job that use the GPU.
 
-        In a container, NVML may report process ids of another namespace. So processes are only
-        counted, and their ids are not compared with those of the ranks.
+        In a container, NVML may report process IDs of another namespace. Processes are therefore
+        only counted, without comparing their IDs with the ranks' IDs.
         """
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         others = [process for process in running if int(process.pid) != os.getpid()]

@@ -1,6 +1,6 @@
 """Watches this machine's ranks from a separate process, and reports the rank that blocks the job.
 
-The first rank of a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
+The first rank on a machine starts ``python -I -S hang_watch.py FOLDER`` (``engine/hang_guard.py``).
 It imports only the standard library, so it starts fast. It works even if no rank responds::
 
     rank 0   a thread, each second ──> now_rank_00000.json ──┐
@@ -8,9 +8,9 @@ It imports only the standard library, so it starts fast. It works even if no ran
     /proc    state, wchan, CPU time, bytes ──────────────────┤      └─> stacks: py-spy, else a
     other machines, by the job's store ──> machine_N.json ───┘          signal to faulthandler
 
-The culprit is the rank that waits for no other rank. It may be stopped, in a disk system call,
-holding the interpreter lock (GIL), reading data, or late to enter a collective. If all ranks wait,
-a message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
+The culprit is the rank that waits for no other rank. It may be stopped, blocked in a system call,
+holding the interpreter lock (GIL), reading data, or late for a collective. If all ranks wait, a
+message was lost, or the ranks are in a deadlock. This process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from typing import Any, NamedTuple
 
 LEAST_S = 30.0
 STEPS = 10.0
-"""Default hang limit without ``--hang-after-s``: 30 s or 10 median steps, whichever is longer."""
+"""The default of ``--hang-after-s`` is 30 s or 10 median steps, whichever is longer."""
 _LOOK_S = 1.0
 _PATIENCE = 10.0
 """Multiple of the hang limit for which ranks may compute outside of steps without progress."""
 _BUSY = (0.05, 0.5, float(1 << 17))
-"""Minimum usage per second of a rank that works: processor seconds, processor seconds plus seconds
-in the run queue, and bytes read or written. Monitoring threads alone use less."""
+"""Minimum usage per second of a working rank: processor time in seconds, processor time plus time
+in the run queue in seconds, and bytes read or written. Monitoring threads alone use less."""
 _STALE_S = 6.0
-"""Age in seconds above which a rank's status file is out of date; ranks write it each second."""
+"""Age in seconds above which a rank's status file is outdated; ranks write it every second."""
 _OTHERS_S = 11.0
 """Seconds to wait for the hang detectors of other machines to report the same hang."""
 _SILENT_S = 20.0
-"""Seconds without a report after which another machine's hang detector is considered lost."""
+"""Seconds without a report after which another machine's hang detector is considered to be lost."""
 
 JOB_FILE, _ENDED = "job.json", "ended"
 
@@ -70,14 +70,14 @@ class RankEvidence:
 
     Attributes:
         rank: Global rank.
-        name: Text by which messages refer to the rank; includes its machine.
-        pid: Process id on the rank's machine.
-        now: Last status report that the rank's monitoring thread wrote; empty if there is none.
-        age_s: Age of that report in seconds.
-        state: Letter for the process state (proc(5)): ``X`` if it has exited, empty if unknown.
+        name: Name of the rank in messages, including its machine.
+        pid: Process ID on the rank's machine.
+        now: Last status report written by the rank's monitoring thread; empty if there is none.
+        age_s: Age of the last status report in seconds.
+        state: Letter of the process state (proc(5)), ``X`` if it has exited; empty if unknown.
         wchan: Kernel function in which the main thread sleeps, from /proc; empty if unreadable.
         frames: (File, line, function) of each stack frame of the main thread, innermost first.
-        line: Line of source code that the innermost frame executes.
+        line: Line of source code that the innermost frame is executing.
         stack: Stacks of all threads, as printed by py-spy or faulthandler.
     """
 
@@ -94,7 +94,7 @@ class RankEvidence:
 
     @property
     def doing(self) -> str:
-        """Text with the rank's current action, microbatch, chunk and iteration."""
+        """Current action of the rank as text, with microbatch, chunk and iteration."""
         now = self.now
         doing = str(now.get("doing", ""))
         iteration = f"iteration {now['iteration']}" if now.get("iteration") else "the start"
@@ -106,10 +106,10 @@ class RankEvidence:
 
     @property
     def place(self) -> str:
-        """Text with the code line that the main thread runs, skipping ``threading``, ``queue``."""
+        """Code line that the main thread is running, as text; skips ``threading``, ``queue``."""
         frames = [frame for frame in self.frames if not _LOCK_CODE.search(str(frame[0]))]
         if not frames:
-            return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown place"
+            return f"in {self.wchan}" if self.wchan not in ("", "0") else "at an unknown location"
         file, line, function = frames[0]
         return f"at {'/'.join(Path(str(file)).parts[-2:])}:{line} in {function}"
 
@@ -119,25 +119,25 @@ class RankEvidence:
         return self.now.get("needs", ()) if self.now.get("doing") == "wait" else ()
 
     def is_in(self, pattern: re.Pattern[str], depth: int = 12) -> bool:
-        """Returns whether ``line`` or a file of the ``depth`` innermost frames matches."""
+        """Returns whether ``line`` or the file of one of the ``depth`` innermost frames matches."""
         files = [str(frame[0]) for frame in self.frames[:depth]]
         return any(pattern.search(text) for text in (*files, self.line))
 
     @property
     def collectives(self) -> Mapping[str, Sequence[Any]]:
-        """Maps each process group's name to (number of collectives begun, member ranks)."""
+        """Maps each process group's name to (number of collectives started, member ranks)."""
         collectives: Mapping[str, Sequence[Any]] = self.now.get("collectives", {})
         return collectives
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for other ranks, judged by its stack or its last report."""
+        """Whether the rank waits for other ranks, according to its stack or its last report."""
         if not self.frames:
             return self.now.get("doing") == "wait"
         return self.is_in(_WAITING, 4) or (".wait(" in self.line and not self.is_in(_LOCKS, 1))
 
     def has_done(self, kind: str, chunk: int, turn: int, step: int) -> bool:
-        """Returns whether the rank has finished action ``turn`` of a kind and chunk in a step."""
+        """Returns whether the rank has finished action ``turn`` of a kind and a chunk in a step."""
         own_step = int(self.now.get("step", -1))
         done = self.now.get("finished", {}).get(f"{kind}{chunk}", 0)
         return own_step > step or (own_step == step and done > turn)
@@ -145,15 +145,15 @@ class RankEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """Holds the ranks that block a job, the cause, and advice for the user.
+    """Describes which ranks block a job and why, with advice for the user.
 
     Attributes:
-        ranks: Global ranks that block the job; empty if none could be determined.
-        cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``, ``silent
-            machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
+        ranks: Global ranks that block the job; empty if they could not be determined.
+        cause: One of ``ended``, ``stopped``, ``file system``, ``interpreter lock``,
+            ``silent machine``, ``data reader``, ``lock``, ``device``, ``collective``, ``code``,
             ``network``, ``deadlock``.
-        text: Sentence with the ranks, their state and the code that they execute.
-        advice: Instruction for the user, such as a command that resolves the hang.
+        text: Sentence that describes the ranks, their state and the code that they are executing.
+        advice: Instruction for the user, such as a command that ends the hang.
     """
 
     ranks: tuple[int, ...]
@@ -163,7 +163,7 @@ class Culprit:
 
 
 def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
-    """Determines from the evidence on all ranks of a job which ranks block it, and why."""
+    """Determines which ranks block a job, and why, from the evidence about all its ranks."""
     for symptom in _SYMPTOMS:
         if matching := [rank for rank in ranks if symptom.applies(rank)]:
             first = matching[0]
@@ -189,8 +189,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
                     ranks=(sender, rank.rank),
                     cause="network",
                     text=f"{rank.name} waits for the result of {_KINDS[kind]} of microbatch "
-                    f"{item}, which {peer.name} sent, so the message was lost",
-                    advice="check the network between both ranks (cable, firewall, interface)",
+                    f"{item}, which {peer.name} has sent, so the message was lost",
+                    advice="check the network between the two ranks (cable, firewall, interface)",
                 )
     circle = _circle(edges)
     if circle and any(by_rank[member].needs for member in circle):
@@ -199,8 +199,8 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
             ranks=tuple(sorted(circle)),
             cause="deadlock",
             text=f"{_names([by_rank[member] for member in circle])} wait for each other: {waits}",
-            advice="the ranks' orders of actions contradict each other, so check that all ranks "
-            "have the same --schedule-file, or use another --pipeline-schedule",
+            advice="the ranks' orders of actions contradict each other; check that all ranks use "
+            "the same --schedule-file, or use another --pipeline-schedule",
         )
     behind = [waiting for waiting, others in edges.items() if not others]
     return Culprit(
@@ -208,13 +208,13 @@ def find_culprit(ranks: Sequence[RankEvidence]) -> Culprit:
         cause="collective",
         text="all ranks wait for others; "
         + "; ".join(f"{rank.name} {rank.place}" for rank in ranks[:4]),
-        advice="a collective that all have entered does not end: check the network between the "
-        "ranks, and the GPUs",
+        advice="all ranks have entered a collective that does not finish; check the GPUs and the "
+        "network between the ranks",
     )
 
 
 class _Symptom(NamedTuple):
-    """Describes a rank state that always blocks the job, whatever the other ranks do."""
+    """Describes a state of a rank that always blocks the job, regardless of the other ranks."""
 
     cause: str
     applies: Callable[[RankEvidence], bool]
@@ -223,40 +223,40 @@ class _Symptom(NamedTuple):
 
 
 _SYMPTOMS = (
-    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "ended", "look for its error above"),
+    _Symptom("ended", lambda rank: rank.state in ("X", "Z"), "exited", "see its error above"),
     _Symptom(
         "stopped",
         lambda rank: rank.state in ("T", "t"),
         "is stopped (by a signal or a debugger)",
-        "kill -CONT {pid} lets it continue",
+        "run kill -CONT {pid} to resume the process",
     ),
     _Symptom(
         "file system",
         lambda rank: rank.state == "D",
-        "is in a system call that does not return (a disk or a file system)",
-        "check the disk or mount that it uses; the process cannot be killed until the call returns",
+        "is blocked in a system call of a disk or a file system",
+        "check the disk or mount of this rank; its process cannot be killed until the call returns",
     ),
     _Symptom(
         "interpreter lock",
         lambda rank: rank.state in ("R", "S") and bool(rank.now) and rank.age_s > _STALE_S,
-        "lets no other Python thread of its process run (C code holds the interpreter's lock)",
-        "look at that call; code in C must release the lock (GIL) while it waits",
+        "holds the interpreter lock (GIL) in C code, so no other Python thread of its process runs",
+        "check that call; C code must release the lock while it waits",
     ),
     _Symptom(
         "silent machine",
         lambda rank: not rank.state,
         "does not report, and neither does its machine",
-        "check that machine and the network to it",
+        "check the machine and its network connection",
     ),
 )
 
 
 def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culprit:
-    """Returns the ``Culprit`` for a rank that waits for no other rank."""
+    """Returns the ``Culprit`` for a rank that does not wait for any other rank."""
     missed = next(
         (
-            f", while others wait in collective {max(waiting_in)} of the group of ranks "
-            f"{_numbers(members)}, which it has not entered"
+            f", while other ranks wait in collective {max(waiting_in)} of the group of ranks "
+            f"{_numbers(members)}, which this rank has not entered"
             for name, (begun, members) in rank.collectives.items()
             if (waiting_in := _ahead(ranks, name, begun))
         ),
@@ -265,23 +265,23 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
     if rank.is_in(_READING) or rank.now.get("doing") == "data":
         cause = "data reader"
         activity = "reads data"
-        advice = "check the data's disk or its workers"
+        advice = "check the disk with the data, or the data reader's workers"
     elif rank.is_in(_SAVING) or rank.now.get("doing") == "checkpoint":
         cause = "file system"
         activity = "reads or writes a checkpoint"
-        advice = "check the disk of the checkpoints"
+        advice = "check the disk with the checkpoints"
     elif rank.is_in(_LOCKS, 3):
         cause = "lock"
         activity = "waits for a lock or thread"
-        advice = "the file with all stacks shows which thread holds it"
+        advice = "the file with all stacks shows which thread holds the lock"
     elif rank.is_in(_DEVICE, 2):
         cause = "device"
         activity = "waits for its GPU"
-        advice = "check it with nvidia-smi and dmesg"
+        advice = "check the GPU with nvidia-smi and dmesg"
     else:
         cause = "collective" if missed else "code"
-        activity = "does something else" if missed else "waits for no rank"
-        advice = "look at the code that it runs"
+        activity = "runs other code" if missed else "waits for no other rank"
+        advice = "check the code that the rank is running"
     source = f" ({rank.line})" if rank.line else ""
     return Culprit(
         ranks=(rank.rank,),
@@ -292,9 +292,9 @@ def _blame_free_rank(rank: RankEvidence, ranks: Sequence[RankEvidence]) -> Culpr
 
 
 def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
-    """Returns how many ranks have begun more collectives than the candidate.
+    """Returns how many ranks have started more collectives than the candidate.
 
-    A rank is counted if it is ahead in a process group and not behind in any group. If background
+    A rank is counted if it is ahead in at least one process group and behind in none. If background
     threads wait for each other, only these numbers of collectives show which rank is late.
     """
 
@@ -308,7 +308,7 @@ def _ahead_of(candidate: RankEvidence, ranks: Iterable[RankEvidence]) -> int:
 
 
 def _ahead(ranks: Iterable[RankEvidence], name: str, begun: int) -> list[int]:
-    """Returns the numbers above ``begun`` of the group's collectives in which ranks wait."""
+    """Returns the numbers above ``begun`` of the group's collectives in which ranks are waiting."""
     waited_in = (rank.collectives.get(name, (0,))[0] for rank in ranks if rank.waits)
     return [number for number in waited_in if number > begun]
 
@@ -336,7 +336,7 @@ def _waits_for(ranks: Sequence[RankEvidence]) -> dict[int, set[int]]:
 
 
 def _waiters(rank: int, edges: Mapping[int, set[int]]) -> int:
-    """Returns the number of ranks that wait for a rank directly or indirectly, plus the rank."""
+    """Returns the number of ranks that wait for a rank (also indirectly), including the rank."""
     waiting = {rank}
     while more := {other for other, peers in edges.items() if peers & waiting} - waiting:
         waiting |= more
@@ -370,17 +370,17 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 class Stillness:
-    """Measures for how long no rank of this machine has made progress.
+    """Measures how long no rank on this machine has made progress.
 
-    Within a step, only the end of an action or of a collective is progress. Between steps, in
-    evaluations, in checkpoints and before the third iteration (imports, compilation), reading and
-    writing are progress too. Computing is progress there for up to ten times the hang limit.
+    Within a step, only the end of an action or of a collective counts as progress. Between steps,
+    in evaluations, in checkpoints and before the third iteration (imports, compilation), reads and
+    writes count too. There, computing also counts for up to ten times the hang limit.
 
     Args:
-        limit_s: Value of ``--hang-after-s`` in seconds; ``None`` for the default limit.
+        limit_s: Value of ``--hang-after-s`` in seconds, or ``None`` for the default limit.
 
     Attributes:
-        paused: Number of collectives begun in each process group, if every rank is between two
+        paused: Number of collectives started in each process group if every rank is between two
             steps of a user's own training loop and waits for no other rank; otherwise ``None``.
     """
 
@@ -422,7 +422,7 @@ class Stillness:
             transfers: Whether a rank has read or written bytes since the previous call.
 
         Returns:
-            Time in seconds for which no rank has made progress.
+            Time in seconds since a rank last made progress.
         """
         self._is_strict = len(self._steps_s) > 1 and all(
             now.get("in_step") for now in nows.values()
@@ -459,7 +459,7 @@ def _paused(nows: Collection[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def agreed(counts: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Returns the number of collectives begun per group; ``None`` if the ranks do not agree."""
+    """Returns the number of collectives started per group, or ``None`` if the ranks disagree."""
     common: dict[str, int] = {}
     for by_name in counts:
         if by_name is None or any(common.setdefault(name, n) != n for name, n in by_name.items()):
@@ -472,7 +472,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; ``["X"]`` if the process is gone."""
+    """Returns /proc/PID/stat as fields, from the state on, or ``["X"]`` if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -495,11 +495,11 @@ def _work(pid: int) -> tuple[float, float, float]:
 
 
 def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]:
-    """Collects evidence on this machine's ranks from outside their processes. Takes seconds.
+    """Collects evidence about this machine's ranks from outside their processes. Takes seconds.
 
     Args:
         folder: Folder in which this machine's ranks write their status reports and stacks.
-        job: Contents of ``job.json``: process ids and names of the ranks, tools and settings.
+        job: Contents of ``job.json``: process IDs and names of the ranks, tools and settings.
     """
     pids = {int(rank): int(pid) for rank, pid in job["pids"].items()}
     before = {rank: _stat(pid)[0] for rank, pid in pids.items()}
@@ -508,7 +508,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
     stacks = {rank: _spy(job.get("py_spy"), pid, before[rank]) for rank, pid in pids.items()}
     nows = _read_nows(folder, pids)
     for rank, pid in pids.items():
-        # The signal would kill a rank without a handler. A rank that has reported has a handler.
+        # The signal would kill a rank without a handler. A rank has a handler if it has reported.
         if not stacks[rank] and nows[rank] and before[rank] not in "XZTt":
             with contextlib.suppress(OSError):
                 os.kill(pid, int(job["signal"]))
@@ -532,7 +532,7 @@ def collect_evidence(folder: Path, job: Mapping[str, Any]) -> list[RankEvidence]
                 pid=pid,
                 now=nows[rank],
                 age_s=max(0.0, time.time() - nows[rank].get("unix_ns", 0) / 1e9),
-                # A healthy process may briefly be in a disk call (D), so require D twice.
+                # A healthy process may briefly wait for a disk (D), so require D twice.
                 state="S" if state == "D" and before[rank] != "D" else state,
                 wchan=wchan,
                 frames=frames,
@@ -551,7 +551,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
     threads: list[list[tuple[str, int, str]]] = []
     marked: list[tuple[str, int, str]] | None = None
     process = re.match(r"Process (\d+):", stack)
-    # The main thread's id equals the process id, which py-spy prints first.
+    # The main thread's ID equals the process ID, which py-spy prints first.
     main = f"Thread {process[1]} " if process else "MainThread"
     for line in stack.splitlines():
         if "hread" in line and not line.startswith(" "):
@@ -570,7 +570,7 @@ def main_frames(stack: str) -> list[tuple[str, int, str]]:
 def _spy(program: str | None, pid: int, state: str) -> str:
     if program is None or state in "XZ":
         return ""
-    # py-spy pauses and then resumes a process, so do not pause a process that somebody stopped.
+    # py-spy pauses and then resumes a process, so a process that a user stopped must not be paused.
     mode = ["--nonblocking"] if state in "Tt" else ["--native"]
     try:
         done = subprocess.run(
@@ -603,7 +603,7 @@ def _read_nows(folder: Path, pids: Mapping[int, int]) -> dict[int, dict[str, Any
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    for _ in range(3):  # several tries, because a rank may be writing the file
+    for _ in range(3):  # retry, because a rank may be writing the file
         try:
             return dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -614,11 +614,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def format_page(culprit: Culprit, ranks: Sequence[RankEvidence], still_s: float) -> str:
-    """Formats the text of a hang report: the culprit, a line per rank, and all ranks' stacks."""
+    """Formats a hang report with the culprit, a line per rank, and the stacks of all ranks."""
     lines = [
         f"Nothing moved for {still_s:.0f} s ({time.strftime('%Y-%m-%d %H:%M:%S')}).",
         f"Cause: {culprit.cause}. {culprit.text}.",
-        f"What to do: {culprit.advice}.",
+        f"Remedy: {culprit.advice}.",
         "",
         "rank  state  report  doing, place",
     ]
@@ -651,7 +651,7 @@ class _Watch:
     def run(self) -> None:
         last_s = time.monotonic()
         self._still.restart(last_s)
-        # The parent may have exited before this process started, so use the id in the job file.
+        # The parent may have exited before this process started, so use the ID in the job file.
         while os.getppid() == self._job["parent"]:
             time.sleep(_LOOK_S)
             now_s, elapsed_s = time.monotonic(), time.monotonic() - last_s
@@ -666,7 +666,7 @@ class _Watch:
             ]
             self._work = work
             if elapsed_s > 5 * _LOOK_S:
-                # This process was suspended, and perhaps the ranks were too, so measure from 0.
+                # This process was suspended, and the ranks may have been too, so start again.
                 self._still.restart(now_s)
             still_s = self._still.look(nows, now_s, computes=any(moved[:2]), transfers=moved[2])
             self._decide(still_s, now_s)
@@ -674,7 +674,7 @@ class _Watch:
     def _decide(self, still_s: float, now_s: float) -> None:
         limit_s = self._still.limit_s
         others = self._others(now_s)
-        # Another machine's hang detector that sends evidence has found a hang and waits for this.
+        # A hang detector that sends evidence has found a hang, and waits for a reply.
         is_asked = any(other.get("ranks") for other in others.values())
         if self._reported_s is not None:
             if still_s < self._reported_s:
@@ -690,7 +690,7 @@ class _Watch:
         self._publish(still_s)
 
     def _publish(self, still_s: float, evidence: Sequence[RankEvidence] = ()) -> None:
-        """Writes a file with the time without progress and the evidence for the other machines."""
+        """Writes the time without progress and the evidence to a file for the other machines."""
         if self._job["machines"] < 2:
             return
         self._beat += 1
@@ -705,7 +705,7 @@ class _Watch:
         path.with_suffix(".part").replace(path)
 
     def _others(self, now_s: float) -> dict[int, dict[str, Any]]:
-        """Returns the last report of each other machine, an empty report if it is too old."""
+        """Returns the last report of each other machine, or an empty report if it is too old."""
         reports = {}
         for machine in {*range(self._job["machines"])} - {self._job["machine"]}:
             report = _read_json(self._folder / f"machine_{machine}.json")
@@ -725,7 +725,7 @@ class _Watch:
         if any(
             rank.now.get(name) != after[rank.rank].get(name) for rank in evidence for name in _MOVES
         ):
-            return  # the job made progress while the evidence was collected
+            return  # the job made progress while evidence was collected
         self._reported_s = still_s
         ranks.sort(key=lambda rank: rank.rank)
         culprit = find_culprit(ranks)
@@ -752,7 +752,7 @@ class _Watch:
     def _wait_for_others(
         self, still_s: float, evidence: Sequence[RankEvidence]
     ) -> list[RankEvidence]:
-        """Waits some seconds for the evidence from other machines' detectors, and returns it."""
+        """Waits some seconds for the evidence of other machines' hang detectors, and returns it."""
         until_s = time.monotonic() + _OTHERS_S
         reports: dict[int, dict[str, Any]] = {}
         while time.monotonic() < until_s:

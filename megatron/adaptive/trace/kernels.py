@@ -1,14 +1,14 @@
-"""Defines the files with the operators and kernels of single steps, for ``--trace-detail kernels``.
+"""Reads and writes the operators and kernels of single steps, for ``--trace-detail kernels``.
 
-A rank that records kernels has a file ``kernels_rank_00000.jsonl`` next to its trace, with one line
-per step. A step has the totals of all its kernels by action and name, and start and length of its
-longest :data:`MOST_KEPT` kernels. Times are on the rank's monotonic clock, as in its trace. A name
-is an index into ``names``::
+A rank that records kernels writes a file ``kernels_rank_00000.jsonl`` next to its trace, with one
+line per step. Each line contains the totals of all kernels by action and name, and the start and
+duration of the :data:`MOST_KEPT` longest kernels. Times are on the rank's monotonic clock, as in
+its trace. A name is an index into ``names``::
 
     {"iteration": 10, "device": "cpu", "names": ["aten::mm", ...],
      "totals": [["F", name, number, total_ns], ...], "kept": [[name, start_ns, length_ns], ...]}
 
-A kernel belongs to the action in which it begins.
+A kernel belongs to the action during which it begins.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megatron.adaptive.trace.read import RunTrace, describe_numbers
 from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, Span
 
 MOST_KEPT = 20_000
-"""Maximum number of kernels of a step whose times are kept; this takes less than a megabyte."""
+"""Maximum number of kernels of a step whose times are kept, which takes less than a megabyte."""
 
 MOST_NAMES = 1_000
-"""Maximum number of totals of a step; further totals are summed by action as :data:`OTHERS`."""
+"""Maximum number of totals of a step. Further totals are summed by action under :data:`OTHERS`."""
 
 OTHERS = "others"
 OUTSIDE = "outside"
-"""Name that replaces the action for kernels that begin outside of all actions."""
+"""Name used instead of an action for kernels that begin outside of all actions."""
 
 _LONGEST_NAME = 200
 _LIMIT = 1 << 62
-"""Maximum number in a file, because larger times cannot be converted to the run's clock."""
+"""Maximum number in a file. Larger times could not be converted to the run's clock."""
 _AROUND = (*DRAWN_ACTIONS, "reduce", "optimizer")
 
 
 class TimedKernel(NamedTuple):
-    """Describes a kernel of a GPU, or an operator on a CPU, with its times in ns."""
+    """Describes a GPU kernel or a CPU operator, with its times in ns."""
 
     name: str
     start_ns: int
@@ -67,13 +67,13 @@ class KernelTotal(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepKernels:
-    """Contains the kernels that a rank ran in one step.
+    """Contains the kernels that a rank ran during one step.
 
     Attributes:
         iteration: Iteration number.
         device: Kind of device, ``cpu`` (operators) or ``cuda`` (kernels).
-        totals: Totals by action and name; kernels that are not kept are included.
-        kept: Kernels with their times, in the order of their start.
+        totals: Totals by action and name, including kernels that are not in ``kept``.
+        kept: Longest kernels with their times, in the order of their start.
     """
 
     iteration: int
@@ -85,13 +85,13 @@ class StepKernels:
 def summed(
     iteration: int, device: str, kernels: Iterable[TimedKernel], spans: Iterable[Span]
 ) -> StepKernels:
-    """Returns the totals of a step's kernels, and the longest kernels.
+    """Returns the totals of a step's kernels, and the step's longest kernels.
 
     Args:
         iteration: Iteration number.
         device: Kind of device, ``cpu`` or ``cuda``.
         kernels: All kernels of the step.
-        spans: Spans of the step on the same rank and the same clock.
+        spans: Spans of the step, on the same rank and clock.
     """
     listed = [kernel._replace(name=kernel.name[:_LONGEST_NAME]) for kernel in kernels]
     sums: dict[tuple[str, str], tuple[int, int]] = {}
@@ -115,20 +115,20 @@ def summed(
 def _add(
     sums: dict[tuple[str, str], tuple[int, int]], key: tuple[str, str], row: tuple[int, int]
 ) -> None:
-    """Adds a number of kernels and their time in ns to the totals of an action and name."""
+    """Adds a number of kernels and their time in ns to the totals of an action and a name."""
     count, total_ns = sums.get(key, (0, 0))
     sums[key] = count + row[0], total_ns + row[1]
 
 
 def kernels_path(folder: Path, rank: int) -> Path:
-    """Returns the path of a rank's file in the folder of traces."""
+    """Returns the path of a rank's kernel file in the folder of traces."""
     return folder / f"kernels_rank_{rank:05d}.jsonl"
 
 
 class KernelFile:
-    """Writes the kernels of a rank to its file, which is created with the first step.
+    """Writes the kernels of a rank to its file, which is created when the first step is added.
 
-    If the disk does not accept a whole step, the step is dropped with a warning.
+    If a step cannot be written completely, the step is dropped and a warning is printed.
 
     Args:
         folder: Folder of the traces.
@@ -143,7 +143,8 @@ class KernelFile:
         """Adds a step.
 
         Raises:
-            OSError: The file cannot be opened. A full or failing disk does not raise this error.
+            OSError: The file cannot be opened. This error is not raised if the disk is full or
+                fails.
         """
         names = list(dict.fromkeys(total.name for total in step.totals))
         number_of = {name: number for number, name in enumerate(names)}
@@ -165,12 +166,12 @@ class KernelFile:
         self._file.append((json.dumps(record, separators=(",", ":")) + "\n").encode())
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
+        """Closes the file. Can be called more than once."""
         if self._file is not None:
             self._file.close()
 
     def _line_end(self) -> bytes:
-        """Returns a newline if a killed process left the last line unfinished, else nothing."""
+        """Returns a newline if a killed process left the last line incomplete, else nothing."""
         with self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
@@ -178,10 +179,10 @@ class KernelFile:
 
 
 def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
-    """Reads the kernels of a rank, step by step, with times on the run's common clock.
+    """Reads the kernels of a rank for each step, with times on the run's common clock.
 
-    Damaged lines are skipped, see :func:`kernel_notes`. If a step was recorded twice, the second
-    record is used.
+    Damaged lines are skipped; :func:`kernel_notes` reports them. If a step was recorded twice, the
+    second record is used.
     """
     trace = run.ranks[rank]
     steps, _ = _read(kernels_path(trace.index.path.parent, rank))
@@ -197,7 +198,7 @@ def read_steps(run: RunTrace, rank: int) -> list[StepKernels]:
 
 
 def kernel_notes(run: RunTrace) -> list[str]:
-    """Returns a note for each damaged file of kernels."""
+    """Returns a note for each damaged kernel file."""
     notes = []
     for rank, trace in run.ranks.items():
         _, note = _read(kernels_path(trace.index.path.parent, rank))
@@ -206,7 +207,7 @@ def kernel_notes(run: RunTrace) -> list[str]:
 
 
 def _read(path: Path) -> tuple[list[StepKernels], str]:
-    """Returns the steps in a file, and a note if lines are damaged, else an empty string.
+    """Returns the steps in a file, and a note about damaged lines (empty if there are none).
 
     A truncated last line is skipped without a note.
     """
@@ -235,11 +236,11 @@ def _read(path: Path) -> tuple[list[StepKernels], str]:
 
 
 def _step(record: Any) -> StepKernels:
-    """Returns the step in a record.
+    """Returns the step that a record contains.
 
     Raises:
-        ValueError: A value has the wrong type or is out of range. A record of another form may
-            also raise other errors.
+        ValueError: A value has the wrong type or is out of range. Records with a different
+            structure may raise other errors.
     """
     names = [_text(name) for name in record["names"]]
     return StepKernels(
@@ -292,7 +293,7 @@ class KernelFigures:
 
 
 def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
-    """Returns all kernels of a step by rank, action and name, in descending order of total time.
+    """Returns a step's kernels by rank, action and name, in descending order of total time.
 
     Args:
         run: Trace of the run.
@@ -315,7 +316,7 @@ def kernel_figures(run: RunTrace, iteration: int) -> list[KernelFigures]:
 
 
 def actions_of(spans: Iterable[Span], kernels: Sequence[TimedKernel]) -> list[Span | None]:
-    """Returns the action in which each kernel begins; ``None`` for kernels outside of actions.
+    """Returns the action during which each kernel begins, or ``None`` outside of actions.
 
     Args:
         spans: Spans of the step on the same rank.

@@ -7,17 +7,17 @@ The script ``process_trace.py`` of OpenSQZ/MegatronApp reads this format. Each l
     0, 3, forward finished, 14.100000%
     rank 0 iteration ends at timestamp 60.000000% iteration 7
 
-Times are in milliseconds and end in a percent sign. The first number of an action is the pipeline
-rank. The second number encodes chunk and microbatch: it is the action's position in the order of
-the interleaved schedule with p ranks and c chunks::
+Times are in milliseconds and end with a percent sign. The first number of an action is the pipeline
+rank. The second number encodes chunk and microbatch as the action's position in the interleaved
+schedule for p ranks and c chunks::
 
     number = (microbatch // p) * (p * c)  +  k * p  +  microbatch % p
     k = chunk for forward,  c - 1 - chunk for backward and weight
 
-Pauses between iterations are not written. This module adds ``#`` lines with the names of run,
-schedule and placement, and the iteration's number at the end of a marker; the script ignores these
-additions. ``weight start`` and ``weight finished`` stand for W. The format cannot express waits,
-message sizes and memory, which the JSON-lines files contain.
+Pauses between iterations are not written. This module adds ``#`` lines with the names of the run,
+the schedule and the placement, and appends the iteration number to each marker; the script ignores
+these additions. ``weight start`` and ``weight finished`` stand for W. The format cannot express
+waits, message sizes and memory, which the JSON-lines files contain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.adaptive.trace.trace_format import Span
 from megatron.adaptive.trace.views.palette import ACTION_NAMES
 
 KEPT_ITERATIONS = 20
-"""Maximum number of iterations in a text file, which is the limit of ``process_trace.py``."""
+"""Maximum number of iterations in a text file; ``process_trace.py`` cannot read more."""
 
 NS_PER_MS = 1_000_000
 
@@ -57,9 +57,9 @@ def legacy_name(num_ranks: int, num_chunks: int) -> str:
 
 
 def legacy_shape(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the numbers of pipeline ranks and of chunks per rank that a file name contains.
+    """Returns the number of pipeline ranks and of chunks per rank that a file name contains.
 
-    The result is ``None`` if the name has another form.
+    The result is ``None`` if the name has a different form.
     """
     match = _NAME.fullmatch(Path(path).stem)
     if not match or int(match[1]) < 1 or int(match[2]) < 1:
@@ -74,7 +74,8 @@ def write_legacy(run: RunTrace, path: str | os.PathLike[str]) -> None:
 
     Args:
         run: Trace of the run to write.
-        path: Path of the file, which is replaced if it exists; :func:`legacy_name` gives its name.
+        path: Path of the file, which is replaced if it exists. Use :func:`legacy_name` for its
+            name.
 
     Raises:
         TraceError: The run has no iteration, or the file cannot be written.
@@ -94,15 +95,15 @@ def read_legacy(path: str | os.PathLike[str]) -> RunTrace:
     """Reads a trace in the text format.
 
     Args:
-        path: Path of the trace file. Its name encodes the number of pipeline ranks and of chunks
-            per rank.
+        path: Path of the trace file, whose name contains the numbers of pipeline ranks and of
+            chunks per rank.
 
     Returns:
-        Run with one trace per pipeline rank. Unknown lines are skipped. An action without its
-        ``finished`` line is dropped and counted in ``truncated_lines``.
+        Run with one trace per pipeline rank. Unknown lines are skipped. Actions without a
+        ``finished`` line are dropped and counted in ``truncated_lines``.
 
     Raises:
-        TraceError: The file cannot be read, contains no action, or its name has another form.
+        TraceError: The file cannot be read, contains no action, or has a name of a different form.
     """
     path = Path(path)
     shape = legacy_shape(path)
@@ -152,7 +153,7 @@ class _Contents:
     Attributes:
         notes: Names of the run, schedule and placement, from the ``#`` lines.
         rows: Finished actions by rank and iteration.
-        begun: Start in ns of each action that has not finished, by rank, kind, and the number that
+        begun: Start time in ns of each unfinished action, by rank, kind, and the number that
             encodes chunk and microbatch.
     """
 
@@ -165,7 +166,7 @@ class _Contents:
         self._iterations: dict[int, int] = {}
 
     def add(self, line: str) -> None:
-        """Adds the contents of a line; skips an unknown line."""
+        """Adds the contents of a line, or skips the line if it is unknown."""
         if note := _NOTE.match(line):
             self.notes[note[1]] = note[2]
         elif marker := _MARKER.match(line):

@@ -1,8 +1,8 @@
-"""Finds the trace of the run that the user names, or of the newest run by default.
+"""Finds the trace of the run that the user chose, or of the newest run by default.
 
-A run's folder contains a folder ``traces`` with a JSON-lines file per rank. It may also contain the
-trace in the older text format (``legacy_text``). The newest run is the one that wrote its files
-last. By default, runs write into these folders of the current directory::
+The folder of a run contains a folder ``traces`` with a JSON-lines file per rank. It may also
+contain a trace in the older text format (``legacy_text``). The newest run is the run whose files
+changed last. By default, runs write into these folders of the current directory::
 
     runs/NAME/traces, runs/NAME/checkpoints     train single, the scripts of examples/gpt
     runs/latest                                 the newest of these: a link, or a file with its path
@@ -25,7 +25,7 @@ from megatron.adaptive.trace.legacy_text import legacy_shape, read_legacy
 from megatron.adaptive.trace.read import RunTrace, read_run, trace_files
 
 TRACES = "traces"
-"""Name of the folder of traces, in a run's folder."""
+"""Name of the folder that contains the traces, inside a run's folder."""
 
 _RUNS = Path("runs")
 _LATEST = _RUNS / "latest"
@@ -33,7 +33,7 @@ _HERE = Path()
 PARENTS = (_RUNS, Path("logs"), _HERE)
 """Folders that are searched for runs by default.
 
-The current folder itself may be a run's folder; its other subfolders are not searched.
+The current folder may itself be a run's folder. Its other subfolders are not searched.
 """
 
 _LINES = (f"{TRACES}/trace_rank_*.jsonl", "trace_rank_*.jsonl")
@@ -43,16 +43,16 @@ _TEXT = "trace_pipeline_*_model_chunks_*.txt"
 def load_run(
     path: Path | None, num_ranks: int | None = None, num_chunks: int | None = None
 ) -> RunTrace:
-    """Finds and reads the trace of a run, in any of the formats that can be read.
+    """Finds and reads the trace of a run in any of the supported formats.
 
     Args:
         path: Path of the run's folder, of its folder ``traces``, of a file in the text format, of a
-            profile (``imports``), or of a published table. ``None`` for the newest run.
-        num_ranks: Number of pipeline ranks that the trace must have; ``None`` for any.
-        num_chunks: Number of chunks per rank that the trace must have; ``None`` for any.
+            profile (``imports``), or of a published table. ``None`` means the newest run.
+        num_ranks: Required number of pipeline ranks, or ``None`` to accept any number.
+        num_chunks: Required number of chunks per rank, or ``None`` to accept any number.
 
     Raises:
-        TraceError: The trace does not exist, cannot be read, or has other numbers of ranks or
+        TraceError: The trace does not exist, cannot be read, or has different numbers of ranks or
             chunks.
     """
     source = path or newest_run(_LINES) or newest_run((_TEXT,))
@@ -62,7 +62,7 @@ def load_run(
             "folder of a run"
         )
     if not source.exists():
-        raise TraceError(f"{source} does not exist; give the folder of a run")
+        raise TraceError(f"{source} does not exist; pass the folder of a run")
     return _read(source, num_ranks, num_chunks)
 
 
@@ -75,10 +75,10 @@ def newest_run(
         patterns: Patterns of files, relative to a run's folder. The newest run is the run whose
             matching files changed last.
         parents: Folders that contain runs.
-        may_be_empty: Whether to consider a run in ``runs`` that has no matching file yet.
+        may_be_empty: Whether to include a run in ``runs`` that has no matching file yet.
 
     Returns:
-        Path of the folder; ``None`` if there is no run.
+        Path of the folder, or ``None`` if there is no run.
 
     Raises:
         TraceError: ``runs/latest`` points to a folder that does not exist.
@@ -105,10 +105,10 @@ def searched(parents: Sequence[Path] = PARENTS) -> str:
 
 
 def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> list[Path]:
-    """Returns the subfolders of a folder that may be the newest run.
+    """Returns the subfolders of a folder that are candidates for the newest run.
 
     The list is empty if the folder cannot be read. For ``runs``, the list contains only the target
-    of ``runs/latest``, if that run has the required files.
+    of ``runs/latest`` if that run has the required files.
     """
     if parent == _HERE:
         return [parent]
@@ -121,13 +121,13 @@ def _folders(parent: Path, patterns: Sequence[str], *, may_be_empty: bool) -> li
 
 
 def _latest_run() -> Path | None:
-    """Returns the folder that ``runs/latest`` points to; ``None`` if there is no such link.
+    """Returns the folder that ``runs/latest`` points to, or ``None`` if there is no such link.
 
     Raises:
         TraceError: The link points to a folder that does not exist.
     """
     if _LATEST.is_file():
-        text = read_text(_LATEST, "name the folder of a run, or run again", TraceError)
+        text = read_text(_LATEST, "write the folder of a run into it, or run again", TraceError)
         folder = _LATEST.parent / text.strip()
     elif _LATEST.is_symlink() or _LATEST.is_dir():
         folder = _LATEST
@@ -142,11 +142,11 @@ def _latest_run() -> Path | None:
 
 
 def _changed_s(folder: Path, patterns: Sequence[str]) -> float | None:
-    """Returns the time of the latest change of a run's files; ``None`` if no file matches."""
+    """Returns the time of the latest change of a run's files, or ``None`` if no file matches."""
     times_s = []
     for pattern in patterns:
         for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):  # an active run may remove a file
+            with contextlib.suppress(OSError):  # an active run may delete a file
                 times_s.append(path.stat().st_mtime)
     return max(times_s, default=None)
 

@@ -1,6 +1,6 @@
-"""Counts causes that keep a rank from computing: other programs, quotas, memory, disks, networks.
+"""Counts events that keep a rank from computing, such as other programs, quotas or slow disks.
 
-The Linux kernel counts these causes for every process or for the whole machine::
+The Linux kernel counts these events for every process or for the whole machine::
 
     /proc/self/task/*/schedstat      time that a thread waited for a processor, and the number of
                                      times that it got a processor
@@ -14,8 +14,8 @@ The Linux kernel counts these causes for every process or for the whole machine:
     /sys/devices/system/cpu          clock of a processor and its limit
     /sys/class/{net,infiniband}      errors and speed of network ports
 
-The files stay open, so that reading all of them takes tens of microseconds. If the machine lacks a
-file, or this process may not read it, the counters of that file are missing.
+The files stay open, so that all of them can be read in tens of microseconds. If a file does not
+exist, or this process may not read it, the counters in that file are missing.
 """
 
 from __future__ import annotations
@@ -46,56 +46,57 @@ from megatron.adaptive.trace.network_counters import (
 )
 
 ELAPSED = "elapsed_ns"
-"""Counter name: time in ns over which the other counters counted."""
+"""Name of the counter of the time in ns that the other counters cover."""
 
 PROCESSOR_WAIT = "processor_wait_ns"
-"""Counter name: time in ns that a thread of this process was ready to run but had no processor.
+"""Name of the counter of the time in ns for which a thread was ready to run but had no processor.
 
-Only the thread that waited longest is counted.
+Only the thread of this process that waited longest is counted.
 """
 
 TURN_WAIT = "turn_wait_ns"
-"""Name of the mean time in ns that a thread waited each time before it got a processor.
+"""Name of the counter of the mean time in ns that a thread waited before it got a processor.
 
-Of the threads that run actions, send or receive, only the thread that waited longest is counted. So
-this is the time by which a message may be noticed late because its receiver had no processor.
+Only threads that run actions, send or receive are considered, and only the thread that waited
+longest is counted. A message may be noticed late by about this time because its receiver had no
+processor.
 """
 
 THROTTLED = "throttled_ns"
-"""Counter name: time in ns for which a control group's quota stopped the processes in the group."""
+"""Name of the counter of the time in ns for which a control group's quota stopped its processes."""
 
 STEAL = "steal_ns"
-"""Counter name: time in ns that the host gave to other virtual machines, mean over processors."""
+"""Name of the counter of the time in ns that the host took away, averaged over processors."""
 
 MEMORY_WAIT = "memory_wait_ns"
-"""Counter name: time in ns in which a program of the machine waited for memory (reclaim, swap)."""
+"""Name of the counter of the time in ns for which programs waited for memory (reclaim, swap)."""
 
 DISK_WAIT = "disk_wait_ns"
-"""Counter name: time in ns in which a program of the machine waited for a disk."""
+"""Name of the counter of the time in ns for which programs of the machine waited for a disk."""
 
 DISK_PAGES = "disk_pages"
-"""Counter name: number of pages for which this process waited while they were read from disk."""
+"""Name of the counter of pages that this process had to wait for while they were read from disk."""
 
 DISK_READ = "disk_read_bytes"
-"""Counter name: number of bytes that this process and its children read from a disk.
+"""Name of the counter of bytes that this process or its children read from a disk.
 
-Only the process that read most is counted, without reads from the page cache.
+Only the process that read most is counted. Reads from the page cache are not included.
 """
 
 CLOCK = "clock_khz"
-"""Counter name: clock in kHz of the processor that this process used last."""
+"""Name of the counter with the clock in kHz of the processor that this process used last."""
 
 CLOCK_LIMIT = "clock_limit_khz"
-"""Counter name: limit in kHz that is set for this processor's clock."""
+"""Name of the counter with the configured clock limit in kHz of this processor."""
 
 FULL_CLOCK = "full_clock_khz"
-"""Counter name: maximum clock in kHz that this processor's hardware allows."""
+"""Name of the counter with the maximum clock in kHz that this processor's hardware supports."""
 
 MACHINE_BUSY = "machine_busy_ns"
-"""Counter name: processor time in ns that all programs of the machine used."""
+"""Name of the counter of the processor time in ns that all programs of the machine used."""
 
 OWN_BUSY = "own_busy_ns"
-"""Counter name: processor time in ns that this process used."""
+"""Name of the counter of the processor time in ns that this process used."""
 
 KERNEL = "kernel_ns"
 """Counter name: processor time in ns that this process spent in the kernel.
@@ -104,7 +105,7 @@ It includes freeing memory, reading pages from disk, and copying data for system
 """
 
 PROCESSORS = "processors"
-"""Counter name: number of processors that this process may use now."""
+"""Name of the counter with the number of processors that this process may currently use."""
 
 COUNTERS = (
     ELAPSED,
@@ -143,14 +144,15 @@ _EXPECTED = (
     DISK_READ,
     CLOCK,
 )
-"""Names of the counters that most machines have; many machines have no quotas or RDMA ports."""
+"""Names of the counters that most machines have. Many machines have no quotas or RDMA ports."""
 
 _CLOCKS = {
     CLOCK: "scaling_cur_freq",
     CLOCK_LIMIT: "scaling_max_freq",
     FULL_CLOCK: "cpuinfo_max_freq",
 }
-"""Maps each counter of a clock to the name of the processor's file that contains it."""
+"""Maps the name of each clock counter to the name of the processor's file that contains the clock.
+"""
 
 _PROCESSORS = "/sys/devices/system/cpu"
 _TASKS = "/proc/self/task"
@@ -167,9 +169,9 @@ _MESSAGE_THREADS = (
     "receive-from-",
     "send-to-",
 )
-"""Prefixes of the names of threads, besides the main thread, that run actions, send or receive.
+"""Prefixes of the names of threads, other than the main thread, that run actions, send or receive.
 
-These threads belong to this package's lanes and transports, and to the libraries that they use.
+These threads belong to this package's lanes and transports, or to libraries used by them.
 """
 _MOST_THREADS = 64
 _MOST_CHILDREN = 16
@@ -178,13 +180,13 @@ _READS_PER_LISTING = 64
 _READS_TO_SECOND_LISTING = 8
 _MOST_BYTES = 1 << 14
 _BUSY_FIELDS = (1, 2, 3, 6, 7)
-"""Indices of user, nice, system and interrupt times in the first line of ``/proc/stat``."""
+"""Indices of the user, nice, system and interrupt times in the first line of ``/proc/stat``."""
 _STEAL_FIELD = 8
 """Index of the stolen time in the first line of ``/proc/stat``."""
 _MAJOR_FAULTS_FIELD = 9
 """Index of the major page faults in ``/proc/self/stat``, counted from the state."""
 _LAST_PROCESSOR_FIELD = 36
-"""Index in ``/proc/self/stat``, counted from the state, of the processor used last."""
+"""Index of the processor used last in ``/proc/self/stat``, counted from the state."""
 _NS_PER_US = 1000
 
 
@@ -192,7 +194,7 @@ _Value = TypeVar("_Value")
 
 
 class _Turns(NamedTuple):
-    """Holds a thread's total wait for a processor in ns, and how often it got a processor."""
+    """Holds a thread's total wait for a processor in ns, and its number of time slices."""
 
     waited_ns: int
     number: int
@@ -200,13 +202,13 @@ class _Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class _Source(Generic[_Value]):
-    """Reads a counter from a file of the kernel that stays open."""
+    """Reads a counter from a kernel file that stays open."""
 
     file: BinaryIO
     parse: Callable[[bytes], _Value]
 
     def value(self) -> _Value | None:
-        """Returns the counter; ``None`` if the kernel does not provide it."""
+        """Returns the counter, or ``None`` if the kernel does not provide it."""
         try:
             self.file.seek(0)
             return self.parse(self.file.read(_MOST_BYTES))
@@ -220,14 +222,14 @@ class MachineCounters:
     All methods must be called from the same thread.
 
     Args:
-        gpu_uuid: Id of the process's GPU, as in ``nvidia-smi -L``; empty for none.
+        gpu_uuid: ID of the process's GPU, as in ``nvidia-smi -L``; empty if there is none.
         gpu_ranks: Number of ranks of the job that share the GPU.
         interface: Name of the network interface that the job uses; empty if unknown.
 
     Attributes:
-        missing: Names of the counters that this machine lacks or forbids. If no counter of the GPU
-            can be read, one entry with the reason replaces all GPU counters.
-        message_threads: Ids of this process's threads that run actions, send or receive.
+        missing: Names of the counters that are unavailable on this machine or to this user. If no
+            GPU counter can be read, one entry with the reason replaces all GPU counters.
+        message_threads: IDs of this process's threads that run actions, send or receive.
     """
 
     def __init__(self, gpu_uuid: str = "", gpu_ranks: int = 1, interface: str = "") -> None:
@@ -256,18 +258,18 @@ class MachineCounters:
         self.missing = (*missing, *self._gpu.missing)
 
     def begin(self) -> None:
-        """Reads all counters as the starting point of the counts in :meth:`end`."""
+        """Reads all counters as the starting point for the counts returned by :meth:`end`."""
         self._begun = self._read()
         self._turns_begun = self._turns
         self._tcp_begun = self._tcp.read()
         self._gpu.begin()
 
     def end(self) -> dict[str, int]:
-        """Returns the counts since :meth:`begin` by name; a counter that is 0 is missing."""
+        """Returns the counts since :meth:`begin` by name, without counters that are 0."""
         counts = dict.fromkeys(COUNTERS, 0)
         for (name, source), value in self._read().items():
             # A counter may have several sources, such as nested control groups or processes. Their
-            # counts overlap, so the largest is reported.
+            # counts overlap, so the largest count is reported.
             counted = value - self._begun.get((name, source), value)
             counts[name] = max(counts[name], counted)
         counts[PROCESSOR_WAIT], counts[TURN_WAIT] = self._waits()
@@ -279,7 +281,7 @@ class MachineCounters:
         return {name: count for name, count in counts.items() if count > 0}
 
     def close(self) -> None:
-        """Closes the files of the kernel. Idempotent."""
+        """Closes the kernel's files. Can be called more than once."""
         files = [source.file for source in self._threads.values()]
         files += [source.file for _, source in self._sources]
         files += [source.file for source in (*self._readers.values(), *self._clocks.values())]
@@ -315,10 +317,10 @@ class MachineCounters:
         return {thread: turns for thread, turns in values.items() if turns is not None}
 
     def _waits(self) -> tuple[int, int]:
-        """Returns for how long threads waited for a processor since :meth:`begin`, in ns.
+        """Returns how long threads waited for a processor since :meth:`begin`, in ns.
 
         Returns:
-            Total wait of the thread that waited longest; mean time of a single wait of the thread
+            Total wait of the thread that waited longest. Then the mean time per wait of the thread
             that waited longest among the threads that run actions, send or receive.
         """
         waits = {}
@@ -333,7 +335,7 @@ class MachineCounters:
         return longest.waited_ns, of_messages.waited_ns // max(1, of_messages.number)
 
     def _read_clocks(self) -> dict[str, int]:
-        """Returns the clocks of the processor that this process used last; 0 if unknown."""
+        """Returns the clocks of the processor that this process used last, or 0 if unknown."""
         stat = _opened("/proc/self/stat")
         if stat is None:
             return {}
@@ -348,7 +350,7 @@ class MachineCounters:
     def _open_clocks(self, processor: int) -> None:
         """Opens the files of a processor's clocks, and closes the previous processor's files.
 
-        The files of all processors together may exceed the limit of open files.
+        Opening the files of all processors might exceed the limit of open files.
         """
         for source in self._clocks.values():
             source.file.close()
@@ -405,10 +407,10 @@ def _renew(
     """Opens the files of listed threads or processes, and closes the files of all others.
 
     Args:
-        sources: Open files by thread or process; changed in place.
-        listed: Ids of the threads or processes that exist now.
-        path: Path of a file, with ``{}`` for the id.
-        parse: Function that reads the counter from the content of a file.
+        sources: Open files by thread or process; modified in place.
+        listed: IDs of the threads or processes that currently exist.
+        path: Path of a file, with ``{}`` as a placeholder for the ID.
+        parse: Function that extracts the counter from the contents of a file.
     """
     for ended in sources.keys() - listed:
         sources.pop(ended).file.close()
@@ -420,7 +422,7 @@ def _renew(
 
 def _sources() -> Iterator[tuple[str, _Source[int]]]:
     """Yields (counter name, open file) for the counters of the machine and of this process."""
-    # Any control group from the process's own up to the root may have a quota.
+    # Every control group from the process's own group up to the root may have a quota.
     quotas = [str(folder / "cpu.stat") for folder in control_groups.folders("cpu")]
     files: list[tuple[str, str, Callable[[bytes], int]]] = [
         *((THROTTLED, path, _throttled_ns) for path in quotas),
@@ -445,7 +447,7 @@ def _sources() -> Iterator[tuple[str, _Source[int]]]:
 
 
 def _opened(path: str) -> BinaryIO | None:
-    """Opens a file below ``/proc`` or ``/sys``; returns ``None`` if it cannot be read."""
+    """Opens a file below ``/proc`` or ``/sys``, or returns ``None`` if it cannot be read."""
     try:
         return open(path, "rb", buffering=0)
     except OSError:
@@ -453,7 +455,7 @@ def _opened(path: str) -> BinaryIO | None:
 
 
 def _name_of(thread: str) -> str:
-    """Returns the kernel's name of a thread of this process; empty if the thread has exited."""
+    """Returns the kernel's name for a thread of this process; empty if the thread has exited."""
     file = _opened(f"{_TASKS}/{thread}/comm")
     if file is None:
         return ""
@@ -462,7 +464,7 @@ def _name_of(thread: str) -> str:
 
 
 def _throttled_ns(text: bytes) -> int:
-    """Returns the time in ``cpu.stat`` for which a quota stopped a control group, in ns."""
+    """Returns the time in ns from ``cpu.stat`` for which a quota stopped a control group."""
     fields = dict(line.split()[:2] for line in text.splitlines())
     if b"throttled_usec" in fields:  # version 2 of control groups
         return int(fields[b"throttled_usec"]) * _NS_PER_US
@@ -470,13 +472,13 @@ def _throttled_ns(text: bytes) -> int:
 
 
 def _steal_ns(text: bytes) -> int:
-    """Returns the time in ``/proc/stat`` that other virtual machines took, in ns per processor."""
+    """Returns the time in ns per processor from ``/proc/stat`` that other virtual machines took."""
     ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
     return ticks * _ns_per_tick() // (os.cpu_count() or 1)
 
 
 def _machine_busy_ns(text: bytes) -> int:
-    """Returns the processor time in ``/proc/stat`` that programs and interrupts used, in ns."""
+    """Returns the processor time in ns from ``/proc/stat`` that programs and interrupts used."""
     fields = text.split(maxsplit=_STEAL_FIELD + 1)
     return sum(int(fields[field]) for field in _BUSY_FIELDS) * _ns_per_tick()
 
@@ -486,26 +488,26 @@ def _ns_per_tick() -> int:
 
 
 def _pressure_ns(text: bytes) -> int:
-    """Returns the time in a file of ``/proc/pressure`` in which some program waited, in ns."""
+    """Returns the time in ns from a ``/proc/pressure`` file for which some program waited."""
     return int(text.split(b"total=", 1)[1].split(maxsplit=1)[0]) * _NS_PER_US
 
 
 def _major_faults(text: bytes) -> int:
-    """Returns the number of page faults in ``/proc/self/stat`` that needed a disk."""
+    """Returns the number of page faults from ``/proc/self/stat`` that required a disk read."""
     return int(text.rpartition(b")")[2].split()[_MAJOR_FAULTS_FIELD])
 
 
 def _last_processor(text: bytes) -> int:
-    """Returns the number in ``/proc/self/stat`` of the processor that ran the process last."""
+    """Returns the index from ``/proc/self/stat`` of the processor that last ran the process."""
     return int(text.rpartition(b")")[2].split()[_LAST_PROCESSOR_FIELD])
 
 
 def _turns(text: bytes) -> _Turns:
-    """Returns a thread's waits for a processor from the text of its ``schedstat``."""
+    """Returns a thread's waits for a processor from the contents of its ``schedstat`` file."""
     _, waited_ns, number = text.split()
     return _Turns(int(waited_ns), int(number))
 
 
 def _bytes_from_disk(text: bytes) -> int:
-    """Returns the number of bytes in ``/proc/PID/io`` that a process read from disks."""
+    """Returns the number of bytes from ``/proc/PID/io`` that a process read from disks."""
     return int(text.split(b"\nread_bytes:", 1)[1].split(maxsplit=1)[0])

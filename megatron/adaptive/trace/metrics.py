@@ -1,8 +1,8 @@
 """Computes statistics of a whole run, per iteration and rank, from the spans of all ranks.
 
 Each process that reads a trace file immediately reduces the file's spans to these statistics
-("figures"). So no process has the spans of more than one file in memory, even if a run has ten
-million spans. The files can be read in parallel.
+("figures"). No process therefore holds the spans of more than one file in memory, even if a run has
+ten million spans. The files can be read in parallel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.adaptive.trace.trace_format import CAUSES, DRAWN_ACTIONS, KINDS, T
 WAIT_CAUSES = ("unknown", *CAUSES)
 """Causes of waits, in the order of the last axis of ``wait_ns``.
 
-``unknown`` stands for causes that a newer version of this program recorded.
+``unknown`` stands for causes recorded by a newer version of this program.
 """
 
 PARTS = {
@@ -46,16 +46,17 @@ PARTS = {
 }
 """Parts of a step's time, in the order of the last axis of ``parts_ms``, with names for reports.
 
-``before`` is the time from the step's start to the rank's first action, ``after`` the time from the
-rank's last action to the step's end, and ``rest`` the time that is not in any other part.
+``before`` is the time from the start of the step to the rank's first action, ``after`` is the time
+from the rank's last action to the end of the step, and ``rest`` is the time outside of all other
+parts.
 """
 
 NS_PER_MS = 1e6
 
 SERIAL_BYTES = 48 << 20
-"""Maximum total size in bytes of the files that one process reads alone.
+"""Maximum total size in bytes of the files that a single process reads.
 
-Below this size, several processes would take longer.
+Below this size, starting several processes would take longer.
 """
 
 HANDED_OVER_NS = 100_000
@@ -69,34 +70,36 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RankFigures:
-    """Holds statistics of one rank as arrays; the first axis is the iterations.
+    """Holds statistics of one rank as arrays, whose first axis is the iterations.
 
     An action is a forward pass (F), a backward pass (B), or a separate pass that computes weight
-    gradients (W). An axis of length 3 stands for F, B, W.
+    gradients (W). An axis of length 3 stands for F, B and W.
 
     Attributes:
         iterations: Numbers of the iterations in ascending order.
-        start_ns: Start of the first action in ns on the common clock; 0 if there is none.
-        end_ns: End of the last action in ns on the common clock; 0 if there is none.
+        start_ns: Start of the first action in ns on the common clock, or 0 if there is none.
+        end_ns: End of the last action in ns on the common clock, or 0 if there is none.
         num_actions: Number of actions.
-        busy_ns: Time in ns during which at least one action ran, without the sends at the ends of
+        busy_ns: Time in ns during which at least one action ran, excluding the sends at the ends of
             actions.
         wait_ns: ``[iterations, causes]``, waiting time in ns by cause, in the order of
             :data:`WAIT_CAUSES`.
-        first_wait_ns: Waiting time in ns before the first action, which ``wait_ns`` includes.
+        first_wait_ns: Waiting time in ns before the first action, which is part of ``wait_ns``.
         first_cause: Cause of the wait before the first action, as an index into
             :data:`WAIT_CAUSES`.
-        kind_ns: ``[iterations, kinds]``, total duration in ns per kind in ``trace_format.KINDS``.
+        kind_ns: ``[iterations, kinds]``, total duration in ns for each kind in
+            ``trace_format.KINDS``.
         count: ``[iterations, chunks, 3]``, number of actions.
-        mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions in ns; NaN if none.
+        mean_ns: ``[iterations, chunks, 3]``, mean duration of the actions in ns, or NaN if there
+            are none.
         std_ns: ``[iterations, chunks, 3]``, standard deviation of the actions' durations in ns.
-        median_ns: ``[iterations, chunks, 3]``, median duration of the actions in ns, without the
+        median_ns: ``[iterations, chunks, 3]``, median duration of the actions in ns, excluding the
             time in which they read data or sent messages.
         mad_ns: ``[iterations, chunks, 3]``, median absolute deviation from ``median_ns``.
         peak_microbatches: Maximum number of microbatches in flight, which have run their forward
-            but not their backward pass. Slices are summed to whole microbatches, rounded up.
-        peak_in_flight_bytes: Maximum total size of the activations held, in bytes.
-        transfer_bytes: Total size of all messages that actions received and sent, in bytes.
+            but not their backward pass. Slices are added up to whole microbatches and rounded up.
+        peak_in_flight_bytes: Maximum total size in bytes of the activations held.
+        transfer_bytes: Total size in bytes of all messages that actions received and sent.
     """
 
     iterations: Ints
@@ -119,7 +122,7 @@ class RankFigures:
 
     @property
     def work_ns(self) -> Floats:
-        """Robust computing time in ns: number of actions times their median duration."""
+        """Robust computing time in ns: number of actions multiplied by their median duration."""
         work: Floats = (self.count * np.nan_to_num(self.median_ns)).sum(axis=(-2, -1))
         return work
 
@@ -129,7 +132,7 @@ class RunFigures(RankFigures):
     """Holds the statistics of many ranks, in arrays like those of :class:`RankFigures`.
 
     The first axes of every array except ``iterations`` are ``[iterations, ranks]``. If a rank did
-    not record an iteration, its ``num_actions`` is 0, and other values are 0 or NaN.
+    not record an iteration, ``num_actions`` is 0 and the other values are 0 or NaN.
 
     Attributes:
         ranks: Global ranks, in the order of the second axis.
@@ -145,7 +148,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def pipelines(self) -> list[Ints]:
-        """One array per pipeline: indices of the pipeline's ranks along the ranks' axis."""
+        """Array per pipeline, with the indices of its ranks on the rank axis."""
         positions = np.stack([self.dp_rank, self.tp_rank])
         return [
             np.flatnonzero((positions == position[:, None]).all(axis=0))
@@ -154,7 +157,7 @@ class RunFigures(RankFigures):
 
     @cached_property
     def _step(self) -> tuple[Ints, Ints]:
-        """Start and end of the step in the rank's pipeline: two arrays ``[iterations, ranks]``."""
+        """Start and end of the step in the rank's pipeline; two arrays ``[iterations, ranks]``."""
         is_recorded = self.num_actions > 0
         far = np.iinfo(np.int64)
         starts = np.where(is_recorded, self.start_ns, far.max)
@@ -174,12 +177,12 @@ class RunFigures(RankFigures):
 
     @property
     def step_ns(self) -> Ints:
-        """``[iterations, ranks]``, step time in ns: first action's start to last action's end."""
+        """``[iterations, ranks]``, time in ns from the first start to the last end of an action."""
         return self._step[1] - self._step[0]
 
     @property
     def bubble_fraction(self) -> Floats:
-        """``[iterations, ranks]``, idle fraction of the step; NaN if nothing was recorded."""
+        """``[iterations, ranks]``, idle fraction of the step, or NaN if nothing was recorded."""
         step = np.where(self.num_actions > 0, self.step_ns, 0).astype(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):
             fraction: Floats = np.where(step > 0, 1 - self.busy_ns / step, np.nan)
@@ -189,12 +192,13 @@ class RunFigures(RankFigures):
     def parts_ms(self) -> Floats:
         """``[iterations, ranks, parts]``, time in ms of each part of the step, see :data:`PARTS`.
 
-        The parts add up to the step's time, unless clocks disagree. NaN if nothing was recorded.
+        The parts add up to the step time unless clocks disagree. Values are NaN if nothing was
+        recorded.
         """
         waits = self.wait_ns.copy()
         rows, columns = np.indices(self.first_cause.shape)
-        # The part "before" already includes the wait before the first action, so subtract it from
-        # the waits.
+        # The part "before" already includes the wait before the first action, so it is subtracted
+        # from the waits.
         waits[rows, columns, self.first_cause] -= self.first_wait_ns
         first, last = self._step
         ends = np.stack([self.start_ns - first, last - self.end_ns], axis=-1)
@@ -206,14 +210,14 @@ class RunFigures(RankFigures):
         return parts
 
     def heat(self, stages: Ints) -> tuple[Floats, Floats]:
-        """Computes each rank's and stage's computing time relative to the mean, for heat maps.
+        """Computes the relative computing time of each rank and stage, for heat maps.
 
         Args:
-            stages: ``[pipeline ranks, chunks]``, index of the stage in each chunk of a rank.
+            stages: ``[pipeline ranks, chunks]``, stage index of each chunk of a rank.
 
         Returns:
-            Array ``[ranks, iterations]`` for ranks, and array ``[replicas, stages]`` for stages.
-            NaN if nothing was recorded.
+            Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
+            Values are relative to the mean, and NaN if nothing was recorded.
         """
         work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # per chunk
         is_recorded = self.num_actions > 0
@@ -241,14 +245,14 @@ def run_figures(
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to include; ``None`` for all.
-        ranks: Global ranks to include; ``None`` for all. Step times then only cover these ranks.
-        workers: Number of processes that read files. ``None`` for one per processor core, or only
-            this process if that is faster. With several, the calling program needs an ``if __name__
-            == "__main__"`` guard, because each process imports it again.
+        iterations: Numbers of the iterations to include, or ``None`` for all.
+        ranks: Global ranks to include, or ``None`` for all. Step times cover only these ranks.
+        workers: Number of processes that read files. ``None`` means one per processor core, or only
+            this process if that is faster. If it is more than one, the calling program needs an
+            ``if __name__ == "__main__"`` guard, because each process imports it again.
 
     Raises:
-        TraceError: A file is damaged, or no spans of these iterations and ranks exist.
+        TraceError: A file is damaged, or there are no spans for these iterations and ranks.
     """
     chosen = [
         run.ranks[r] for r in sorted(run.ranks if ranks is None else set(ranks) & set(run.ranks))
@@ -261,10 +265,10 @@ def run_figures(
 
 
 def stack_figures(parts: Sequence[RankFigures], headers: Sequence[TraceHeader]) -> RunFigures:
-    """Combines the statistics of several ranks into arrays with an axis for the ranks.
+    """Combines the statistics of several ranks into arrays with a rank axis.
 
     Args:
-        parts: Statistics of each rank; all ranks have the same number of chunks.
+        parts: Statistics of each rank. All ranks must have the same number of chunks.
         headers: Trace header of each rank, in the order of ``parts``.
     """
     numbers = np.unique(np.concatenate([part.iterations for part in parts]))
@@ -288,8 +292,8 @@ def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _
     Args:
         table: All spans of the rank.
         num_chunks: Number of model chunks on the rank.
-        slices: Number of slices of each microbatch in an iteration; by default, microbatches are
-            whole.
+        slices: Function that returns the number of slices of each microbatch in an iteration. By
+            default, microbatches are not split.
     """
     iterations, row = np.unique(table.iteration, return_inverse=True)
     count = len(iterations)
@@ -319,7 +323,7 @@ def rank_figures(table: TraceTable, num_chunks: int, slices: SlicesOf = lambda _
 def compute_ns(table: TraceTable) -> Ints:
     """Returns the duration of each span in ns, ``[spans] int64``.
 
-    For an action, the time in which it read data or sent messages is subtracted.
+    For an action, this excludes the time in which it read data or sent messages.
     """
     length: Ints = table.duration_ns.copy()
     for kind in ("data", "send"):
@@ -329,13 +333,13 @@ def compute_ns(table: TraceTable) -> Ints:
 
 
 def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
-    """Finds the spans of a kind that are part of an action (F, B or W) of the same rank.
+    """Finds the spans of a kind that are part of an action (F, B or W) on the same rank.
 
     A send is part of an action only if the action ends with the send. If an action was timed on the
-    GPU, a send by the CPU may seem to be in the middle of the action, but is not part of it.
+    GPU, a send by the CPU may seem to lie in the middle of the action without being part of it.
 
     Returns:
-        Row of each such span in the table, and the row of the action that contains it.
+        Row of each such span in the table, and row of the action that contains the span.
     """
     rows = np.flatnonzero(table.kind == KIND[kind])
     actions = np.flatnonzero(table.where(*DRAWN_ACTIONS))
@@ -354,7 +358,7 @@ def _within_actions(table: TraceTable, kind: str) -> tuple[Ints, Ints]:
 def _parts(
     traces: Sequence[RankTrace], only: frozenset[int] | None, num_chunks: int, workers: int | None
 ) -> Iterator[RankFigures]:
-    """Yields the statistics of each rank in the order of ``traces``, read in several processes."""
+    """Yields the statistics of each rank in the order of ``traces``. Reads in several processes."""
     size = sum(
         block.size_bytes
         for trace in traces
@@ -384,7 +388,7 @@ def _sums(groups: Ints, values: Ints, count: int) -> Ints:
 
 def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
     """Returns the total duration in ns of the spans of each kind, ``[iterations, kinds]``."""
-    width = len(KINDS) + 1  # the last column sums kinds that this program does not know
+    width = len(KINDS) + 1  # the last column sums unknown kinds
     sums = _sums(row * width + table.kind, table.duration_ns, count * width)
     return sums.reshape(count, width)[:, : len(KINDS)]
 
@@ -392,8 +396,8 @@ def _by_kind(table: TraceTable, row: Ints, count: int) -> Ints:
 def _reduced(function: np.ufunc, values: Ints, begins: Ints, sizes: Ints) -> Ints:
     """Applies ``function`` (such as ``np.maximum``) to each group of consecutive values.
 
-    Group i has ``sizes[i]`` values that begin at index ``begins[i]``. The result of an empty group
-    is 0.
+    Group i consists of ``sizes[i]`` values starting at index ``begins[i]``. The result for an empty
+    group is 0.
     """
     result = np.zeros(len(sizes), dtype=np.int64)
     if len(values):
@@ -412,7 +416,7 @@ def _covered(actions: TraceTable) -> Ints:
     free_from = np.concatenate([actions.start_ns[:1], reach[:-1]])
     later = np.flatnonzero(np.diff(actions.iteration, prepend=actions.iteration[0] - 1))
     # Actions of two iterations do not overlap. But if the clock was set back between them, the
-    # second iteration would seem to be covered by the first.
+    # first iteration would seem to cover the second.
     free_from[later] = actions.start_ns[later]
     covered: Ints = np.maximum(0, actions.end_ns - np.maximum(actions.start_ns, free_from))
     return covered
@@ -441,11 +445,11 @@ def _waits(
 def _durations(
     actions: TraceTable, pure_ns: Ints, row: Ints, count: int, num_chunks: int
 ) -> dict[str, Any]:
-    """Computes the statistics of the actions' durations, ``[iterations, chunks, 3]`` each.
+    """Computes the statistics of the actions' durations, each of shape ``[iterations, chunks, 3]``.
 
     Args:
         actions: Spans of actions.
-        pure_ns: Duration in ns of each action without data reads and sends, for the medians.
+        pure_ns: Duration in ns of each action, excluding data reads and sends, for the medians.
         row: Index of each action's iteration.
         count: Number of iterations.
         num_chunks: Number of model chunks.
@@ -470,11 +474,11 @@ def _durations(
 
 
 def medians(group: Ints, values: Floats, number: Ints) -> Floats:
-    """Returns the median of each group of values; NaN for an empty group.
+    """Returns the median of each group of values, or NaN for an empty group.
 
     Args:
-        group: Index of each value's group.
-        values: Values in any order.
+        group: Group index of each value.
+        values: Values to group, in any order.
         number: Number of values in each group.
     """
     medians = np.full(len(number), np.nan)
@@ -491,7 +495,7 @@ def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints)
     """Returns, per iteration, the maximum number of forward passes without their backward pass.
 
     The forward pass of a slice counts as the fraction ``share`` of a microbatch. Sums are rounded
-    up.
+    up to whole microbatches.
     """
     step = np.where(actions.kind == KIND["F"], 1, np.where(actions.kind == KIND["B"], -1, 0))
     held = np.cumsum(step * share)
@@ -502,21 +506,21 @@ def _peak(actions: TraceTable, share: Any, row: Ints, begins: Ints, sizes: Ints)
 
 
 _ROUNDING = 1e-6
-"""Maximum rounding error of a sum of fractions of microbatches that is taken for an integer."""
+"""Tolerance within which a sum of fractions of microbatches is treated as an integer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFigures:
-    """Holds the times of a layer in a step, in milliseconds.
+    """Holds the times of one layer in a step, in milliseconds.
 
     Attributes:
-        layer: Index of the layer in the model; layers of multi-token prediction come last.
+        layer: Index of the layer in the model. Layers for multi-token prediction come last.
         pp_rank: Pipeline rank that has the layer.
-        forward_ms: Time of all forward passes, mean over the ranks that have the layer.
-        backward_ms: Time of all backward passes, mean over the same ranks.
+        forward_ms: Total time of the forward passes, averaged over the ranks that have the layer.
+        backward_ms: Total time of the backward passes, averaged over the same ranks.
         runs: Number of the layer's forward passes on the slowest rank.
         slowest_rank: Global rank on which the layer took longest.
-        slowest_ms: Time of all passes of the layer on the slowest rank.
+        slowest_ms: Total time of the layer's passes on the slowest rank.
     """
 
     layer: int

@@ -1,11 +1,12 @@
 """Reads the current or final state of a run from its files; ``job top`` displays the state.
 
-The files are the traces with the spans of the latest iterations, each rank's status file with its
-current action (``status_files``), and the trainer's progress file. Any of them may be missing.
-Clocks of several machines are compared by their time of day, which is exact enough for a display.
+The files are the traces with the spans of the latest iterations, the status file of each rank with
+its current action (``status_files``), and the trainer's progress file. Any of them may be missing.
+Clocks of different machines are compared by their time of day, which is accurate enough for a
+display.
 
 No data is read twice. If a trace file is large, only its header and its end are read at first. Each
-marker contains the size of its spans, so that older spans are skipped. Only complete blocks of
+marker contains the size of its spans, so that older spans can be skipped. Only complete blocks of
 spans are read.
 """
 
@@ -40,13 +41,15 @@ from megatron.adaptive.trace.status_files import (
 from megatron.adaptive.trace.trace_format import TraceHeader, parse_line, slices_of
 
 TAIL_BYTES = 1 << 20
-"""Number of bytes to read first from the end of a large file; more if a step is larger."""
+"""Number of bytes to read first from the end of a large file. More bytes are read if a step is
+larger.
+"""
 
 ALL_TAILS_BYTES = 1 << 28
-"""Maximum number of bytes to read first from the ends of all files together."""
+"""Maximum total number of bytes to read first from the ends of all files."""
 
 LEAST_TAIL_BYTES = 1 << 16
-"""Minimum number of bytes to read first from the end of a large file, even if there are many."""
+"""Minimum number of bytes to read first from the end of each large file if there are many files."""
 
 LOOKED_AT = 8
 """Number of latest iterations whose medians are displayed."""
@@ -54,34 +57,35 @@ LOOKED_AT = 8
 SILENT_S = 5.0
 """Seconds without a status report after which a rank is shown as silent.
 
-Ranks write a report twice a second.
+Ranks write a status report twice a second.
 """
 
 LONG_S = 60.0
 """Seconds without a write after which a rank without status reports is shown as silent.
 
-Such a rank writes only once per step.
+Such a rank writes only its trace, once per step.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRank:
-    """Describes the current state of a rank.
+    """Describes the current state of one rank.
 
     Attributes:
         rank: Global rank.
-        header: Header of the rank's trace; ``None`` if the rank has no trace yet.
-        now: Last status report of the rank; ``None`` if there is none.
-        age_s: Seconds since the rank last wrote to its files; ``None`` if it never wrote.
+        header: Header of the rank's trace, or ``None`` if the rank has no trace yet.
+        now: Last status report of the rank, or ``None`` if there is none.
+        age_s: Seconds since the rank last wrote to its files, or ``None`` if it has not written
+            yet.
         is_gone: Whether the rank's process has exited.
-        iteration: Number of the latest iteration in the rank's trace, 0 for none.
-        held_bytes: Maximum total size of the activations held in the latest iteration, in bytes.
-        busy: Fraction of the step time in which the rank computes; ``None`` if unknown.
+        iteration: Number of the latest iteration in the rank's trace, or 0 if there is none.
+        held_bytes: Maximum total size in bytes of the activations held during the latest iteration.
+        busy: Fraction of the step time in which the rank computes, or ``None`` if unknown.
         waits: Fraction of the step time in which the rank waits, by cause.
-        compute_ms: Total time of the rank's actions per iteration in ms; ``None`` if unknown.
-        slow: Ratio of the rank's computing time to the expected time. ``None`` unless the latest
-            diagnosis found the rank slow.
-        problem: Reason why the trace file cannot be read; empty if it can.
+        compute_ms: Total time in ms of the rank's actions per iteration, or ``None`` if unknown.
+        slow: Ratio of the rank's computing time to the expected time if the latest diagnosis found
+            the rank slow; otherwise ``None``.
+        problem: Reason why the trace file cannot be read; empty if it is readable.
     """
 
     rank: int
@@ -99,28 +103,31 @@ class LiveRank:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the rank has closed its trace, which means that it exited normally."""
+        """Whether the rank has closed its trace, which means that its process exited normally."""
         return self.now is not None and self.now.doing == ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Describes the state of a whole run at one moment.
+    """Describes the state of a whole run at one point in time.
 
     Attributes:
         folder: Folder of the run's traces; it may not exist yet.
-        ranks: State of each rank of the run, with or without a trace; empty if no file exists yet.
+        ranks: State of each rank of the run, including ranks without a trace; empty if no file
+            exists yet.
         state: ``waiting``, ``running``, ``silent``, ``killed`` or ``ended``.
         detail: Reason for the state, such as a list of silent ranks; may be empty.
-        age_s: Seconds since any rank last wrote to its files; ``None`` if no rank ever wrote.
-        iteration: Number of the latest iteration in any file, 0 for none.
-        total_iterations: Number of iterations of the whole training run, 0 if unknown.
-        step_ms: Median time of an iteration in ms, as the trainer reports it. Without reports, the
-            time from the first to the last action of a pipeline; ``None`` if unknown.
-        progress: Records of the trainer's progress file, one per iteration, ascending.
-        bubble: Idle fraction of the step, as the mean over ranks; ``None`` if unknown.
-        findings: Causes of slow steps from the latest diagnosis, each with ``headline``, ``gain``
-            (fraction of the step time that a remedy saves) and ``do`` (the remedy).
+        age_s: Seconds since any rank last wrote to its files, or ``None`` if no rank has written
+            yet.
+        iteration: Number of the latest iteration in any file, or 0 if there is none.
+        total_iterations: Number of iterations of the whole training run, or 0 if unknown.
+        step_ms: Median time in ms of an iteration, as reported by the trainer. Without reports,
+            this is the time from the first to the last action of a pipeline, or ``None`` if
+            unknown.
+        progress: Records of the trainer's progress file, one per iteration, in ascending order.
+        bubble: Idle fraction of the step, averaged over ranks, or ``None`` if unknown.
+        findings: Causes of slow steps from the latest diagnosis. Each has ``headline``, ``gain``
+            (fraction of the step time that the remedy would save) and ``do`` (the remedy).
     """
 
     folder: Path
@@ -137,26 +144,26 @@ class Snapshot:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Trace header of any rank, for fields equal on all ranks; ``None`` without traces."""
+        """Trace header of any rank, or ``None`` without traces; used for fields that all share."""
         return next((rank.header for rank in self.ranks if rank.header is not None), None)
 
     @property
     def is_begun(self) -> bool:
-        """Whether the run has written any file yet."""
+        """Whether the run has written any file."""
         return bool(self.ranks or self.progress or self.total_iterations)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether any rank shares its GPU, so that its times include those of other ranks."""
+        """Whether any rank shares its GPU, so that its times include work of other ranks."""
         return any(rank.header is not None and rank.header.gpu_ranks > 1 for rank in self.ranks)
 
     def last(self, name: str) -> float | None:
-        """Returns a value from the trainer's latest progress record; ``None`` if it is missing."""
+        """Returns a value from the trainer's latest progress record, or ``None`` if missing."""
         value = self.progress[-1].get(name) if self.progress else None
         return float(value) if isinstance(value, int | float) else None
 
     def left_s(self) -> float | None:
-        """Estimates the seconds until training ends, from the pace of the latest iterations."""
+        """Estimates the seconds until training ends from the speed of the latest iterations."""
         recent = self.progress[-20:]
         if len(recent) < 2 or not self.total_iterations:
             return None
@@ -172,14 +179,14 @@ _LIVE = (
     f"{TRACES}/trace_rank_*.jsonl",
     f"{TRACES}/{PROGRESS_NAME}",
 )
-"""Patterns of the files in a run's folder from which the state of a run is read."""
+"""Patterns of the files in a run's folder that contain the state of the run."""
 
 
 def find_live(folder: Path | None) -> Path:
     """Returns the folder of a run, which need not contain traces yet.
 
     Args:
-        folder: Path of the run's folder or of its folder of traces; ``None`` for the newest run.
+        folder: Path of the run's folder or of its folder of traces, or ``None`` for the newest run.
 
     Raises:
         TraceError: The folder does not exist.
@@ -190,7 +197,7 @@ def find_live(folder: Path | None) -> Path:
             raise TraceError(
                 f"there is no run in {searched()}; pass the folder of a run or its traces"
             )
-        return newest.resolve()  # a run that starts later changes the link, not this path
+        return newest.resolve()  # keep this path even if a later run changes the link
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise TraceError(f"{folder} {problem}; pass the folder of a run or its traces")
@@ -198,7 +205,7 @@ def find_live(folder: Path | None) -> Path:
 
 
 class LiveRun:
-    """Reads the files of a run repeatedly while the run writes them.
+    """Reads the files of a run repeatedly while the run is writing them.
 
     Args:
         folder: Path of the run's folder or of its folder of traces.
@@ -210,7 +217,7 @@ class LiveRun:
         self._progress = ProgressTail(progress_file(folder))
 
     def refresh(self) -> Snapshot:
-        """Reads the data added to the files, and returns the state of the run."""
+        """Reads the data appended to the files, and returns the state of the run."""
         folder = self._folder / TRACES
         if not ((folder / PROGRESS_NAME).exists() or trace_files(folder)):
             folder = self._folder
@@ -262,7 +269,7 @@ class LiveRun:
 
 
 class RankTail:
-    """Reads the data added to one rank's trace file each time :meth:`refresh` is called.
+    """Reads the data appended to one rank's trace file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the trace file.
@@ -270,9 +277,9 @@ class RankTail:
         tail_bytes: Number of bytes to read first from the end of a large file.
 
     Attributes:
-        figures: Statistics of the latest iterations with actions; ``None`` if there are none.
+        figures: Statistics of the latest iterations with actions, or ``None`` if there are none.
         written_s: Time of the last write to the file, in seconds since 1970.
-        problem: Reason why the file cannot be read; empty if it can.
+        problem: Reason why the file cannot be read; empty if it is readable.
     """
 
     def __init__(self, path: Path, kept: int, tail_bytes: int = TAIL_BYTES) -> None:
@@ -291,15 +298,15 @@ class RankTail:
 
     @property
     def header(self) -> TraceHeader | None:
-        """Header of the trace file; ``None`` until it has been read."""
+        """Header of the trace file, or ``None`` until it has been read."""
         return self._index.header
 
     def refresh(self) -> bool:
-        """Reads new data from the file; returns whether there was new data."""
+        """Reads new data from the file, and returns whether there was any."""
         try:
             status = self.path.stat()
         except OSError:
-            return False  # a restart of the job has just renamed the folder of old traces
+            return False  # a restart of the job has just renamed the folder with the old traces
         identity = (status.st_dev, status.st_ino)
         if identity != self._identity or status.st_size < self._size:
             self._reset()
@@ -353,7 +360,7 @@ _NAMES = tuple(field.name for field in fields(RankFigures))
 
 
 def _rows(figures: RankFigures, rows: Ints | Mask) -> RankFigures:
-    """Returns the statistics of some iterations, chosen by indices or by a mask."""
+    """Returns the statistics of some iterations, selected by indices or by a mask."""
     return RankFigures(*(getattr(figures, name)[rows] for name in _NAMES))
 
 
@@ -361,9 +368,9 @@ def _parts_of_steps(tails: Mapping[int, RankTail]) -> tuple[dict[int, Any], list
     """Computes from the traces how each rank spends its time in the latest steps.
 
     Returns:
-        For each rank, the fractions of the step time in which it computes (``busy``) and waits
-        (``waits``), as medians over the latest iterations that all ranks of its pipeline finished.
-        Then the times of these steps in ms.
+        Fractions of the step time in which each rank computes (``busy``) and waits (``waits``), as
+        medians over the latest iterations that all ranks of its pipeline finished, and the times of
+        these steps in ms.
     """
     shifts: dict[str, int] = {}
     headers: list[TraceHeader] = []
@@ -425,7 +432,8 @@ def _rank(
 
 def _is_gone(header: TraceHeader, age_s: float) -> bool:
     if age_s < SILENT_S / 2 or header.host != socket.gethostname():
-        return False  # the rank has just reported, or runs on a machine with another /proc
+        # The rank has just reported, or its process is not in the /proc of this machine.
+        return False
     return not os.path.exists(f"/proc/{header.pid}")
 
 

@@ -1,10 +1,10 @@
-"""Counts lost TCP segments of this process and errors of its machine's network ports.
+"""Counts lost TCP segments of this process, and errors of this machine's network ports.
 
-The kernel counts the segments of each connection (``TCP_INFO``), so that losses of other programs
-are not counted. The connections include those of gloo, of NCCL over sockets and of the job's store.
-Ports of Ethernet and RDMA have files for their errors. The speed is read only for the interface
-that the job uses, because other interfaces, such as those for management, do not slow the job
-down::
+The kernel counts the segments of each connection (``TCP_INFO``), so that segments lost by other
+programs are not counted. The connections include those of gloo, of NCCL over sockets and of the
+job's store. Ethernet and RDMA ports have files with their error counts. The speed is read only for
+the interface that the job uses, because other interfaces, such as management interfaces, do not
+slow the job down::
 
     /sys/class/net/*/statistics              packets with errors, packets that were dropped
     /sys/class/net/*/speed                   Mbit/s
@@ -21,28 +21,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SENT_SEGMENTS = "sent_segments"
-"""Counter name: number of TCP segments that this process sent."""
+"""Name of the counter of TCP segments that this process sent."""
 
 RESENT_SEGMENTS = "resent_segments"
-"""Counter name: number of TCP segments that this process retransmitted."""
+"""Name of the counter of TCP segments that this process retransmitted."""
 
 LINK_ERRORS = "link_errors"
-"""Counter name: number of faulty or dropped packets, on the port with the highest number."""
+"""Name of the counter of faulty or dropped packets on the port that has the most of them."""
 
 LINK_RETRIES = "link_retries"
-"""Counter name: number of packets that an RDMA port retransmitted for the most common reason."""
+"""Name of the counter of packets that an RDMA port retransmitted for the most common reason."""
 
 LINK_PAUSES = "link_pauses"
-"""Counter name: number of ticks in which an RDMA port had data to send but no credits."""
+"""Name of the counter of ticks in which an RDMA port had data to send but no credits."""
 
 LINK_SPEED = "job_link_mbit_per_s"
-"""Counter name: speed in Mbit/s of the network interface that the job uses."""
+"""Name of the counter with the speed in Mbit/s of the network interface that the job uses."""
 
 _INFO_BYTES = 144
 _RESENT_OFFSET = 100
 """Offset in bytes of ``tcpi_total_retrans`` in ``struct tcp_info``."""
 _SENT_OFFSET = 136
-"""Offset in bytes of ``tcpi_segs_out``, which exists since Linux 4.2."""
+"""Offset in bytes of ``tcpi_segs_out``, which is available since Linux 4.2."""
 _MOST_CONNECTIONS = 64
 _MOST_PORTS = 16
 _NETWORKS = Path("/sys/class/net")
@@ -64,7 +64,7 @@ class TcpCounters:
         self._size = ctypes.c_uint32()
 
     def list_connections(self) -> None:
-        """Finds the connections that are open now, at most 64, for later calls of :meth:`read`."""
+        """Finds the currently open connections, at most 64, for later calls of :meth:`read`."""
         self._connections = []
         try:
             listed = os.listdir("/proc/self/fd")
@@ -86,7 +86,7 @@ class TcpCounters:
         return {number: of_one for number, of_one in counts if of_one is not None}
 
     def _counts(self, descriptor: int) -> tuple[int, int] | None:
-        """Returns the counts of a descriptor; ``None`` if it is not an open TCP connection."""
+        """Returns the counts of a descriptor, or ``None`` if it is not an open TCP connection."""
         if self._library is None:
             return None
         self._size.value = _INFO_BYTES
@@ -101,7 +101,7 @@ class TcpCounters:
 
 
 def _c_library() -> ctypes.CDLL | None:
-    """Returns the C library of this process; ``None`` if it cannot be called."""
+    """Returns the C library of this process, or ``None`` if it cannot be loaded."""
     try:
         return ctypes.CDLL(None, use_errno=True)
     except OSError:
@@ -111,7 +111,7 @@ def _c_library() -> ctypes.CDLL | None:
 def increase(
     before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """Returns how many segments were sent, and how many retransmitted, between two readings.
+    """Returns the numbers of segments that were sent and retransmitted between two readings.
 
     Args:
         before: First reading.
@@ -138,12 +138,12 @@ def retry_files() -> list[Path]:
 
 
 def pause_files() -> list[Path]:
-    """Returns the files that count ticks in which an RDMA port had data but no credits."""
+    """Returns the files that count ticks in which an RDMA port had data to send but no credits."""
     return [port / "counters" / "port_xmit_wait" for port in _rdma()]
 
 
 def speed_mbit_per_s(interface: str) -> int:
-    """Returns the speed of a network interface in Mbit/s; 0 if it reports no speed.
+    """Returns the speed of a network interface in Mbit/s, or 0 if the speed is unknown.
 
     Args:
         interface: Name of the interface, such as ``eth0``; empty if unknown.
@@ -152,7 +152,7 @@ def speed_mbit_per_s(interface: str) -> int:
 
 
 def _ethernet() -> Iterator[Path]:
-    """Iterates over the folders of ports of real devices, which excludes ``lo`` and bridges."""
+    """Yields the folders of the ports of real devices, excluding ``lo`` and bridges."""
     for port in _listed(_NETWORKS):
         if (port / "device").exists():
             yield port
@@ -171,7 +171,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Returns the first word of a file as an integer; 0 if it is not a number."""
+    """Returns the first word of a file as an integer, or 0 if it is not a number."""
     try:
         return int(float(path.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

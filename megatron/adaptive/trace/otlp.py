@@ -1,17 +1,17 @@
-"""Converts spans to the JSON form of the OpenTelemetry protocol (OTLP), and sends them.
+"""Converts spans to the JSON format of the OpenTelemetry protocol (OTLP), and sends them.
 
-A rank is a resource with one OpenTelemetry trace. The span of a step is the parent of all other
-spans of the step. The spans of steps, forwards, backwards, messages and the optimizer have the same
-names as in Megatron-LM. Ids depend only on run, rank, iteration and position. So a span has the
-same id whether it is sent during training or exported afterwards.
+Each rank is a resource with one OpenTelemetry trace. The span of a step is the parent of all other
+spans of the step. The spans of steps, forward passes, backward passes, messages and the optimizer
+have the same names as in Megatron-LM. IDs depend only on run, rank, iteration and position, so that
+a span has the same ID whether it is sent during training or exported afterwards.
 
 :class:`SpanSender` sends the spans of a training job as they are recorded. Training never waits for
 the collector::
 
     trace-writer thread ── put, or drop if full ──> queue (64 iterations) ──> thread: POST
 
-If the collector does not answer, its spans are dropped and counted, and the next attempt is made
-after a pause that doubles up to a minute.
+If the collector does not respond, its spans are dropped and counted. The next attempt is made after
+a pause, which doubles with each failure up to a minute.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from megatron.adaptive.trace.trace_format import (
 )
 
 LIMIT_S = 10.0
-"""Timeout in seconds for the answer of a collector."""
+"""Timeout in seconds for a response from a collector."""
 
 BATCH = 1000
 """Maximum number of spans in a request."""
 
 QUEUE_ITERATIONS = 64
-"""Maximum number of iterations in the queue; further iterations are dropped."""
+"""Maximum number of iterations in the queue. Further iterations are dropped."""
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
-"""Initial and maximum pause in seconds after a failure; the pause doubles with each failure."""
+"""Initial and maximum pause in seconds after a failure. The pause doubles with each failure."""
 
 CLOSE_S = 5.0
-"""Maximum time in seconds that a job waits at its end until the last spans are sent."""
+"""Maximum time in seconds for which a job waits at its end for the last spans to be sent."""
 
 _PREFIX = "megatron."
 _NAMES = {
@@ -69,16 +69,16 @@ _NAMES = {
     "receive": "queued_input",
 }
 _PASSES = {"F": "forward", "B": "backward"}
-_INTERNAL = 1  # kind of a span in OTLP
+_INTERNAL = 1  # kind of an OTLP span
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Returns a rank's OTLP resource, with sizes named as in Megatron-LM.
+    """Returns a rank's OTLP resource, in which sizes are named as in Megatron-LM.
 
     Args:
         header: Header of the rank's trace.
-        replicas: Number of data-parallel replicas, 0 if unknown.
-        tensor: Number of tensor-parallel ranks, 0 if unknown.
+        replicas: Number of data-parallel replicas, or 0 if unknown.
+        tensor: Number of tensor-parallel ranks, or 0 if unknown.
     """
     facts = {
         "service.name": "megatron-adaptive",
@@ -97,7 +97,7 @@ def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str,
 
 
 def request_of(resource: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a request with some spans of a resource."""
+    """Returns a request with the given spans of a resource."""
     scope = {"name": "megatron.adaptive"}
     return {
         "resourceSpans": [
@@ -128,16 +128,16 @@ def otlp_spans(
     has_step: bool | None = None,
     slices: SliceCounts = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the spans of a rank in one iteration; the span of the step comes first.
+    """Yields the spans of a rank in one iteration, with the span of the step first.
 
     Args:
-        run: Id of the run.
+        run: ID of the run.
         rank: Global rank.
         spans: Spans of the iteration.
-        unix_ns: Time to add to the spans' times to get the time since 1970, in ns.
-        first: Number of spans of the iteration that earlier calls converted.
-        has_step: Whether the iteration has a span of the step; ``None`` to look for it in
-            ``spans``.
+        unix_ns: Time in ns to add to the spans' times to convert them to the time since 1970.
+        first: Number of spans of the iteration that were converted by earlier calls.
+        has_step: Whether the iteration has a span of the step. If it is ``None``, this is
+            determined from ``spans``.
         slices: Number of slices of each microbatch of the iteration.
     """
     ordered = sorted(spans, key=lambda span: span.action != "step")
@@ -160,7 +160,7 @@ def otlp_spans(
 
 
 def _id(size_bytes: int, *parts: object) -> str:
-    """Returns a hexadecimal id that is the same for every export of a run."""
+    """Returns a hexadecimal ID that is the same in every export of a run."""
     text = " ".join(map(str, parts)).encode()
     return hashlib.blake2b(text, digest_size=size_bytes).hexdigest()
 
@@ -191,7 +191,7 @@ def _details(span: Span, slices: SliceCounts) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns attributes in the JSON form of OTLP, in which integers are strings."""
+    """Returns attributes in the JSON format of OTLP, in which integers are strings."""
     return [
         {
             "key": key,
@@ -205,12 +205,12 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds the answer of a collector to a request.
+    """Holds a collector's response to a request.
 
     Attributes:
         is_failure: Whether no span was accepted.
-        refused: Number of spans that the collector refused.
-        reason: Reason for the failure or for refused spans; empty if all spans were accepted.
+        refused: Number of spans that the collector rejected.
+        reason: Reason for the failure or for rejected spans; empty if all spans were accepted.
     """
 
     is_failure: bool = False
@@ -219,22 +219,22 @@ class Answer:
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Makes a redirection an error. A request that follows it would be a GET, without spans."""
+    """Treats redirects as errors, because following one would send a GET request without spans."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Returns no further request."""
+        """Returns no request, so that the redirect fails."""
 
 
 _opener = urllib.request.build_opener(_NoRedirection)
 
 
 def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
-    """Sends a request to a collector, and returns its answer.
+    """Sends a request to a collector, and returns the response.
 
     Args:
-        url: Address of the collector; a user and a password in it become an HTTP header.
+        url: URL of the collector. A user and a password in the URL are sent as an HTTP header.
         request: Request with spans.
-        limit_s: Timeout in seconds for each part of the answer.
+        limit_s: Timeout in seconds for each part of the response.
     """
     body = json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
@@ -246,7 +246,7 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         with _opener.open(message, timeout=limit_s) as reply:
             text = reply.read(1 << 20)
     except http.client.InvalidURL:
-        return Answer(is_failure=True, reason="the URL is not valid")  # its text has the URL
+        return Answer(is_failure=True, reason="the URL is not valid")  # the error contains the URL
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         inner = getattr(error, "reason", None)
         shown = getattr(inner, "strerror", None) or (error if isinstance(inner, str) else inner)
@@ -256,19 +256,19 @@ def post(url: str, request: Mapping[str, Any], limit_s: float) -> Answer:
         refused = max(0, int(partial.get("rejectedSpans", 0)))
         return Answer(refused=refused, reason=str(partial.get("errorMessage", "")) * (refused > 0))
     except (ValueError, AttributeError, TypeError, OverflowError):
-        return Answer()  # an answer in another form does not count refused spans
+        return Answer()  # responses in another format do not contain a count of rejected spans
 
 
 _Batch = tuple[IterationStart, Sequence[SpanRow]]
 
 
 class _SentBefore(NamedTuple):
-    """Describes the spans of an iteration that were converted before; late spans follow them.
+    """Describes the previously converted spans of an iteration, which late spans follow.
 
     Attributes:
-        num_spans: Number of the spans.
-        has_step: Whether one of them is the span of the step.
-        slices: Number of slices of each microbatch, which markers of late spans lack.
+        num_spans: Number of spans that were converted.
+        has_step: Whether they include the span of the step.
+        slices: Number of slices of each microbatch, which markers of late spans do not contain.
     """
 
     num_spans: int
@@ -277,16 +277,18 @@ class _SentBefore(NamedTuple):
 
 
 class SpanSender:
-    """Sends the spans of one rank to a collector while the job runs, from a separate thread.
+    """Sends the spans of one rank to a collector from a separate thread while the job runs.
 
-    Thread safety: :meth:`add` never waits and must always be called from the same thread.
-    :meth:`close` may be called from any thread. Times are the time of day of the rank's machine.
+    Times are sent as the time of day of the rank's machine.
+
+    Thread safety: :meth:`add` never blocks, and must always be called from the same thread.
+    :meth:`close` may be called from any thread.
 
     Args:
-        target: URL of the collector, as the user wrote it.
+        target: URL of the collector, as written by the user.
         header: Header of the rank's trace.
-        flag: Name of the flag with the URL, for error messages.
-        limit_s: Timeout in seconds for an answer.
+        flag: Name of the flag that sets the URL, for error messages.
+        limit_s: Timeout in seconds for a response.
 
     Attributes:
         sent: Number of spans that the collector accepted.
@@ -322,7 +324,7 @@ class SpanSender:
         self._thread.start()
 
     def add(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Adds spans of an iteration; drops and counts them if the queue is full. Never waits."""
+        """Adds spans of an iteration, or drops them if the queue is full. Never blocks."""
         self._given += len(rows)
         try:
             self._queue.put_nowait((marker, rows))
@@ -330,13 +332,13 @@ class SpanSender:
             self._count(dropped=len(rows))
 
     def close(self) -> None:
-        """Sends the remaining spans within :data:`CLOSE_S`, and prints how many were dropped."""
+        """Sends the remaining spans within :data:`CLOSE_S`, and reports how many were dropped."""
         if self._closing.is_set():
             return
         end_s = time.monotonic() + CLOSE_S
         self._closing.set()
-        # If the queue stays full, the thread is in a request. It is a daemon thread, so the process
-        # can exit.
+        # If the queue stays full, the thread is waiting for a response. It is a daemon thread, so
+        # it does not prevent the process from exiting.
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(max(0.0, end_s - time.monotonic()))
@@ -351,7 +353,7 @@ class SpanSender:
             self._send(*batch)
 
     def _send(self, marker: IterationStart, rows: Sequence[SpanRow]) -> None:
-        """Sends the spans of an iteration, or drops them while the collector is down."""
+        """Sends the spans of an iteration, or drops them while the collector does not respond."""
         before = self._sent_of.get(marker.iteration)
         if before is None:
             before = _SentBefore(0, False, slices_of(self._header, marker))
@@ -381,7 +383,7 @@ class SpanSender:
         self._count(dropped=left)
 
     def _fails(self, reason: str) -> None:
-        """Delays the next attempt, and prints a warning at the first failure."""
+        """Delays the next attempt, and prints a warning after the first failure."""
         self._next_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         if not self._is_down:
@@ -392,7 +394,7 @@ class SpanSender:
             )
 
     def _answers(self) -> None:
-        """Resets the pause, and prints a note if the collector was down before."""
+        """Resets the pause, and prints a note if the collector did not respond before."""
         self._pause_s = FIRST_PAUSE_S
         if self._is_down:
             self._is_down = False
@@ -408,7 +410,7 @@ class SpanSender:
 
 
 def _span(iteration: int, row: SpanRow) -> Span:
-    """Returns a recorded row as a span, with times on the rank's monotonic clock."""
+    """Converts a recorded row to a span, with times on the rank's monotonic clock."""
     return Span(
         action=KINDS[row.kind],
         chunk=row.chunk,

@@ -1,9 +1,10 @@
 """Reads the trace files of a run.
 
 A folder contains one file per rank. When a folder is read, the positions of the spans in its files
-are found (``block_index``), and all ranks are put on one clock (``clock``). The spans themselves
-are read only on request, as a table per rank, for all or some iterations. If an iteration was run
-twice, the second run is used. Damage is an error, except a truncated line at the end of a file.
+are determined (``block_index``), and the clocks of all ranks are aligned (``clock``). The spans
+themselves are read only on request, as a table per rank, for all or some iterations. If an
+iteration ran twice, the second run is used. Damaged files raise an error, except for a truncated
+last line.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ REFINED_ITERATIONS = 5
 """Number of evenly spaced iterations of the run whose messages are used to correct the clocks."""
 
 MOST_MATCHED = 4_000_000
-"""Maximum number of spans in these iterations, unless a single iteration has more."""
+"""Maximum total number of spans in these iterations, unless a single iteration has more."""
 
 _FILE_NAME = re.compile(r"trace_rank_(\d{5,7})\.jsonl")
 _STARTS_BACK_NS = 1_000_000
@@ -48,11 +49,11 @@ _STARTS_BACK_NS = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """Gives access to the trace of one rank; reads spans from its file on request.
+    """Provides access to the trace of one rank, and reads spans from its file on request.
 
     Attributes:
-        index: Header of the rank's trace file, and positions of the spans in it.
-        fit: Function that converts times of the rank's clock into the run's common time.
+        index: Header of the rank's trace file, and positions of the spans in the file.
+        fit: Function that converts times on the rank's clock to the run's common time.
     """
 
     index: FileIndex
@@ -62,9 +63,9 @@ class RankTrace:
     def of_tables(
         cls, path: Path, tables: Mapping[int, TraceTable], truncated_lines: int = 0, **header: Any
     ) -> RankTrace:
-        """Makes a trace from spans that were read from a file of another format.
+        """Creates a trace from spans that were read from a file in another format.
 
-        Host and process id are left empty, because other formats do not contain them.
+        Host and process ID are empty, because other formats do not contain them.
 
         Args:
             path: Path of the file that was read.
@@ -84,7 +85,7 @@ class RankTrace:
 
     @property
     def header(self) -> TraceHeader:
-        """Header of the trace file: rank, pipeline size, schedule, clock and so on."""
+        """Header of the trace file, with rank, pipeline size, schedule, clock and so on."""
         assert self.index.header is not None
         return self.index.header
 
@@ -99,53 +100,53 @@ class RankTrace:
         return {i: blocks[0].marker.num_microbatches for i, blocks in self._blocks.items()}
 
     def slices(self, iteration: int) -> SliceCounts:
-        """Returns the number of slices of each of an iteration's microbatches."""
+        """Returns the number of slices of each microbatch of an iteration."""
         blocks = self._blocks.get(iteration)
         if not blocks:
             return self.header.num_slices
         return slices_of(self.header, blocks[0].marker)
 
     def lengths(self, iteration: int) -> Lengths:
-        """Returns the sizes of an iteration's microbatches; empty if all have the same size."""
+        """Returns the sizes of an iteration's microbatches; empty if all sizes are equal."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.lengths if blocks else ()
 
     @cached_property
     def experts(self) -> Mapping[int, IterationStart]:
-        """Markers, by iteration, of the iterations in which the experts' load was recorded."""
+        """Markers of the iterations in which the load of the experts was recorded, by iteration."""
         markers = ((i, blocks[0].marker) for i, blocks in self._blocks.items())
         return {i: marker for i, marker in markers if marker.tokens}
 
     def machine(self, iteration: int) -> Mapping[str, int]:
-        """Returns an iteration's counters of ``machine_counters``; empty if unknown."""
+        """Returns an iteration's counters from ``machine_counters``; empty if unknown."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.machine if blocks else {}
 
     def layers(self, iteration: int) -> tuple[tuple[int, ...], ...]:
-        """Returns ``IterationStart.layers`` of an iteration; empty if layers were not timed."""
+        """Returns an iteration's ``IterationStart.layers``; empty if layers were not timed."""
         blocks = self._blocks.get(iteration)
         return blocks[0].marker.layers if blocks else ()
 
     def layer_passes(self, iteration: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Returns ``IterationStart.layer_passes`` of an iteration, on the run's common clock."""
+        """Returns an iteration's ``IterationStart.layer_passes``, on the run's common clock."""
         blocks = self._blocks.get(iteration)
         return _rows_on_clock(blocks[0].marker.layer_passes, self.fit) if blocks else ()
 
     def collectives(self, iteration: int) -> tuple[GroupCollectives, ...]:
-        """Returns an iteration's collectives with times on the run's clock; empty if unknown."""
+        """Returns an iteration's collectives with times on the common clock; empty if unknown."""
         blocks = self._blocks.get(iteration)
         if not blocks:
             return ()
         return tuple(_on_clock(group, self.fit) for group in blocks[0].marker.collectives)
 
     def on_clock(self, times_ns: Sequence[int]) -> list[int]:
-        """Returns times of the rank's clock on the run's common clock, in ns."""
+        """Converts times in ns from the rank's clock to the run's common clock."""
         moved: list[int] = self.fit.apply(np.array(times_ns, dtype=np.int64)).tolist()
         return moved
 
     @cached_property
     def num_spans(self) -> Mapping[int, int]:
-        """Approximate number of spans in each iteration (at least 1), according to the markers."""
+        """Approximate number of spans in each iteration, at least 1, according to the markers."""
         counts: dict[int, int] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -153,14 +154,14 @@ class RankTrace:
         return counts
 
     def spans(self, iteration: int) -> tuple[Span, ...]:
-        """Returns the spans of an iteration as objects; empty if the iteration was not recorded."""
+        """Returns the spans of an iteration as objects; empty if it was not recorded."""
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
         """Returns the spans of the given iterations.
 
         Args:
-            iterations: Numbers of the iterations; ``None`` for all. Iterations that were not
+            iterations: Numbers of the iterations, or ``None`` for all. Iterations that were not
                 recorded are ignored.
 
         Raises:
@@ -185,7 +186,7 @@ class RankTrace:
     def clock_jumps(self) -> tuple[int, ...]:
         """Returns the iterations before which the rank's clock was set back.
 
-        Such an iteration starts earlier than the one before it in the file.
+        Such an iteration starts earlier than the iteration before it in the file.
         """
         markers = [block.marker for block in self.index.blocks]
         return tuple(
@@ -196,7 +197,7 @@ class RankTrace:
 
     @cached_property
     def _blocks(self) -> dict[int, list[Block]]:
-        """Blocks of spans by iteration; only the last run of an iteration that ran twice."""
+        """Blocks of spans by iteration. If an iteration ran twice, only the second run is used."""
         blocks: dict[int, list[Block]] = {}
         for block in self.index.blocks:
             iteration = block.marker.iteration
@@ -208,17 +209,17 @@ class RankTrace:
 
 @dataclass(frozen=True, eq=False)
 class RunTrace:
-    """Holds the traces of all ranks of a run, with times on one clock.
+    """Holds the traces of all ranks of a run, with times on a common clock.
 
     Attributes:
         origin: Path of the folder or file that was read.
-        run: Id of the run.
-        world_size: Number of processes of the run.
+        run: ID of the run.
+        world_size: Number of processes in the run.
         num_ranks: Number of ranks in each pipeline.
         num_chunks: Number of model chunks per rank.
         ranks: Trace of each global rank.
         alignment: Clocks of the run and their offsets to the common time.
-        caveats: Notes for the user about an imported trace, such as information that it lacks.
+        caveats: Notes for the user about an imported trace, such as information that is missing.
     """
 
     origin: Path
@@ -232,7 +233,7 @@ class RunTrace:
 
     @cached_property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Global ranks without a trace file."""
+        """Global ranks that have no trace file."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
     @cached_property
@@ -242,7 +243,7 @@ class RunTrace:
 
     @cached_property
     def iterations(self) -> tuple[int, ...]:
-        """Numbers of the iterations that at least one rank recorded, in ascending order."""
+        """Numbers of the iterations recorded by at least one rank, in ascending order."""
         return tuple(sorted({i for trace in self.ranks.values() for i in trace.iterations}))
 
     @cached_property
@@ -250,14 +251,14 @@ class RunTrace:
         return frozenset(self.iterations)
 
     def replica(self, dp_rank: int = 0, tp_rank: int = 0) -> tuple[RankTrace | None, ...]:
-        """Returns the traces of one pipeline's ranks; ``None`` for a rank without a file.
+        """Returns the trace of each rank in a pipeline, or ``None`` for a rank without a file.
 
         Args:
             dp_rank: Data-parallel rank of the pipeline.
             tp_rank: Tensor-parallel rank of the pipeline.
 
         Raises:
-            TraceError: No rank in this pipeline has a trace.
+            TraceError: None of the pipeline's ranks has a trace.
         """
         by_pp_rank: dict[int, RankTrace] = {}
         for trace in self.ranks.values():
@@ -277,7 +278,8 @@ class RunTrace:
         Ranks without a trace file are ignored.
 
         Args:
-            dp_rank: Data-parallel replica whose ranks are checked; ``None`` to check all replicas.
+            dp_rank: Data-parallel replica whose ranks are checked, or ``None`` to check all
+                replicas.
         """
         ranks = self.ranks.values() if dp_rank is None else self.replica(dp_rank)
         present = [trace for trace in ranks if trace is not None]
@@ -288,7 +290,7 @@ class RunTrace:
 
         Args:
             iterations: Numbers of the iterations.
-            ranks: Global ranks; ``None`` for all.
+            ranks: Global ranks, or ``None`` for all.
         """
         counts = [self.ranks[rank].num_spans for rank in (self.ranks if ranks is None else ranks)]
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
@@ -297,7 +299,7 @@ class RunTrace:
         """Raises an error if no rank recorded the given iteration.
 
         Raises:
-            TraceError: The iteration was not recorded; the message lists the recorded iterations.
+            TraceError: The iteration was not recorded. The message lists the recorded iterations.
         """
         if iteration not in self._numbers:
             raise TraceError(
@@ -307,7 +309,7 @@ class RunTrace:
 
     @cached_property
     def is_sliced(self) -> bool:
-        """Whether a recorded microbatch is cut into slices along its sequence."""
+        """Whether any recorded microbatch is split into slices along its sequence."""
         return any(
             trace.header.num_slices > 1
             or any(max(block.marker.slices, default=1) > 1 for block in trace.index.blocks)
@@ -316,12 +318,12 @@ class RunTrace:
 
     @property
     def gpu_ranks(self) -> int:
-        """Maximum number of ranks that share a GPU; 1 if no GPU is shared."""
+        """Maximum number of ranks that share a GPU, or 1 if no GPU is shared."""
         return max((trace.header.gpu_ranks for trace in self.ranks.values()), default=1)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether any rank shares its GPU, so that its times include those of other ranks."""
+        """Whether any rank shares its GPU, so that its times include the work of other ranks."""
         return self.gpu_ranks > 1
 
     @property
@@ -330,7 +332,7 @@ class RunTrace:
         return f" ({SLICES})" if self.shares_gpus else ""
 
     def notes(self) -> list[str]:
-        """Returns a line for each caveat about the trace: missing ranks, lost lines, clocks."""
+        """Returns a line for each caveat about the trace, such as missing ranks or lost lines."""
         lines = [*self.caveats]
         if self.shares_gpus:
             lines.append(shared_gpu_note(self.gpu_ranks))
@@ -345,8 +347,8 @@ class RunTrace:
             )
         for rank, trace in self.ranks.items():
             lines += [
-                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are missing:"
-                " its disk did not accept data at that time"
+                f"{gap.count} iterations of rank {rank} from {gap.first} to {gap.last} are "
+                "missing, because its disk did not accept data at that time"
                 for gap in trace.index.gaps
             ]
             if jumps := trace.clock_jumps():
@@ -358,7 +360,7 @@ class RunTrace:
 
 
 def trace_files(folder: Path) -> dict[int, Path]:
-    """Maps each rank to its trace file in a folder, without subfolders; empty if it has none."""
+    """Maps each rank to its trace file in a folder (not in subfolders); empty if there are none."""
     if not folder.is_dir():
         return {}
     matches = ((_FILE_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
@@ -366,7 +368,7 @@ def trace_files(folder: Path) -> dict[int, Path]:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunTrace:
-    """Reads the trace files of a run, except the spans, which are read on request later.
+    """Reads the trace files of a run, except the spans, which are read later on request.
 
     Args:
         folder: Path of the folder with the trace files of one run.
@@ -431,7 +433,8 @@ def _check_one_run(folder: Path, headers: Mapping[int, TraceHeader]) -> None:
                 for name in different
             )
             raise TraceError(
-                f"{folder} mixes {kind}: {listed}; keep the files of one and move all other files"
+                f"{folder} mixes {kind}: {listed}; keep the files of only one of them and move "
+                "the others away"
             )
 
 
@@ -468,7 +471,8 @@ def _some_messages(traces: Mapping[int, RankTrace]) -> dict[int, TraceTable]:
 def _moved(table: TraceTable, fit: ClockFit) -> TraceTable:
     """Converts the times of spans to the run's common clock.
 
-    A span during which the rank's clock was set back gets the duration 0 instead of a negative one.
+    If the rank's clock was set back during a span, the duration of the span is 0 instead of
+    negative.
     """
     start_ns = fit.apply(table.start_ns)
     return replace(table, start_ns=start_ns, end_ns=np.maximum(start_ns, fit.apply(table.end_ns)))
@@ -482,7 +486,7 @@ def _on_clock(group: GroupCollectives, fit: ClockFit) -> GroupCollectives:
 def _rows_on_clock(
     rows: Sequence[tuple[int, int, int, int]], fit: ClockFit
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Converts start and end, the last two numbers of each row, to the run's common clock."""
+    """Converts the last two numbers of each row (start and end) to the run's common clock."""
     times = np.array([row[2:] for row in rows], dtype=np.int64).reshape(-1, 2)
     moved = fit.apply(times.reshape(-1)).reshape(-1, 2).tolist()
     return tuple(

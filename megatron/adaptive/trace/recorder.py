@@ -1,17 +1,18 @@
-"""Records the spans of a rank at low cost, and writes them in a thread.
+"""Records the spans of a rank at low cost, and writes them from a thread.
 
 During a step, recording a span only appends a tuple to a list. At the end of an iteration, the
 whole list is passed to a writer thread through a bounded queue. The thread formats the spans and
-appends them to the rank's file with a single write. While the disk accepts no data, iterations are
-dropped and a warning is printed. Afterwards, a record in the file lists the missing iterations::
+appends them to the rank's file with a single write. While the disk does not accept data, iterations
+are dropped and a warning is printed. When the disk has recovered, a record with the missing
+iterations is written to the file::
 
     extend() extend() | end_iteration() --queue--> writer: format, write
       a list, no lock |   (64 iterations at most)
 
 After :meth:`Recorder.watch`, the thread also updates the rank's status file ``now_rank_*.json``
-(``status_files``). If the run is killed, its trace file still ends with a
-complete line, and only the iterations in the queue are missing. This module does not import torch
-and never reads a GPU's clock: the caller passes all times.
+(``status_files``). If the run is killed, its trace file still ends with a complete line, and only
+the iterations in the queue are missing. This module does not import torch and never reads a GPU's
+clock: the caller passes all times.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ WRITER_PATIENCE_S = 10.0
 
 
 _Batch: TypeAlias = tuple[IterationStart, Sequence[SpanRow]]
-"""Marker of an iteration and the iteration's spans; an entry in the writer thread's queue."""
+"""Marker of an iteration and the iteration's spans, which form an entry of the queue."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
     """Appends the spans of one rank to its trace file.
 
-    For each iteration call :meth:`begin_iteration`, then :meth:`extend` any number of times, then
+    For each iteration, call :meth:`begin_iteration`, then :meth:`extend` any number of times, then
     :meth:`end_iteration`. Call :meth:`close` at the end, or use the recorder in a ``with``
     statement. It is also closed when the interpreter exits.
 
@@ -71,14 +72,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Opens the rank's trace file in a folder, which is created if it does not exist.
 
         Args:
-            folder: Path of the folder for the trace files; no other run may use it.
+            folder: Path of the folder for the trace files, which no other run may use.
             header: Description of the rank, which becomes the first line of the file.
-            sender: Sender that also receives all spans, even while the disk accepts no data.
-                :meth:`close` closes it. ``None`` for no sender.
+            sender: Sender that also receives all spans, even while the disk does not accept data.
+                :meth:`close` closes it. ``None`` means that there is no sender.
 
         Raises:
-            TraceError: The folder already has a trace of this rank, or the file cannot be written.
-                A full or failing disk is not an error here: spans are dropped until it recovers.
+            TraceError: The folder already contains a trace of this rank, or the file cannot be
+                written. A full or failing disk does not raise this error: spans are dropped until
+                it recovers.
         """
         self._path = Path(folder) / trace_file_name(header.rank)
         line = header_line(header).encode()
@@ -99,8 +101,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._begun: IterationStart | None = None
         self._rows: list[SpanRow] | None = None
         self._open = True
-        self._gap: Gap | None = None  # only the writer thread uses it
-        self._delay = Outage(self._path, "iterations")  # only the recording thread uses it
+        self._gap: Gap | None = None  # used only by the writer thread
+        self._delay = Outage(self._path, "iterations")  # used only by the recording thread
         self._queue: queue.Queue[_Batch | ClockSamples | None] = queue.Queue(QUEUE_ITERATIONS)
         self._thread = threading.Thread(
             target=self._write_batches, name="trace-writer", daemon=True
@@ -115,12 +117,12 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an iteration has begun and has not ended; only then are spans recorded."""
+        """Whether an iteration has begun and not ended. Only then are spans recorded."""
         return self._rows is not None
 
     @property
     def rows(self) -> tuple[SpanRow, ...]:
-        """Spans of the current iteration that were recorded so far; empty if there is none."""
+        """Spans of the current iteration that have been recorded; empty outside of iterations."""
         return tuple(self._rows or ())
 
     def begin_iteration(
@@ -132,15 +134,16 @@ class Recorder(AbstractContextManager["Recorder"]):
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
     ) -> None:
-        """Starts an iteration; ends the previous one if :meth:`end_iteration` was not called.
+        """Starts an iteration, and ends the previous one if :meth:`end_iteration` was not called.
 
         Args:
             iteration: Iteration number, as in the training log.
             num_microbatches: Number of microbatches in the iteration.
-            start_ns: Start of the iteration in ns on the spans' clock; ``None`` for now.
+            start_ns: Start of the iteration in ns on the spans' clock, or ``None`` for the current
+                time.
             lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
                 have the same size.
-            slices: Number of slices of each microbatch; empty if the header has the number.
+            slices: Number of slices of each microbatch; empty if the number in the header applies.
         """
         self.end_iteration()
         if self._open:
@@ -151,27 +154,27 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._rows = []
 
     def extend(self, rows: Iterable[SpanRow]) -> None:
-        """Adds spans to the current iteration, or drops them outside iterations. Never blocks."""
+        """Adds spans to the current iteration; outside of iterations, drops them. Never blocks."""
         if self._rows is not None:
             self._rows.extend(rows)
 
     def add_experts(self, exchange_ns: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Adds the number of tokens that each of the rank's experts received in this iteration.
+        """Adds the number of tokens that each expert of the rank received in this iteration.
 
         Args:
-            exchange_ns: Time in ns that actions waited for all-to-all exchanges of tokens.
-            tokens: A row per MoE layer, as in ``IterationStart.tokens``: index of the layer, index
-                of the rank's first expert, number of tokens of each expert.
+            exchange_ns: Time in ns for which actions waited for all-to-all exchanges of tokens.
+            tokens: Row per MoE layer, as in ``IterationStart.tokens``: index of the layer, index of
+                the rank's first expert, number of tokens of each expert.
         """
         if self._begun is not None:
             rows = tuple(tuple(row) for row in tokens)
             self._begun = replace(self._begun, exchange_ns=exchange_ns, tokens=rows)
 
     def add_machine(self, counts: Mapping[str, int]) -> None:
-        """Adds the counters of causes that kept the rank from computing in this iteration.
+        """Adds the counters of events that kept the rank from computing in this iteration.
 
         Args:
-            counts: Counts by the names in ``machine_counters``.
+            counts: Counts by their names in ``machine_counters``.
         """
         if self._begun is not None:
             self._begun = replace(self._begun, machine=counts)
@@ -182,7 +185,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Adds the times of the rank's layers in this iteration.
 
         Args:
-            rows: A row per layer, as in ``IterationStart.layers``.
+            rows: Row per layer, as in ``IterationStart.layers``.
             passes: First passes of layers, as in ``IterationStart.layer_passes``.
         """
         if self._begun is not None:
@@ -197,8 +200,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def end_iteration(self) -> None:
         """Passes the iteration's spans to the writer thread.
 
-        Blocks only if the queue is full, for at most 10 s. If the queue is full after this time,
-        the iteration is dropped. Later iterations are dropped without waiting until the queue has
+        Blocks only if the queue is full, for at most 10 s. If the queue is still full, the
+        iteration is dropped. Later iterations are then dropped without waiting until the queue has
         space.
         """
         begun, rows = self._begun, self._rows
@@ -207,10 +210,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._hand_over((begun, rows))
 
     def add_late(self, iteration: int, num_microbatches: int, rows: Sequence[SpanRow]) -> None:
-        """Adds spans to an iteration that has already ended; drops them if the queue is full.
+        """Adds spans to an iteration that has already ended, or drops them if the queue is full.
 
         Args:
-            iteration: Iteration that has ended.
+            iteration: Number of the iteration that has ended.
             num_microbatches: Number of microbatches in that iteration.
             rows: Spans to add.
         """
@@ -219,7 +222,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._offer((begun, rows))
 
     def add_clock_samples(self, samples: ClockSamples) -> None:
-        """Puts clock samples into the writer thread's queue; drops them if the queue is full."""
+        """Passes clock samples to the writer thread, or drops them if the queue is full."""
         if self._open and samples.samples:
             self._offer(samples)
 
@@ -233,17 +236,17 @@ class Recorder(AbstractContextManager["Recorder"]):
         """
         self._read_state = read_state
         if self._open:
-            self._offer(ClockSamples(0, ()))  # an empty record, only to wake the writer thread
+            self._offer(ClockSamples(0, ()))  # wake the writer thread with an empty record
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the file. Idempotent."""
+        """Writes all remaining spans and closes the file. Can be called more than once."""
         if not self._open:
             return
         self.end_iteration()
         self._open = False
         atexit.unregister(self.close)
-        # The wait has a timeout, because the thread may hang while it writes to a disk. The thread
-        # is a daemon thread, so it does not prevent the process from exiting.
+        # The wait has a timeout, because the thread may hang while writing to a disk. It is a
+        # daemon thread, so it does not prevent the process from exiting.
         if self._hand_over(None):
             self._thread.join(WRITER_PATIENCE_S)
         if self._sender is not None:
@@ -257,7 +260,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         try:
             self._queue.put_nowait(batch)
         except queue.Full:
-            return  # dropped: only end_iteration() may wait for the queue
+            return  # dropped, because only end_iteration() may wait for the queue
 
     def _hand_over(self, batch: _Batch | None) -> bool:
         """Puts a batch into the queue within 10 s, and returns whether this succeeded."""
@@ -270,7 +273,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return True
 
     def _write_batches(self) -> None:
-        """Writes batches from the queue until it gets ``None``; runs in the writer thread."""
+        """Writes batches from the queue until it receives ``None``; runs in the writer thread."""
         state = NowFile(self._path.parent, self._rank)
         while True:
             try:

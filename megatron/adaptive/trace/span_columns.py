@@ -1,11 +1,11 @@
-"""Holds the spans of a rank as columns, for statistics and for views of many spans.
+"""Holds the spans of a rank as columns, for statistics and for views with many spans.
 
-A table stores millions of spans in one numpy array per column, without an object per span. For a
-chart of few spans, :meth:`TraceTable.spans` makes objects.
+A table stores millions of spans in one numpy array per column, without an object per span. For
+charts of a few spans, :meth:`TraceTable.spans` creates objects.
 
-Sender and receiver identify a message by the iteration, the two ranks, and the receiver's action
-that needs the message as input. With these values, :func:`match_messages` finds the receive that
-belongs to each send.
+A message is identified by the iteration, the two ranks, and the receiver's action that needs the
+message as input. Sender and receiver both record these values, so :func:`match_messages` can find
+the receive that belongs to each send.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REASON = {word: number for number, word in enumerate(REASONS)}
 """Maps each reason to its number in the column ``reason``."""
 
 OTHER = len(KINDS)
-"""Number that represents all kinds of span that this version of the program does not know."""
+"""Number that represents every kind of span unknown to this version of the program."""
 
 _NAMES = (*KINDS, "other")
 _OF_ACTION = ("iteration", "chunk", "microbatch", "piece")
@@ -53,26 +53,25 @@ _WIDTHS: dict[str, type[np.signedinteger[Any]]] = {
 
 
 SlicesOf: TypeAlias = Callable[[int], SliceCounts]
-"""Function that takes an iteration's number, and returns the number of slices of each microbatch
-on a rank."""
+"""Function that returns the number of slices of each of a rank's microbatches in an iteration."""
 
 
 def rows_by_value(values: Ints) -> Iterator[tuple[int, Ints]]:
-    """Yields each value, ascending, and the rows that have it, with a single sort."""
+    """Yields each distinct value in ascending order, with the rows that have it, using one sort."""
     order = np.argsort(values, kind="stable")
     distinct, begins = np.unique(values[order], return_index=True)
     yield from zip(distinct.tolist(), np.split(order, begins[1:]), strict=False)
 
 
 def microbatches_of(iterations: Ints, items: Ints, slices: SlicesOf) -> tuple[Ints, Ints]:
-    """Returns the microbatch that each item is a slice of, and its number of slices.
+    """Returns the microbatch of each slice, and the microbatch's number of slices.
 
-    An item that belongs to no microbatch, with the index -1, gets the microbatch -1.
+    An item without a microbatch, whose index is -1, gets the microbatch -1.
 
     Args:
-        iterations: Iteration of each item.
+        iterations: Iteration of each item (a slice or a whole microbatch).
         items: Index of each item in its iteration, as in ``SpanRow.microbatch``.
-        slices: Number of slices of each microbatch in an iteration.
+        slices: Function that returns the number of slices of each microbatch in an iteration.
     """
     microbatch = np.array(items, dtype=np.int64)
     number = np.ones_like(microbatch)
@@ -98,11 +97,11 @@ class TraceTable:
     The columns are ``iteration`` (``int64``) and the fields of
     :class:`~megatron.adaptive.trace.trace_format.SpanRow` (integer types in ``_WIDTHS``). Times are
     on the run's common clock, and ``end_ns`` is never before ``start_ns``. Values of ``kind`` and
-    ``of`` are numbers from :data:`KIND`, those of ``reason`` are numbers from :data:`REASON`.
+    ``of`` are numbers from :data:`KIND`; values of ``reason`` are numbers from :data:`REASON`.
 
     Spans of an iteration are consecutive, except spans that were recorded late. Within an
-    iteration, spans are in the order in which they were written, and actions in the order in which
-    they ran.
+    iteration, spans are in the order in which they were written, and actions are in the order in
+    which they ran.
     """
 
     iteration: Ints
@@ -121,10 +120,10 @@ class TraceTable:
 
     @classmethod
     def from_rows(cls, iteration: Ints, rows: Ints) -> TraceTable:
-        """Makes a table from the rows of numbers in a trace file.
+        """Creates a table from the rows of numbers in a trace file.
 
         Args:
-            iteration: ``[spans]``, number of each span's iteration.
+            iteration: ``[spans]``, iteration number of each span.
             rows: ``[spans, 12] int64``, in the order of
                 :data:`~megatron.adaptive.trace.trace_format.COLUMNS`, but with absolute starts.
         """
@@ -137,12 +136,12 @@ class TraceTable:
 
     @classmethod
     def of_columns(cls, iteration: Ints, **columns: Ints | int) -> TraceTable:
-        """Makes a table from some of its columns, which are named as in ``trace_format.COLUMNS``.
+        """Creates a table from some of its columns, which are named as in ``trace_format.COLUMNS``.
 
         Args:
-            iteration: ``[spans]``, number of each span's iteration.
-            columns: Array ``[spans]``, or one number for all spans, by name of the column. Columns
-                that are not passed get -1 or 0, which stands for "none".
+            iteration: ``[spans]``, iteration number of each span.
+            columns: Array ``[spans]`` or one number for all spans, by column name. Columns that are
+                not passed get -1 or 0, which means that there is no value.
         """
         rows = np.zeros((len(iteration), len(COLUMNS)), dtype=np.int64)
         defaults = dict.fromkeys(("chunk", "microbatch", "peer", "of"), -1)
@@ -177,15 +176,15 @@ class TraceTable:
         return is_chosen[self.kind]
 
     def take(self, rows: Ints | Mask | slice) -> TraceTable:
-        """Returns a table of some rows, chosen by a mask, by indices or by a slice."""
+        """Returns a table with some of the rows, selected by a mask, by indices or by a slice."""
         return TraceTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def of_kind(self, *kinds: str) -> TraceTable:
-        """Returns a table of the spans of the given kinds."""
+        """Returns a table with only the spans of the given kinds."""
         return self.take(self.where(*kinds))
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the rows as objects. ``wait_ns`` of an action is the wait before the action."""
+        """Returns the rows as objects. ``wait_ns`` of an action is the wait that precedes it."""
         columns = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
         columns["wait_ns"] = wait_before(self).tolist()
         columns["action"] = [_NAMES[kind] for kind in columns.pop("kind")]
@@ -210,9 +209,9 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Encodes each row as a number, ``[rows] int64``.
+    """Encodes each row as one number, ``[rows] int64``.
 
-    Equal rows have equal numbers, and the numbers have the same order as the rows.
+    Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """
     keys = np.zeros(len(columns[0]), dtype=np.int64)
     size = 1
@@ -227,19 +226,19 @@ def row_keys(columns: Sequence[Ints]) -> Ints:
 
 
 def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
-    """Finds, for each row of one table, the matching row in another table.
+    """Finds the row of one table that equals each row of another table.
 
     Args:
         haystack: Columns ``[rows]`` of the table to search.
         needles: Columns ``[needles]`` of the rows to find, in the same order as in ``haystack``.
 
     Returns:
-        ``[needles] int64``, index of the first equal row in ``haystack``; -1 for none.
+        ``[needles] int64``, index of the first equal row in ``haystack``, or -1 if there is none.
     """
     count = len(haystack[0])
     key = row_keys([np.concatenate(pair) for pair in zip(haystack, needles, strict=True)])
     order = np.argsort(key[:count], kind="stable")
-    # A key beyond the largest key gets the position of the extra key -1, which equals no key.
+    # A key beyond the largest key gets the position of the appended key -1, which no key equals.
     ordered = np.append(key[:count][order], -1)
     positions = np.searchsorted(ordered[:-1], key[count:])
     is_equal = ordered[positions] == key[count:]
@@ -248,7 +247,7 @@ def find_rows(haystack: Sequence[Ints], needles: Sequence[Ints]) -> Ints:
 
 
 def nth_of_equal(keys: Sequence[Ints]) -> Ints:
-    """Numbers rows from 0 within each group of consecutive rows that have equal keys."""
+    """Numbers the rows from 0 within each group of consecutive rows with equal keys."""
     new = np.zeros(len(keys[0]), dtype=np.bool_)
     for key in keys:
         new |= np.diff(key, prepend=key[:1] - 1) != 0
@@ -269,12 +268,12 @@ class Messages:
         iteration: Iteration number, ``int64``.
         source: Global rank of the sender.
         target: Global rank of the receiver.
-        of: Kind of action for which the receiver needs the message, as a number from :data:`KIND`.
+        of: Kind of the receiver's action that needs the message, as a number from :data:`KIND`.
         chunk: Model chunk of that action on the receiver.
         microbatch: Microbatch of that action.
         sent_ns: Start of the send in nanoseconds.
         arrived_ns: Time in nanoseconds at which the receiver noticed the message. If ``seen`` is
-            true, the message arrived at that time; otherwise it may have arrived earlier.
+            true, the message arrived at this time; otherwise it may have arrived earlier.
         taken_ns: Start in nanoseconds of the action that needs the message.
         bytes: Size of the message in bytes.
         seen: Whether ``arrived_ns`` is the exact arrival time, ``bool``.
@@ -297,7 +296,7 @@ class Messages:
         return len(self.iteration)
 
     def by_link(self) -> Iterator[tuple[tuple[int, int], Ints]]:
-        """Yields sender and receiver of each link, ascending, and the rows of its messages."""
+        """Yields each link (sender, receiver) in ascending order, with the rows of its messages."""
         if not len(self):
             return
         order = np.lexsort((self.target, self.source))
@@ -308,13 +307,13 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Finds the receive of each send between the given ranks.
+    """Matches each send with its receive, for messages between the given ranks.
 
     Args:
-        tables: Spans by global rank. Messages from or to other ranks are ignored.
+        tables: Table of spans of each global rank. Messages from or to other ranks are ignored.
 
     Returns:
-        Messages, sorted by receiver, then in the order of the receiver's file.
+        Messages, sorted by receiver and then by their order in the receiver's file.
     """
     ranks = sorted(tables)
     sides, owners = [], []

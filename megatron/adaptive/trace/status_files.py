@@ -1,21 +1,22 @@
-"""Reads and writes each rank's report of its current action, and reads a run's progress file.
+"""Reads and writes the ranks' status files, and reads a run's progress file.
 
-An iteration's spans are written to the trace file only when the iteration ends. To show the
-progress of an iteration that is long or hangs, the recorder's thread also writes a status file,
-such as ``now_rank_00000.json``. The file contains one line of JSON, usually of a fixed length,
-which a single write replaces::
+An iteration's spans are written to the trace file only when the iteration ends. To show progress
+while an iteration is long or hangs, the recorder's thread also writes the rank's current action to
+a status file, such as ``now_rank_00000.json``. The file contains one line of JSON, usually of a
+fixed length, which a single write replaces::
 
     {"unix_ns": ..., "iteration": 7, "num_microbatches": 8, "doing": "F", "chunk": 0,
      "microbatch": 3, "cause": "", "since_s": 0.5, "done": [3, 1, 0], "held_bytes": 67108864}
 
-If microbatches are cut into slices, ``slice`` is the slice of ``microbatch``.
+If microbatches are split into slices, ``slice`` is the index of the slice within ``microbatch``.
 
-If the rank is killed, its status file stays, and the file's age shows that the rank has stopped.
+If the rank is killed, its status file remains, and the age of the file shows that the rank has
+stopped.
 
-``progress.jsonl`` contains the progress of a run: a line per iteration, start, end and diagnosis.
-One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and managers
-read it. No line is read twice. A line that is still being written is read later. A line that was
-truncated because of a full disk is skipped.
+``progress.jsonl`` contains the progress of a run, with a line for each iteration, start, end and
+diagnosis. One rank writes it (``engine.progress``); ``job top``, ``job status``, ``job report`` and
+managers read it. No line is read twice. A line that is still being written is read later. A line
+that was truncated because of a full disk is skipped.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ def now_file_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """Describes a rank's current action: the contents of its status file.
+    """Describes a rank's current action, as stored in its status file.
 
     Attributes:
-        unix_ns: Time of the report in nanoseconds since 1970, by the clock of the rank's machine.
-        iteration: Number of the current iteration, 0 before the first.
+        unix_ns: Time of the report in nanoseconds since 1970, on the clock of the rank's machine.
+        iteration: Number of the current iteration, or 0 before the first.
         num_microbatches: Number of microbatches in the current iteration.
-        doing: Current activity: a kind of span, :data:`ENDED`, or empty between actions.
-        chunk: Model chunk of the current action, -1 for none.
-        microbatch: Microbatch of the current action, -1 for none.
-        slice: Slice of that microbatch, -1 if microbatches are whole.
-        cause: Cause of the current wait, empty if unknown.
+        doing: Current activity, which is a kind of span, :data:`ENDED`, or empty between actions.
+        chunk: Model chunk of the current action, or -1 if there is none.
+        microbatch: Microbatch of the current action, or -1 if there is none.
+        slice: Slice of that microbatch, or -1 if microbatches are not split.
+        cause: Cause of the current wait; empty if unknown.
         since_s: Seconds since the activity began, accurate to about :data:`PERIOD_S`.
         done: Number of finished forward passes, backward passes and separate weight-gradient passes
-            in the current iteration, over all chunks; each slice counts.
-        held_bytes: Total size of the activations held, in bytes.
+            in the current iteration, over all chunks. Each slice counts as one pass.
+        held_bytes: Total size in bytes of the activations held.
     """
 
     unix_ns: int
@@ -85,13 +86,13 @@ class Now:
     def age_s(self) -> float:
         """Returns the time since the report in seconds.
 
-        The result is 0 if the clock of the rank's machine is ahead of this machine's.
+        The result is 0 if the clock of the rank's machine is ahead of this machine's clock.
         """
         return max(0.0, (time.time_ns() - self.unix_ns) / 1e9)
 
 
 class NowFile:
-    """Writes the status file of one rank, and creates it at the first write.
+    """Writes the status file of one rank. The first write creates the file.
 
     Args:
         folder: Path of the folder of traces.
@@ -108,13 +109,13 @@ class NowFile:
     def report(self, read_state: ReadState | None) -> float | None:
         """Writes the rank's current action if half a second has passed since the last report.
 
-        If ``read_state`` fails twice in a row, a warning is printed, but only the first time.
+        If ``read_state`` fails twice in a row, a warning is printed once.
 
         Args:
-            read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
+            read_state: Function that returns fields of :class:`Now`, or ``None`` to write nothing.
 
         Returns:
-            Seconds until the next report is due; ``None`` if nothing is to be written.
+            Seconds until the next report is due, or ``None`` if there is nothing to write.
         """
         if read_state is None:
             return None
@@ -125,8 +126,8 @@ class NowFile:
                 self.write(read_state())
                 self._failed = False
             except OSError:
-                self._close()  # if the disk is full, the warning about the trace file is enough
-            except Exception as error:  # expected once, while the run shuts down
+                self._close()  # the warning about the trace file already reports a full disk
+            except Exception as error:  # may fail once while the run shuts down
                 if self._failed and not self._is_said:
                     self._is_said = True
                     reason = f"cannot read the rank's current action: {error!r}"
@@ -144,7 +145,7 @@ class NowFile:
             OSError: The file cannot be written.
         """
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # somebody deleted the file, so it is created again below
+            self._close()  # the file was deleted, so it is created again below
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
         now_s = time.monotonic()
@@ -153,13 +154,13 @@ class NowFile:
         report = {"unix_ns": time.time_ns(), **fields, "since_s": round(now_s - self._since_s, 1)}
         line = json.dumps(report, separators=(",", ":")).ljust(_LINE_BYTES - 1) + "\n"
         os.pwrite(self._file, line.encode("ascii"), 0)
-        os.ftruncate(self._file, len(line))  # removes the rest of a longer previous line
+        os.ftruncate(self._file, len(line))  # remove the rest of a longer previous line
 
     def end(self, read_state: ReadState | None) -> None:
-        """Writes a last report in which ``doing`` is :data:`ENDED`, and closes the file.
+        """Writes a last report with :data:`ENDED` as ``doing``, and closes the file.
 
         Args:
-            read_state: Function that returns fields of :class:`Now`; ``None`` to write nothing.
+            read_state: Function that returns fields of :class:`Now`, or ``None`` to write nothing.
         """
         if read_state is not None:
             with contextlib.suppress(Exception):  # read_state may fail while the run shuts down
@@ -174,7 +175,7 @@ class NowFile:
 
 
 def read_now(folder: Path, rank: int) -> Now | None:
-    """Reads a rank's status file; returns ``None`` if it is missing or damaged."""
+    """Reads a rank's status file, or returns ``None`` if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         report = parse_json(
             read_whole(folder / now_file_name(rank), _LONGEST_NOW_BYTES), strict=False
@@ -190,7 +191,7 @@ def read_now(folder: Path, rank: int) -> Now | None:
 
 PROGRESS_NAME = "progress.jsonl"
 TAIL_BYTES = 1 << 20
-"""Number of bytes to read first at the end of a large file."""
+"""Number of bytes to read first from the end of a large file."""
 
 KEPT = 512
 _COUNTS = ("unix_ns", "iteration", "total_iterations", "start_iteration", "slow_rank")
@@ -210,22 +211,22 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProgressTail:
-    """Reads the lines added to a run's progress file each time :meth:`refresh` is called.
+    """Reads the lines appended to a run's progress file each time :meth:`refresh` is called.
 
     Args:
         path: Path of the progress file, which need not exist yet.
-        kept: Number of lines about iterations to keep. ``None`` to keep all lines, and to read even
-            a large file from its beginning.
+        kept: Number of lines about iterations to keep. ``None`` keeps all lines, and reads even a
+            large file from its beginning.
 
     Attributes:
         records: Latest lines about iterations, as dicts.
         start: Line about the latest start of the run; empty if the file has no such line.
-        total_iterations: Number of iterations of the whole training run, 0 if unknown.
+        total_iterations: Number of iterations of the whole training run, or 0 if unknown.
         ended: Reason why the run ended; empty if it has not ended.
-        ended_ns: Time of the run's end in nanoseconds since 1970, 0 if unknown.
-        findings: Causes of slow steps in the latest diagnosis.
-        slow: Maps each rank that the latest diagnosis found slow to the ratio of its actual to its
-            expected computing time.
+        ended_ns: Time at which the run ended in nanoseconds since 1970, or 0 if unknown.
+        findings: Causes of slow steps, from the latest diagnosis.
+        slow: Ratio of the actual to the expected computing time, for each rank that the latest
+            diagnosis found slow.
     """
 
     def __init__(self, path: Path, kept: int | None = KEPT) -> None:
@@ -243,7 +244,7 @@ class ProgressTail:
         self.slow: dict[int, float | None] = {}
 
     def refresh(self) -> list[dict[str, Any]]:
-        """Reads the lines added since the last call, and returns the records of all types."""
+        """Reads the lines appended since the last call, and returns the records of all types."""
         try:
             with open_file(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -290,7 +291,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _parsed(line: bytes) -> list[dict[str, Any]]:
-    """Parses a line; returns its record in a list, or an empty list if the line is damaged.
+    """Parses a line, and returns a list with its record, which is empty if the line is damaged.
 
     A line is damaged if it is truncated or if a field has the wrong type.
     """

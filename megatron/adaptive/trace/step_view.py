@@ -1,8 +1,8 @@
-"""Selects one iteration of one pipeline from a trace, to be drawn as a chart.
+"""Selects one iteration of one pipeline from a trace, for drawing it as a chart.
 
-The selection contains only actions and the waits between them. Actions are the forward pass (F),
-the backward pass (B) and the separate weight-gradient pass (W). Times are relative to the start of
-the first action on any rank.
+The selection contains only actions and the waits between them. Actions are forward passes (F),
+backward passes (B) and separate weight-gradient passes (W). Times are relative to the start of the
+first action on any rank.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class PipelineStep:
         num_chunks: Number of model chunks per rank.
         num_microbatches: Number of microbatches in this iteration.
         rows: Actions of each pipeline rank in the order in which they ran, with times relative to
-            the step's start; empty for a rank without a trace.
-        waits: Spans of kind ``wait`` on each pipeline rank, clipped to the step, with the cause in
-            ``reason``. Empty if the trace has no waits.
+            the start of the step; empty for a rank without a trace.
+        waits: Spans of kind ``wait`` on each pipeline rank, clipped to the step, with their causes
+            in ``reason``. Empty if the trace has no waits.
         dp_rank: Data-parallel rank of the pipeline.
         num_replicas: Number of data-parallel replicas that have traces.
         lengths: Sizes of the microbatches in the form of ``Lengths``; empty if all microbatches
             have the same size.
         figures: Statistics of this iteration for each pipeline rank that has a trace.
         bubble_note: Remark to print after a bubble; empty unless ranks share a GPU.
-        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 if microbatches are not split.
     """
 
     iteration: int
@@ -71,7 +71,7 @@ class PipelineStep:
 
     @cached_property
     def step_ns(self) -> int:
-        """Time in ns from the start of the first action to the end of the last on any rank."""
+        """Time in ns from the first start to the last end of an action on any rank."""
         return max(span.end_ns for row in self.rows for span in row)
 
     @property
@@ -82,7 +82,7 @@ class PipelineStep:
 
     @property
     def replica(self) -> str:
-        """Suffix for a chart's title that states the replica; empty if there is only one."""
+        """Suffix for a chart's title that names the replica; empty if there is only one replica."""
         return f", replica {self.dp_rank} of {self.num_replicas}" if self.num_replicas > 1 else ""
 
     @property
@@ -104,13 +104,13 @@ class PipelineStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle fraction of the step, as the mean over the pipeline ranks with a trace."""
+        """Idle fraction of the step, averaged over the pipeline ranks with a trace."""
         return statistics.fmean(self.bubble_fractions.values())
 
     def label(self, pp_rank: int) -> str:
         """Returns the label for a rank's row in a chart.
 
-        Examples: ``stage 1``; with several chunks per rank, ``rank 1 (stages 1, 3)``.
+        Examples are ``stage 1`` or, with several chunks per rank, ``rank 1 (stages 1, 3)``.
         """
         text = stages_text(self, pp_rank)
         return f"rank {pp_rank} ({text})" if self.num_chunks > 1 else text
@@ -119,7 +119,8 @@ class PipelineStep:
 def microbatches_text(num_microbatches: int, num_slices: SliceCounts) -> str:
     """Returns text such as ``8 microbatches``, or ``8 microbatches in 4 slices``.
 
-    If numbers of slices differ, the text has the smallest and the largest: ``in 1 to 4 slices``.
+    If the microbatches have different numbers of slices, the text contains the smallest and the
+    largest number, as in ``in 1 to 4 slices``.
     """
     text = f"{num_microbatches} microbatches"
     if not isinstance(num_slices, int):
@@ -138,9 +139,9 @@ def stages_text(header: TraceHeader | PipelineStep, pp_rank: int, most: int | No
     """Lists a pipeline rank's stages as text, such as ``stages 0, 5``.
 
     Args:
-        header: Object with the pipeline's number of ranks, number of chunks, and placement.
+        header: Object with the pipeline's number of ranks, number of chunks and placement.
         pp_rank: Pipeline rank whose stages are listed.
-        most: Maximum number of stages to list; ``None`` for all.
+        most: Maximum number of stages to list, or ``None`` for all.
     """
     stages = stages_of_rank(header, pp_rank)
     shown = [*map(str, stages)]
@@ -154,8 +155,8 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 
     Args:
         run: Trace of the run.
-        iteration: Iteration number. ``None`` for the last complete iteration, or the last
-            one if none is complete.
+        iteration: Iteration number. ``None`` means the last complete iteration, or the last
+            iteration if none is complete.
         dp_rank: Data-parallel rank of the pipeline.
 
     Raises:
@@ -164,7 +165,8 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     ranks = run.replica(dp_rank)
     if not run.iterations:
         raise TraceError(
-            f"{run.origin} does not contain iterations, because the run ended before its first"
+            f"{run.origin} does not contain iterations, because the run ended before its first "
+            "iteration"
         )
     if iteration is None:
         iteration = (run.complete_iterations(dp_rank) or run.iterations)[-1]
@@ -174,7 +176,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
     drawn = TraceTable.concat([table.of_kind(*DRAWN_ACTIONS) for table in tables])
     if not len(drawn):
         raise TraceError(
-            f"iteration {iteration} in {run.origin} does not contain F, B or W to draw"
+            f"iteration {iteration} in {run.origin} does not contain F, B or W actions to draw"
         )
     start = int(drawn.start_ns.min())
     end = int(drawn.end_ns.max())
@@ -203,7 +205,7 @@ def pipeline_step(run: RunTrace, iteration: int | None = None, *, dp_rank: int =
 def _cut(
     spans: Iterable[Span], kinds: Sequence[str], start_ns: int, end_ns: int
 ) -> tuple[Span, ...]:
-    """Returns spans of the given kinds, sorted, clipped to a step, with times since its start.
+    """Returns sorted spans of the given kinds, clipped to a step, with times since its start.
 
     Waits outside the step are dropped. Actions are always kept, because they define the step.
     """

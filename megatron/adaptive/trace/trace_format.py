@@ -1,14 +1,14 @@
-"""Defines the records of a trace (header, iterations, spans, clock samples) and their text form.
+"""Defines a trace's records (header, iterations, spans, clock samples) and their text format.
 
-A trace file belongs to one rank. This module defines the names, the records and their form as lines
-of JSON. It neither opens trace files nor imports large packages, because the recorder uses it
-during training. It reads the clock only to make a new :class:`TraceHeader`.
+Each rank writes one trace file. This module defines the records, the names in them, and their
+encoding as lines of JSON. It does not open trace files or import large packages, because the
+recorder uses it during training. It reads the clock only to create a :class:`TraceHeader`.
 
-``docs/reference/traces.md`` describes the contents of each kind of span. The sender's and the
-receiver's span of a message have the same ``of`` and ``chunk`` (the receiver's), so that a reader
-can match them.
+``docs/reference/traces.md`` describes each kind of span. A message has a span on the sender and a
+span on the receiver. Both spans contain the receiver's ``of`` and ``chunk``, so that readers can
+match them.
 
-The text form::
+The text format::
 
     {"format": "megatron-adaptive-trace", "version": 2, "columns": [...], "kinds": [...],
      "reasons": [...], "run": ..., "rank": 0, ...}                                        header
@@ -23,14 +23,15 @@ The text form::
     {"clock_samples": [[8, 93, 95, 11], ...], "reference": 0}                      clock samples
     {"missing": [8, 93, 80]}                    first, last and number of the lost iterations
 
-The header comes first, because a file belongs to one start of a job. A span's line is a list of
-integers, one per column, without spaces. The start of a span is relative to the ``start_ns`` of the
-marker above it. A marker contains the size in bytes of the spans that follow, so that a reader can
-skip iterations. On a rank with experts (MoE), the marker also has the experts' load.
+The header comes first, because each start of a job writes new files. A span is a line with a list
+of integers, one per column, without spaces. The start time of a span is relative to the
+``start_ns`` of the preceding marker. A marker contains the size in bytes of the spans that follow,
+so that readers can skip iterations. On a rank with experts (MoE), the marker also contains the
+experts' load.
 
-New kinds and reasons are added at the end of their lists. Readers ignore kinds, reasons, fields and
-objects that they do not know. So the version changes only if existing data change their meaning;
-readers reject files of other versions.
+New kinds and reasons are appended to their lists, and readers ignore kinds, reasons, fields and
+objects that they do not know. The version therefore changes only if the meaning of existing data
+changes. Readers reject files of other versions.
 """
 
 from __future__ import annotations
@@ -78,21 +79,22 @@ KINDS = (
     "collective",
     "probe",
 )
-"""Kinds of span. A span's line contains the kind's index in this list."""
+"""Kinds of spans. The line of a span contains the index of its kind in this list."""
 
 DRAWN_ACTIONS = KINDS[:3]
-"""Kinds of span that are computation; charts of a step draw only these.
+"""Kinds of spans that represent computation. Charts of a step show only these kinds.
 
 F is a forward pass, B a backward pass, W a separate pass that computes weight gradients.
 """
 
 CAUSES = ("input", "memory", "order", "group")
-"""Causes of a wait between two actions of a rank.
+"""Causes of waits between two actions of a rank.
 
-- ``input``: no input had arrived.
+- ``input``: no input had arrived yet.
 - ``memory``: an input had arrived, but its activations would have exceeded the memory limit (cap).
-- ``order``: an action was ready, but the schedule's fixed order required another action first.
-- ``group``: another rank of the tensor-parallel group, which runs the same actions, was not ready.
+- ``order``: an action was ready, but the schedule required another action to run first.
+- ``group``: another rank of the tensor-parallel group was not ready. All ranks of the group run the
+  same actions.
 """
 
 COLLECTIVES = (
@@ -108,7 +110,7 @@ COLLECTIVES = (
     "broadcast",
     "barrier",
 )
-"""Names of collectives in imported traces: phases of Megatron-LM first, then plain operations."""
+"""Names of collectives in imported traces: phases of Megatron-LM, followed by basic operations."""
 
 REASONS = (
     "",
@@ -125,16 +127,18 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Why a span occurred, such as what a rank waited for. A span's line has an index into this list.
+"""Reasons of spans, such as the cause of a wait. A span's line contains an index into this list.
 
-- Wait: the cause, one of :data:`CAUSES`.
-- Message: how exact the arrival time is. ``seen``: the receiver noticed the arrival at once.
-  ``found``: it noticed the arrival only later. ``posted``: it noticed the arrival at once, but the
-  transfer could not begin before the receiver waited for the message.
-- Action: rule by which the run-time scheduling policy chose it (names of ``schedule.policy``).
-- Collective: its name. The span's peer is the lowest rank of the collective's group, -1 if only
-  this rank's part was recorded.
-- ``optimizer``: ``gc`` for Python's garbage collection.
+- For a wait: its cause, one of :data:`CAUSES`.
+- For a message: the accuracy of its arrival time. ``seen`` means that the receiver noticed the
+  arrival immediately, ``found`` that it noticed the arrival only later. ``posted`` means that it
+  noticed the arrival immediately, but the transfer could not begin before the receiver waited for
+  the message.
+- For an action: the rule by which the run-time scheduling policy chose the action (names are
+  defined in ``schedule.policy``).
+- For a collective: its name. The span's ``peer`` is the lowest rank of the collective's process
+  group, or -1 if only this rank's part was recorded.
+- For ``optimizer``: ``gc`` if Python's garbage collector ran.
 """
 
 COLUMNS = (
@@ -151,37 +155,40 @@ COLUMNS = (
     "of",
     "reason",
 )
-"""Names of the numbers in a span's line, in their order."""
+"""Names of the numbers in the line of a span, in order."""
 
 PLACEMENTS = ("loop", "v")
 """Ways to assign stages to ranks: round-robin (``loop``), or down the ranks and back up (``v``)."""
 
 
 Lengths: TypeAlias = tuple[tuple[int, ...], ...]
-"""For each microbatch of a rank: number of token positions, then number of tokens per document.
+"""Number of token positions, then number of tokens per document, for each microbatch of a rank.
 
-Positions without a token are padding. Empty if all microbatches have the same size.
+Positions that belong to no document are padding. The tuple is empty if all microbatches have the
+same size.
 """
 
 
 class SpanRow(NamedTuple):
-    """Holds a span as integers, in the form in which it is recorded and written to the file.
+    """Holds a span as integers, as it is recorded and written to the file.
 
     Attributes:
-        kind: Index of the kind of span in :data:`KINDS`.
-        chunk: Local index of the model chunk, -1 for none.
-        microbatch: Index of the microbatch within the iteration, -1 for none. If microbatches are
-            cut into slices: index of the slice, counted over all microbatches of the iteration.
-            Spans of kind ``data`` always have the index of the microbatch.
-        piece: Index of the piece if an action W is computed in several pieces; otherwise 0.
+        kind: Index in :data:`KINDS` of the span's kind.
+        chunk: Local index of the model chunk, or -1 if there is none.
+        microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
+            microbatches are split into slices, this is the index of the slice, counted over all
+            microbatches of the iteration. Only spans of kind ``data`` then still have the index of
+            the microbatch.
+        piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
+            otherwise 0.
         start_ns: Start time in nanoseconds on the rank's monotonic clock.
         end_ns: End time in nanoseconds on the same clock; the file stores the duration instead.
-        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
-        in_flight_bytes: Size in bytes of all activations held after the span started.
+        bytes: Size in bytes of a message, or of all messages that an action received and sent.
+        in_flight_bytes: Total size in bytes of the activations held after the span started.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
-        peer: Global rank on the other side of a message, -1 for none.
-        of: Index of the kind of action that a wait or a message belongs to, -1 for none.
-        reason: Index of the reason in :data:`REASONS`.
+        peer: Global rank of the other side of a message, or -1 if there is none.
+        of: Index of the kind of action that a wait or a message belongs to, or -1 if there is none.
+        reason: Index in :data:`REASONS` of the span's reason.
     """
 
     kind: int
@@ -204,9 +211,9 @@ def trace_file_name(rank: int) -> str:
 
 
 def _clock_id() -> str:
-    """Returns an id of the machine's monotonic clock, equal in all processes that share the clock.
+    """Returns the ID of the machine's monotonic clock; processes that share the clock share the ID.
 
-    The id consists of the kernel's boot id and the Linux time namespace.
+    The ID consists of the kernel's boot ID and the Linux time namespace.
     """
     name = socket.gethostname()
     with contextlib.suppress(OSError):
@@ -217,47 +224,50 @@ def _clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """Describes a rank and its clock, its pipeline's size, and the run; first line of a trace file.
+    """Describes a rank, its clock, its pipeline and its run, in the first line of a trace file.
 
-    Host, process id, clock id and clock readings default to those of the current process.
+    By default, the host, the process ID, the clock ID and the clock readings are those of the
+    current process.
 
     Attributes:
-        run: Id of the run, equal on all ranks of the run.
+        run: ID of the run, which is the same on all ranks.
         rank: Global rank, from 0 to ``world_size - 1``.
-        world_size: Number of processes of the run.
+        world_size: Number of processes in the run.
         pp_rank: Position of the rank in the pipeline.
         tp_rank: Position of the rank in the tensor-parallel group.
         dp_rank: Position of the rank in the data-parallel group.
         num_ranks: Number of ranks in each pipeline.
         num_chunks: Number of model chunks on each rank.
-        num_microbatches: Number of microbatches per step at the start of the run. Each iteration's
-            marker has the number of that iteration.
+        num_microbatches: Number of microbatches per step at the start of the run. The marker of
+            each iteration contains the number for that iteration.
         placement: Assignment of stages to ranks and chunks, one of :data:`PLACEMENTS`. For
             ``loop``, the stage is chunk * ranks + rank.
         schedule: Name of the static schedule or of the run-time scheduling policy.
         host: Name of the machine.
-        pid: Id of the rank's process.
+        pid: Process ID of the rank.
         monotonic_ns: Value of ``time.monotonic_ns()``, read at the same moment as ``unix_ns``.
         unix_ns: Value of ``time.time_ns()``, read at the same moment as ``monotonic_ns``.
-        clock: Id of the monotonic clock; ranks with the same id share a clock. Empty in traces
-            read from the older text format.
+        clock: ID of the monotonic clock; ranks with the same ID share a clock. Empty in traces read
+            from the older text format.
         layers: Number of transformer layers per stage, in pipeline order; empty if unknown.
         work: Expected computing time of each stage, including embedding and loss, expressed as an
             equivalent number of layers; empty if unknown.
-        gpu_ranks: Number of ranks, including this one, that share this rank's GPU. 1 on a CPU, or
-            if unknown.
-        num_slices: Number of slices into which each microbatch is cut along its sequence; 1 for
-            whole microbatches, and if numbers differ. Each iteration's marker then has ``slices``.
-        uncounted: Names of the counters of :mod:`machine_counters` that the rank's machine lacks.
+        gpu_ranks: Number of ranks, including this rank, that use this rank's GPU; 1 on a CPU or if
+            unknown.
+        num_slices: Number of slices into which each microbatch is split along its sequence. It is 1
+            if microbatches are not split, or if they have different numbers of slices. In the
+            latter case, each iteration's marker has ``slices``.
+        uncounted: Names of the counters of :mod:`machine_counters` that are unavailable on the
+            rank's machine.
         device: Kind of device that the rank computes on, ``cpu`` or ``cuda``; empty if unknown.
-        transport: Name of the transport of all messages between ranks; empty if it is unknown or
-            differs between pairs of ranks.
-        layer_kinds: For each layer, the number of its kind. Layers of the same kind do the same
-            work. Empty if all layers do the same work.
+        transport: Name of the transport that carries all messages between ranks; empty if it is
+            unknown or differs between pairs of ranks.
+        layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work.
+            Empty if all layers do the same work.
         layer_work: Expected computing time of each layer, in any unit; empty if unknown.
-        order: Setting ``order`` of a ``Pipeline``; empty in traces of other programs.
-        dealing: Setting ``dealing`` of a ``Pipeline``, which distributes microbatches over
-            replicas; empty in traces of other programs.
+        order: Value of the ``Pipeline`` setting ``order``; empty in traces of other programs.
+        dealing: Value of the ``Pipeline`` setting ``dealing``, which controls how microbatches are
+            distributed over replicas; empty in traces of other programs.
     """
 
     run: str
@@ -304,12 +314,12 @@ class GroupCollectives:
         lowest_rank: Lowest global rank of the group.
         size: Number of ranks of the group.
         operations: Names of the collectives, see :data:`COLLECTIVES`.
-        totals: A row per operation: number of its collectives, their total time in ns, and their
+        totals: Row per operation, with the number of collectives, their total time in ns, and their
             total size in bytes.
-        kept: A row per collective whose times are kept: number of the collective in the iteration
-            (from 0, equal on all members), index of the operation, start and end in ns on the
-            rank's monotonic clock. The file has start and duration, relative to the iteration's
-            start.
+        kept: Row per collective whose times were recorded: index of the collective in the iteration
+            (the same on all members), index of the operation, start and end in ns on the rank's
+            monotonic clock. The file contains the start relative to the iteration's start, and the
+            duration.
     """
 
     kind: str
@@ -330,7 +340,7 @@ class GroupCollectives:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], start_ns: int) -> GroupCollectives:
-        """Makes the object from the group's entry in a marker, whose types were checked before."""
+        """Creates an object from a group's entry in a marker, whose types have been checked."""
         kept = tuple(
             (number, of, start_ns + start, start_ns + start + duration)
             for number, of, start, duration in record["kept"]
@@ -347,33 +357,37 @@ class GroupCollectives:
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Describes a marker: the line before an iteration's spans in the file.
+    """Describes a marker, which is the line before an iteration's spans in the file.
 
     Attributes:
         iteration: Iteration number, as in the training log.
         num_microbatches: Number of microbatches in this iteration; it varies if the batch size
             ramps up.
-        start_ns: Time on the rank's monotonic clock from which the starts of the spans are counted.
+        start_ns: Time in ns on the rank's monotonic clock to which the start times of the spans are
+            relative.
         counts: Number of spans of each kind that follow, in the order of :data:`KINDS`.
         size_bytes: Total size in bytes of the spans' lines, so that a reader can skip them.
         is_late: Whether the spans were recorded after the iteration's own marker had been written.
-        exchange_ns: Time in ns that actions waited for all-to-all exchanges of experts' tokens.
-        tokens: Load of the experts, a row per MoE layer: index of the layer in the model (layers of
-            multi-token prediction come last), index of this rank's first expert, then the number of
-            tokens that each expert of this rank received.
+        exchange_ns: Time in ns for which actions waited for all-to-all exchanges of the experts'
+            tokens.
+        tokens: Load of the experts, with a row per MoE layer: index of the layer in the model
+            (layers for multi-token prediction come last), index of this rank's first expert, then
+            the number of tokens received by each expert of this rank.
         lengths: Sizes of the microbatches, see :data:`Lengths`; empty if all microbatches have the
             same size.
-        slices: Number of slices of each microbatch, if microbatches may have different numbers;
-            empty if the header's ``num_slices`` applies.
-        machine: Counters of causes that kept the rank from computing, by the names in
-            ``machine_counters``. A missing counter is 0, or this machine does not have the counter.
+        slices: Number of slices of each microbatch if these numbers may differ; empty if the
+            header's ``num_slices`` applies.
+        machine: Counters of events that kept the rank from computing, by their names in
+            ``machine_counters``. A counter that is missing is 0 or unavailable on this machine.
             Empty if nothing was counted.
-        layers: Times of the layers, a row per layer: index of the layer in the model, time in ns of
-            all forward passes, of all backward passes, and number of forward passes.
-        layer_passes: First passes of layers in the iteration, a row each: index of the layer in the
-            model, 0 for a forward or 1 for a backward pass, start and end in ns on the rank's
-            monotonic clock. The file has start and duration, relative to the iteration's start.
-        collectives: Collectives of the rank's process groups, an entry per group.
+        layers: Times of the layers, with a row per layer: index of the layer in the model, total
+            time in ns of its forward passes, total time in ns of its backward passes, and number of
+            its forward passes.
+        layer_passes: First passes of the layers in the iteration, with a row per pass: index of the
+            layer in the model, 0 for a forward or 1 for a backward pass, start and end in ns on the
+            rank's monotonic clock. The file contains the start relative to the iteration's start,
+            and the duration.
+        collectives: Collectives of the rank's process groups, with an entry per group.
     """
 
     iteration: int
@@ -428,7 +442,7 @@ class ClockExchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClockSamples:
-    """Compares this rank's clock with the clock of a reference rank.
+    """Holds samples that compare this rank's clock with the clock of a reference rank.
 
     Attributes:
         reference: Global rank whose clock is the reference.
@@ -446,8 +460,8 @@ class Gap:
     Attributes:
         first: Number of the first missing iteration.
         last: Number of the last missing iteration.
-        count: Number of missing iterations. The range from ``first`` to ``last`` may be longer,
-            because it may contain iterations that were not traced.
+        count: Number of missing iterations. The range from ``first`` to ``last`` may contain more
+            iterations, because some of them may not have been traced.
     """
 
     first: int
@@ -457,24 +471,26 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Describes one activity of a rank, with names where ``SpanRow`` has indices.
+    """Describes a span like :class:`SpanRow`, but with names instead of indices.
 
     Attributes:
         action: Kind of span, one of :data:`KINDS`, such as F or ``wait``.
-        chunk: Local index of the model chunk, -1 for none.
-        microbatch: Index of the microbatch within the iteration, -1 for none. With slices, an index
-            as in :class:`SpanRow`; :meth:`item` returns it as people read it.
+        chunk: Local index of the model chunk, or -1 if there is none.
+        microbatch: Index of the microbatch within the iteration, or -1 if there is none. If
+            microbatches are split into slices, this is the index of the slice, as in
+            :class:`SpanRow`; :meth:`item` formats it for users.
         start_ns: Start time in nanoseconds.
-        end_ns: End time in nanoseconds, not before the start.
+        end_ns: End time in nanoseconds, at or after the start.
         iteration: Iteration number.
-        wait_ns: Time in ns that the rank was idle before this action.
-        bytes: Size of a message in bytes; for an action, the messages received plus those sent.
-        in_flight_bytes: Size in bytes of all activations held after the span started.
-        piece: Index of the piece if an action W is computed in several pieces; otherwise 0.
+        wait_ns: Time in ns for which the rank was idle before this action.
+        bytes: Size in bytes of a message, or of all messages that an action received and sent.
+        in_flight_bytes: Total size in bytes of the activations held after the span started.
+        piece: Index of the piece if a weight-gradient pass (W) is computed in several pieces;
+            otherwise 0.
         queue_depth: Number of inputs that had arrived but were still unused when the span started.
-        peer: Global rank on the other side of a message, -1 for none.
-        of: Kind of action that a wait or a message belongs to, empty for none.
-        reason: Reason of the span, one of :data:`REASONS`; empty for none.
+        peer: Global rank of the other side of a message, or -1 if there is none.
+        of: Kind of action that a wait or a message belongs to; empty if there is none.
+        reason: Reason of the span, one of :data:`REASONS`; empty if there is none.
     """
 
     action: str
@@ -498,13 +514,13 @@ class Span:
         return self.end_ns - self.start_ns
 
     def item(self, num_slices: SliceCounts) -> str:
-        """Returns the microbatch as people read it: ``3``, or ``3.5`` for its slice 5."""
+        """Returns the microbatch as text: ``3``, or ``3.5`` for slice 5 of microbatch 3."""
         if self.action == "data" or not is_item(self.microbatch, num_slices):
             return str(self.microbatch)
         return item_label(self.microbatch, num_slices)
 
     def numbers(self, num_slices: SliceCounts) -> dict[str, int]:
-        """Returns the microbatch, and its slice if microbatches are cut; empty for none."""
+        """Returns the indices of the microbatch and, if microbatches are split, the slice."""
         if self.microbatch < 0:
             return {}
         is_whole = num_slices == 1 or self.action == "data"
@@ -515,7 +531,7 @@ class Span:
 
 
 def is_item(number: int, num_slices: SliceCounts) -> bool:
-    """Returns whether a number is the index of a slice, as in ``SpanRow.microbatch``.
+    """Returns whether a number is a valid index of a slice, as in ``SpanRow.microbatch``.
 
     Damaged files may contain other numbers.
     """
@@ -526,7 +542,7 @@ def is_item(number: int, num_slices: SliceCounts) -> bool:
 
 _ADDED: dict[str, int | str] = {"gpu_ranks": 1, "num_slices": 1}
 _ADDED |= dict.fromkeys(("device", "transport", "order", "dealing"), "")
-"""Maps header fields that older files lack to the values that readers assume for them."""
+"""Maps header fields that older files do not contain to their default values."""
 _ROW = "[%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]\n"
 
 
@@ -610,14 +626,15 @@ def block_text(marker: IterationStart, rows: Sequence[SpanRow]) -> str:
 def parse_line(
     line: str | bytes, origin: object
 ) -> TraceHeader | IterationStart | ClockSamples | Gap | None:
-    """Parses a line of a trace file that contains a JSON object (any line except spans).
+    """Parses a line of a trace file that contains a JSON object, which is any line except a span.
 
     Args:
         line: Text of the line, with or without the newline.
         origin: Position of the line (``file:line``) for error messages.
 
     Returns:
-        Record that the line contains; ``None`` for a JSON object that this version does not know.
+        Record that the line contains, or ``None`` for a JSON object that this version does not
+        know.
 
     Raises:
         TraceError: The line is not a JSON object, lacks a field, has a field of the wrong type, or
@@ -627,7 +644,7 @@ def parse_line(
         record = parse_json(line)
     except ValueError as error:
         raise TraceError(
-            f"{origin} is not a line of JSON ({error}); remove the damaged file or this line"
+            f"{origin} is not valid JSON ({error}); remove the damaged file or this line"
         ) from None
     if not isinstance(record, dict):
         raise TraceError(f"{origin} is not a JSON object; this is not a trace file")
@@ -686,7 +703,7 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     if type(version) is not int or version < 1:
         raise TraceError(f"{origin}: version must be {FORMAT_VERSION}, got {version!r}")
     if version != FORMAT_VERSION:
-        remedy = "use a newer version of it" if version > FORMAT_VERSION else "record it again"
+        remedy = "use a newer version" if version > FORMAT_VERSION else "record the run again"
         raise TraceError(
             f"{origin} has format version {version}, but this program reads version "
             f"{FORMAT_VERSION}; {remedy}"
@@ -698,8 +715,8 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     }
     if values["placement"] not in PLACEMENTS:
         raise TraceError(
-            f"{origin}: placement is {values['placement']!r}, but this program knows only "
-            f"{' and '.join(PLACEMENTS)}; use a newer version of it"
+            f"{origin}: placement is {values['placement']!r}, but this program supports only "
+            f"{' and '.join(PLACEMENTS)}; use a newer version"
         )
     for name, default in _ADDED.items():
         kind = "int" if isinstance(default, int) else "str"
@@ -713,8 +730,8 @@ def _header(record: Mapping[str, Any], origin: object) -> TraceHeader:
     columns = value_of(record, "columns", "words", origin)
     if tuple(columns) != COLUMNS:
         raise TraceError(
-            f"{origin}: columns are {reprlib.repr(columns)}, but this program knows only "
-            f"{', '.join(COLUMNS)}; use a newer version of it"
+            f"{origin}: columns are {reprlib.repr(columns)}, but this program supports only "
+            f"{', '.join(COLUMNS)}; use a newer version"
         )
     header = TraceHeader(**values)
     for size, most in MAX_SIZES.items():

@@ -1,4 +1,4 @@
-"""Checks the types and ranges of the values in a trace file's lines of JSON."""
+"""Checks the types and ranges of the values in a trace file's JSON lines."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_SIZES = {
     "num_microbatches": 1 << 20,
     "num_slices": MAX_SLICES,
 }
-"""Maximum sizes of a run that a header may state.
+"""Maximum sizes of a run that a header may contain.
 
-Readers loop over all ranks, with or without a file. So a damaged header with a huge number would
-take very long.
+Readers loop over all ranks, including ranks without a file. A damaged header with a huge number
+would therefore take very long.
 """
 
 MAX_STAGES = 1 << 16
 """Maximum number of stages of a run."""
 
 MAX_ITERATION = 1 << 40
-"""Maximum number of an iteration; multiplied by the number of ranks, it still fits 64 bits."""
+"""Maximum iteration number. The product with the number of ranks still fits into 64 bits."""
 
 _MAX_LAYERS = 1 << 16
 _MAX_WORK = 1e30
@@ -139,7 +139,7 @@ EXPECTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def value_of(
     record: Mapping[str, Any], name: str, kind: Any, origin: object, default: Any = None
 ) -> Any:
-    """Returns a field of a record, after the check in :data:`EXPECTED` for the type ``kind``.
+    """Returns a field of a record after checking it as :data:`EXPECTED` defines for ``kind``.
 
     Raises:
         TraceError: The field is missing and has no default, or its value has another type.
@@ -149,12 +149,12 @@ def value_of(
     if not is_sound(value):
         shown = reprlib.repr(value)
         raise TraceError(f"{origin}: field {name!r} must be {expected}, got {shown}")
-    # Tables and sheets show this text, and cannot contain control characters.
+    # The text is shown in tables and sheets, which cannot contain control characters.
     return printable(value) if isinstance(value, str) else value
 
 
 def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
-    """Returns a marker's number of microbatches; raises ``TraceError`` if it is out of range."""
+    """Returns a marker's number of microbatches, or raises ``TraceError`` if it is out of range."""
     number: int = value_of(record, "num_microbatches", "int", origin)
     most = MAX_SIZES["num_microbatches"]
     if not 0 <= number <= most:
@@ -166,14 +166,14 @@ def number_of_microbatches(record: Mapping[str, Any], origin: object) -> int:
 
 
 def check_layers(values: Mapping[str, Any], origin: object) -> None:
-    """Checks the numbers of layers and of work, because searches loop over all layers.
+    """Checks the number of layers and their work, because searches loop over all layers.
 
     Args:
-        values: Fields of a header.
+        values: Header fields.
         origin: Position of the header (``file:line``) for error messages.
 
     Raises:
-        TraceError: There are more layers, or there is more work, than any model has.
+        TraceError: The numbers are larger than those of any model.
     """
     if sum(values["layers"]) > _MAX_LAYERS or len(values["layers"]) > MAX_STAGES:
         shown = reprlib.repr(values["layers"])

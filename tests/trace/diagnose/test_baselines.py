@@ -1,4 +1,4 @@
-"""Tests for the baselines of ranks, and for the weight of each piece of evidence."""
+"""Tests the baselines of ranks, and the weight of each kind of evidence."""
 
 from pathlib import Path
 from typing import Any

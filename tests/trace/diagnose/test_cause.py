@@ -1,4 +1,4 @@
-"""Checks that causes come from one table, and that users can add causes without changing it."""
+"""Tests the lookup of causes by name, and causes that users define."""
 
 from __future__ import annotations
 

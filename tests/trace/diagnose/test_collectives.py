@@ -1,4 +1,4 @@
-"""Tests for findings about late members of groups, and about congested groups."""
+"""Tests for findings about late members of groups and about congested groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.synthetic_trace import SyntheticRun, write_synthetic
 
 
 def diagnosed(folder: Path, kind: str, groups: list[tuple[int, ...]], times_ms: Times) -> Diagnosis:
-    """Adds collectives to the traces of a synthetic run of eight ranks, and diagnoses the run."""
+    """Adds collectives to the traces of a synthetic run with eight ranks, and diagnoses the run."""
     write_synthetic(folder, SyntheticRun(num_ranks=4, replicas=2, iterations=16, rank_sigma=0.005))
     add_collectives(folder, kind, groups, times_ms)
     return diagnose(read_run(folder))

@@ -21,7 +21,7 @@ Say = Callable[..., Diagnosis]
 
 @pytest.mark.parametrize(("replicas", "factor"), [(1, 1.3), (2, 1.3), (2, 2.0)])
 def test_a_slow_rank_is_named(say: Say, replicas: int, factor: float) -> None:
-    rank = 2 * replicas  # a rank of the third stage
+    rank = 2 * replicas  # rank of the third stage
     said = say(Fault(kind="slow-rank", rank=rank, factor=factor), replicas=replicas)
     (finding,) = said.findings
     assert (finding.cause, finding.ranks, finding.stages) == ("slow rank", (rank,), (2,))
@@ -56,14 +56,14 @@ def test_a_slow_stage_without_a_plan_is_not_blamed_on_its_rank(tmp_path: Path) -
 
 
 def say_experts(folder: Path, heavy: int, stood_ms: tuple[int, int]) -> list[Finding]:
-    """Diagnoses experts of a run; two replicas share an expert layer on each stage.
+    """Diagnoses the experts in a run in which two replicas share an expert layer on each stage.
 
     The last stage is the slowest.
 
     Args:
         folder: Folder for the traces.
-        heavy: Tokens of the busiest expert of the last stage; other experts have 100.
-        stood_ms: Milliseconds that the ranks of the last stage wait in exchanges.
+        heavy: Number of tokens of the busiest expert on the last stage. Other experts have 100.
+        stood_ms: Time in ms for which each rank of the last stage waits in exchanges.
     """
     slow = tuple(Fault(kind="slow-rank", rank=rank, factor=1.2) for rank in (6, 7))
     write_synthetic(folder, SyntheticRun(replicas=2, faults=slow))

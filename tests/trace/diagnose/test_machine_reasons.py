@@ -52,7 +52,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 from .conftest import NOISE
 
 Count = Callable[[int, int], dict[str, float]]
-"""Counters of a rank in an iteration: times as fractions of the iteration, others unchanged."""
+"""Function that returns a rank's counters in an iteration, with times as fractions of it."""
 
 NOT_TIMES = (
     PROCESSORS,
@@ -81,7 +81,7 @@ SLOW = Fault(kind="slow-rank", rank=2, factor=1.5)
 def diagnosed(
     folder: Path, count: Count, *faults: Fault, iterations: int = 16, hosts: int = 1, **header: str
 ) -> Diagnosis:
-    """Diagnoses a synthetic run whose counters are added to the counters of a quiet machine.
+    """Diagnoses a synthetic run whose counters are added to those of an idle machine.
 
     Args:
         folder: Folder for the traces.
@@ -89,7 +89,7 @@ def diagnosed(
         faults: Faults of the run.
         iterations: Number of iterations.
         hosts: Number of machines.
-        header: Further fields of the headers.
+        header: Additional fields of the headers.
     """
     run = SyntheticRun(faults=faults, hosts=hosts, **{**NOISE, "iterations": iterations})
     write_synthetic(folder, run)

@@ -28,18 +28,18 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Diagnoses a synthetic run with layer times; ``slow`` contains factors by layer (``l5``).
+    """Diagnoses a synthetic run with layer times. ``slow`` contains factors by layer (``l5``).
 
     Args:
         folder: Folder for the traces.
         faults: Faults of the run.
-        waited: Fraction of the steps in which ranks waited for a processor.
-        layers: Number of layers of each rank.
-        tokens: Layers with experts.
-        backward: Factor of the backward of slow layers, with a forward of normal speed; 1 if both
-            are slow.
-        kinds: Kind of each layer in the header of the traces.
-        slow: Factors of the times of layers.
+        waited: Fraction of the step time for which ranks waited for a processor.
+        layers: Number of layers on each rank.
+        tokens: Indices of the layers with experts.
+        backward: Factor of the backward time of slow layers whose forward pass has normal speed, or
+            1 if both passes are slow.
+        kinds: Kind of each layer, as in the header of the traces.
+        slow: Factor of the times of each layer.
     """
     write_synthetic(
         folder, SyntheticRun(faults=faults, layers=layers, **{**NOISE, "iterations": 16})
@@ -75,7 +75,7 @@ def test_a_slow_layer_is_named_and_not_its_rank(tmp_path: Path) -> None:
 
 def test_a_layer_is_compared_with_layers_of_its_kind(tmp_path: Path) -> None:
     kinds = tuple(1 if index in (5, 10) else 0 for index in range(4 * LAYERS))
-    # Layer 5 is of a kind that does more work; layer 6 is slower than layers of its kind.
+    # Layer 5 is of a kind that does more work. Layer 6 is slower than other layers of its kind.
     findings = diagnosed(tmp_path, kinds=kinds, l5=6.0, l10=6.0, l6=3.0)
     assert [finding.counts["layer"] for finding in findings if finding.cause == "slow layer"] == [6]
 

@@ -1,4 +1,4 @@
-"""Checks that no other partition is faster than the proposed one."""
+"""Checks that no other partition is faster than the proposed partition."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tests that in a slow tensor-parallel group, the rank that causes the slowness is named."""
+"""Checks that in a slow tensor-parallel group, the rank that causes the slowdown is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOW = (2, 3)
 
 
 def measured(folder: Path, counters: dict[int, dict[str, int]] | None = None) -> Measured:
-    """Returns the times of a run whose pairs of ranks are tensor-parallel groups."""
+    """Returns the times of a run whose pairs of ranks form tensor-parallel groups."""
     faults = tuple(Fault(kind="slow-rank", rank=rank, factor=1.4) for rank in SLOW)
     run = SyntheticRun(faults=faults, replicas=2, **{**NOISE, "iterations": 16})
     write_synthetic(folder, run)

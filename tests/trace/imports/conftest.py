@@ -1,4 +1,4 @@
-"""Provides a synthetic job in the published table format: 1F1B, replicas, gradients, optimizer."""
+"""Provides a synthetic 1F1B job in the published table format, with replicas and an optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,16 +29,18 @@ def job(
     transfer: Callable[[str, int, int, int], float] = lambda way, replica, stage, m: TRANSFER_S,
     extra: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """Simulates the job; messages are sent immediately, and a rank receives when it is idle.
+    """Simulates the job. Messages are sent immediately, and a rank receives when it is idle.
 
     Args:
         replicas: Number of data-parallel replicas.
-        stages: Number of stages, with one rank each; rank = stage * replicas + replica.
-        microbatches: Number of microbatches of each replica.
+        stages: Number of stages, with one rank each. The rank is stage * replicas + replica.
+        microbatches: Number of microbatches per replica.
         steps: Numbers of the steps.
-        takes: Factor of forward and backward, by step, replica, stage and microbatch.
-        transfer: Seconds of a message by direction, replica, receiving stage and microbatch.
-        extra: Kind and duration of additional operations of rank 0 in each step.
+        takes: Function that returns the factor of the forward and backward times, by step, replica,
+            stage and microbatch.
+        transfer: Function that returns the time of a message in seconds, by direction, replica,
+            receiving stage and microbatch.
+        extra: Kind and duration of additional operations on rank 0 in each step.
     """
     names = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
     names += ("mc", "mb_id", "gmc")
@@ -83,7 +85,7 @@ def job(
                             if made is None:
                                 break
                             length = transfer(way, replica, stage, m)
-                            posted = min(begin, made)  # it waits only for the sender
+                            posted = min(begin, made)  # the receiver waits only for the sender
                             add(source, f"{way}-send", made, made + length)
                             add(stage, f"{way}-recv", posted, made + length)
                             begin = max(begin, made + length)

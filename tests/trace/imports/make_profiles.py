@@ -1,9 +1,10 @@
-"""Creates the profiles in this folder by real runs of torch.profiler over gloo.
+"""Creates the profiles in this folder by running torch.profiler over gloo.
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_profiles.py FOLDER
 
-Each run has two processes. ``plain`` is a loop with its own named ranges, like Megatron-LM's;
-``pipelining`` is interleaved 1F1B of torch.distributed.pipelining, as torchtitan runs it.
+Each run has two processes. ``plain`` is a loop with its own named ranges, like Megatron-LM's.
+``pipelining`` is the interleaved 1F1B schedule of torch.distributed.pipelining, as torchtitan runs
+it.
 """
 
 import os
@@ -19,7 +20,7 @@ MICROBATCHES, STEPS, WIDTH = 4, 3, 16
 
 
 def plain(rank: int, net: torch.nn.Module) -> None:
-    """Runs all forwards, then all backwards."""
+    """Runs all forward passes, then all backward passes."""
     kept = []
     for _ in range(MICROBATCHES):
         x = torch.randn(4, WIDTH)

@@ -1,13 +1,14 @@
 # ruff: noqa: E402
-"""Creates the spans in this folder: megatron-core's 1F1B over gloo with OpenTelemetry.
+"""Creates the spans in this folder by running megatron-core's 1F1B over gloo with OpenTelemetry.
 
     torchrun --nproc-per-node 2 tests/trace/imports/make_spans.py FOLDER
 
-Names, attributes and nesting follow Megatron-LM's documentation of its telemetry: microbatches, the
-four plain messages (not around a combined send and receive), gradients, optimizer and steps. There
-is an evaluation between two steps. ``FOLDER/console`` contains a log of the console exporter for
-each rank. ``FOLDER/otlp/spans.jsonl`` contains both ranks, in the OTLP format of a collector's file
-exporter. Needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-common.
+Names, attributes and nesting follow Megatron-LM's documentation of its telemetry. There are spans
+for microbatches, the four plain messages (but not combined sends and receives), gradients, the
+optimizer and steps. An evaluation runs between two steps. ``FOLDER/console`` contains a log of the
+console exporter for each rank. ``FOLDER/otlp/spans.jsonl`` contains both ranks, in the OTLP format
+of a collector's file exporter. Requires opentelemetry-sdk and
+opentelemetry-exporter-otlp-proto-common.
 """
 
 import base64
@@ -20,7 +21,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # before megatron-core is imported
+accelerator.install()  # must come before importing megatron-core
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ MICROBATCHES, STEPS, WIDTH, STAGES = 4, 3, 16, 2
 
 
 class Chunk(torch.nn.Module):
-    """A linear layer with the interface of a megatron-core model chunk."""
+    """Linear layer with the interface of a megatron-core model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -62,7 +63,7 @@ def forward(inputs: Any, chunk: Chunk) -> tuple[torch.Tensor, Any]:
 
 
 def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "") -> Any:
-    """Wraps a function in a span, with the microbatch if ``key`` is given."""
+    """Wraps a function in a span, which contains the microbatch if ``key`` is given."""
 
     def run(*arguments: Any, **more: Any) -> Any:
         with tracer.start_as_current_span(f"megatron.{name}") as span:
@@ -74,7 +75,7 @@ def spanned(tracer: Any, name: str, function: Callable[..., Any], key: str = "")
 
 
 def main(folder: Path) -> None:
-    """Trains and writes the spans."""
+    """Trains, and writes the spans."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / "console").mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def main(folder: Path) -> None:
     log.close()
     batches = [None] * STAGES
     encoded = MessageToDict(encode_spans(kept.get_finished_spans()))
-    for group in encoded["resourceSpans"]:  # OTLP's JSON has span ids in hexadecimal
+    for group in encoded["resourceSpans"]:  # OTLP's JSON has hexadecimal span IDs
         for span in (s for scope in group["scopeSpans"] for s in scope["spans"]):
             for key in ("traceId", "spanId", "parentSpanId"):
                 if key in span:

@@ -1,4 +1,4 @@
-"""Runs a plain data-parallel loop over gloo; its traces go to the folder in the argument."""
+"""Runs a plain data-parallel loop over gloo, and writes its traces to a folder (first argument)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, SLOW_S = 6, 0.02
 
 
 class Net(torch.nn.Module):
-    """Two layers; the second rank takes longer in its forward."""
+    """Model with two layers, whose forward pass takes longer on the second rank."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests that import files of torch.profiler; ``make_profiles`` created those in ``profiles``."""
+"""Tests importing files of torch.profiler. ``make_profiles`` created the files in ``profiles``."""
 
 import gzip
 import json
@@ -130,7 +130,7 @@ def range_of(name: str, start_us: float, length_us: float, category: str, **more
 
 
 def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
-    """Checks two replicas of two stages, in JSON without spaces, as other programs rewrite it."""
+    """Checks two replicas of two stages, in JSON without spaces, as other programs write it."""
     for rank in range(4):
         stage = rank // 2
         peers = [2 * stage, 2 * stage + 1]
@@ -141,7 +141,7 @@ def test_kernels_of_nccl_and_ranges_on_the_device_count(tmp_path: Path) -> None:
         device = "gpu_user_annotation"
         events = [
             range_of("ProfilerStep#5", 0, 100, device),
-            range_of("forward_step", 0, 1, "user_annotation"),  # the host only launches
+            range_of("forward_step", 0, 1, "user_annotation"),  # the host only launches work
             range_of("forward_step", 10 + 20 * stage, 10, device),
             range_of("backward_step", 60 - 20 * stage, 20 - 5 * stage, device),
             range_of(
@@ -191,7 +191,7 @@ def test_spans_of_megatron_lm_become_a_run(form: str) -> None:
     assert run.complete_iterations() == (1, 2, 3)
     assert not run.notes()
     tables = {rank: trace.table([2]) for rank, trace in run.ranks.items()}
-    for table in tables.values():  # without the following evaluation
+    for table in tables.values():  # the following evaluation is not included
         for kind, count in (("F", 4), ("B", 4), ("optimizer", 1), ("collective", 1)):
             assert table.where(kind).sum() == count
     assert len(match_messages(tables)) == 2 * MICROBATCHES
@@ -232,7 +232,7 @@ def test_spans_that_lack_something_are_said_or_refused(tmp_path: Path) -> None:
     assert any("no trace of ranks 1" in note for note in cut.notes())
 
 
-# Names of files, formats and single events that other programs write
+# The following tests use names of files, formats and single events that other programs write.
 
 
 def _loop(shift_us: float = 0, names: tuple[str, str] = ("forward_step", "backward_step")) -> Any:
@@ -291,7 +291,7 @@ def test_what_a_file_says_of_its_rank_counts_before_its_name(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("info", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}])
 def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: Path) -> None:
-    """Checks files of ``schedule(repeat=2)``, each of which counts its steps from 0."""
+    """Checks files from ``schedule(repeat=2)``, each of which counts its steps from 0."""
     _write(tmp_path / "h_1.1718000009999.pt.trace.json", _loop(9e6), **info)
     _write(tmp_path / "h_1.1718000000000.pt.trace.json", _loop(), **info)
     run = read_profiles(tmp_path)
@@ -372,5 +372,5 @@ def test_a_refusal_lists_the_ranges(tmp_path: Path) -> None:
 )
 def test_an_impossible_head_is_named(head: dict[str, Any], tmp_path: Path) -> None:
     _write(tmp_path / "rank0.json", _loop(), **head)
-    with pytest.raises(TraceError, match="rank0.json: its rank and job cannot be read"):
+    with pytest.raises(TraceError, match="rank0.json: rank and job cannot be read"):
         read_profiles(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests that convert tables of operations to runs, which all readers of traces accept."""
+"""Tests converting tables of operations to runs that all readers of traces accept."""
 
 import csv
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def test_a_table_becomes_a_run_and_its_files_say_the_same(make_job: Job, tmp_pat
     assert run.complete_iterations(1) == (5, 6)
     write_run(run, tmp_path / "traces")
     again = read_run(tmp_path / "traces")
-    assert not again.notes()  # steps that all begin at 0 are placed one after the other
+    assert not again.notes()  # steps that all begin at 0 are placed one after another
     for rank, trace in run.ranks.items():
         for span, expected in zip(
             trace.table().spans(), again.ranks[rank].table().spans(), strict=True
@@ -87,7 +87,7 @@ def test_chunks_and_unnumbered_microbatches() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"duration": None, "seq_id": None}, "lacks the columns duration, seq_id"),
+        ({"duration": None, "seq_id": None}, "does not have the columns duration, seq_id"),
         ({"duration": -1.0}, "duration that are missing or negative"),
         ({"step": -1}, "step that are missing or negative"),
         ({"rank": -2}, "rank that are missing or negative"),

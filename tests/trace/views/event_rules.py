@@ -1,6 +1,6 @@
 """Checks a file in the trace event format by the rules of a strict reader.
 
-Times are compared in whole nanoseconds, truncated like trace processors do.
+Times are compared in whole nanoseconds, truncated as in trace processors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ METADATA = {
 
 
 def nanoseconds(microseconds: float) -> int:
-    """Returns a time of an event in whole nanoseconds."""
+    """Converts an event's time to whole nanoseconds."""
     return int(microseconds * 1000)
 
 
 def broken_rules(events: list[Event]) -> list[str]:
-    """Returns each rule that the events break, as one line."""
+    """Returns a line for each rule that the events break."""
     broken = [line for event in events for line in _fields(event)]
     slices: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in events:
@@ -75,7 +75,7 @@ def _flows(events: list[Event]) -> list[str]:
     ends: dict[tuple[Any, str, str], list[str]] = defaultdict(list)
     times: dict[tuple[Any, str], int] = {}
     last: dict[tuple[int, int], tuple[int, int]] = {}
-    for event in events:  # the order in the file matters: a slice comes before its flow
+    for event in events:  # the order matters: a slice must precede its flow
         where = (event["pid"], event["tid"])
         if event["ph"] == "X":
             start = nanoseconds(event["ts"])

@@ -24,7 +24,7 @@ Make = Callable[..., RunTrace]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that generates a run and reads it."""
+    """Returns a function that generates and reads a run."""
 
     def write(**shape: Any) -> RunTrace:
         write_synthetic(tmp_path / "traces", SyntheticRun(**shape))
@@ -54,7 +54,9 @@ class Page:
 def decode(block: dict[str, Any]) -> dict[str, Any]:
     data, offset = gzip.decompress(base64.b64decode(block["data"])), 0
     for name, kind, length in block["columns"]:
-        assert offset % np.dtype(kind).itemsize == 0, "arrays of JavaScript begin at multiples"
+        assert offset % np.dtype(kind).itemsize == 0, (
+            "columns must begin at multiples of their element size"
+        )
         block[name] = np.frombuffer(data, kind, length, offset)
         offset += block[name].nbytes
     assert offset == len(data)
@@ -108,7 +110,8 @@ def test_a_steady_step_simulated_anew_is_the_step(
 ) -> None:
     write_page(make(iterations=1, action_sigma=0.0, **shape), tmp_path / "a.html", [1])
     block = Page(tmp_path / "a.html").block(0, 0)
-    # Only some forwards read data; the mean distributes this time over all forwards.
+    # Only some forward passes read data, and the mean distributes this time over all forward
+    # passes.
     assert block["simulated_ms"] == pytest.approx(block["step_ms"], rel=0.02)
     assert len(block["s_start"]) == block["s_offset"][-1] > 0
 
@@ -182,7 +185,7 @@ def test_the_name_of_a_run_is_text(write_run: Callable[..., Path], tmp_path: Pat
     page = Page(tmp_path / "a.html")
     assert page.head["title"] == "Pipeline trace of </script><b>&"
     assert "<title>Trace of &lt;/script&gt;&lt;b&gt;&amp;</title>" in page.text
-    # The page does not load anything from elsewhere.
+    # The page does not load anything from other locations.
     assert "default-src 'none'" in page.text
     assert not re.findall(r"<(?:script|img|link)[^>]*(?:src|href)=\"(?!data:)", page.text)
     assert len(page.text) < 8_000_000

@@ -1,4 +1,4 @@
-"""Tests the page in a real browser: opening, zooming, tooltips and the slider."""
+"""Tests the page in a real browser, including opening, zooming, tooltips and the slider."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def figures(run: RunTrace) -> RunFigures:
 
 @pytest.fixture(scope="module")
 def browser(run: RunTrace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yields a headless Chromium in which the page is open."""
+    """Yields a headless Chromium with the page open."""
     folder = tmp_path_factory.mktemp("profile")
     write_page(run, folder / "page.html", run.iterations)
     with opened_browser(folder / "profile") as driver:
@@ -78,7 +78,7 @@ def came_true(browser: Any, script: str, *arguments: Any) -> bool:
 
 
 def plot_point(page: Any, x: float, y: float) -> tuple[float, float]:
-    """Returns window coordinates of a point in the timeline, given as fractions of its size."""
+    """Returns the window coordinates of a point in the timeline, given as fractions of its size."""
     left, top, width, height = page.execute_script(
         "const l = chart._fullLayout, b = chart.getBoundingClientRect();"
         "return [b.left + l.xaxis._offset, b.top + l.yaxis._offset, l.xaxis._length, "
@@ -94,7 +94,7 @@ def pointer(page: Any) -> Any:
 
 
 def move(page: Any, *places: tuple[float, float], drag: bool = False) -> None:
-    """Moves the pointer to positions of the window, with its button pressed if ``drag``."""
+    """Moves the pointer to positions in the window, with its button pressed if ``drag`` is set."""
     actions = pointer(page)
     for number, (x, y) in enumerate(places):
         actions.pointer_action.move_to_location(int(x), int(y))

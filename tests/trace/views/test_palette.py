@@ -1,4 +1,4 @@
-"""Checks that every chunk has its own shade, kinds keep their colour, and texts are readable."""
+"""Checks that chunks have different shades, kinds keep their colour, and texts are readable."""
 
 import colorsys
 

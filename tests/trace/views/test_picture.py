@@ -1,4 +1,4 @@
-"""Checks that the picture shows forward, backward and idle time where the trace has them."""
+"""Checks that the picture shows forward, backward and idle time as in the trace."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.trace.conftest import step_of
 
 
 def share(path: Path, color: str) -> float:
-    """Returns the share of the picture's pixels that have the colour ``RRGGBB``."""
+    """Returns the fraction of the picture's pixels that have the colour ``RRGGBB``."""
     pixels = np.rint(imread(path)[..., :3] * 255).astype(int)
     channels = [int(color[i : i + 2], 16) for i in (0, 2, 4)]
     return float(np.all(pixels == channels, axis=-1).mean())
@@ -34,8 +34,8 @@ def test_colours_cover_what_the_trace_says(write_run: Callable[..., Path], tmp_p
     forward = share(tmp_path / "chart.png", chunk_color("F", 0, 1))
     backward = share(tmp_path / "chart.png", chunk_color("B", 0, 1))
     idle = share(tmp_path / "chart.png", IDLE)
-    # Each rank: 4 ms forward, 8 ms backward, 3 ms idle; legend and texts change the shares a
-    # little.
+    # Each rank has 4 ms forward, 8 ms backward and 3 ms idle. Legend and texts change the fractions
+    # slightly.
     assert backward / forward == pytest.approx(2, rel=0.15)
     assert idle / forward == pytest.approx(0.75, rel=0.15)
 

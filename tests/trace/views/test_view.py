@@ -1,4 +1,4 @@
-"""Checks that views come from one table, and that users can add views without changing it."""
+"""Tests the lookup of views by name, and views that users define."""
 
 from __future__ import annotations
 

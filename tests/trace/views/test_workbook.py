@@ -1,4 +1,4 @@
-"""Checks the workbook by reading it: cells equal the trace, nothing overlaps, limits hold."""
+"""Checks that cells of the workbook equal the trace, and that Excel's limits are respected."""
 
 import zipfile
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def write(folder: Path, target: Path) -> tuple[PipelineStep, RunFigures]:
 
 
 def save_order(step: PipelineStep, path: Path) -> None:
-    """Writes a workbook that contains only the sheets of the order."""
+    """Writes a workbook that contains only the sheet *order*."""
     book = Workbook()
     del book[book.sheetnames[0]]
     add_order(book, step, "title")
@@ -57,7 +57,7 @@ def save_order(step: PipelineStep, path: Path) -> None:
 
 
 def chart_row(sheet: Worksheet, row: int) -> list[tuple[str | None, str, int, int]]:
-    """Returns text, colour, first and last column of each coloured cell of a row."""
+    """Returns the text, colour, first and last column of each coloured cell in a row."""
     widths = {
         area.min_col: area.max_col for area in sheet.merged_cells.ranges if area.min_row == row
     }
@@ -83,7 +83,7 @@ def test_cells_are_the_trace(
             (f"{s.chunk}-{s.microbatch}", chunk_color(s.action, s.chunk, step.num_chunks))
             for s in row
         ]
-        # Cells follow each other without a gap and all rows end at the same column.
+        # Cells follow each other without a gap, and all rows end at the same column.
         assert [first for _, _, first, _ in cells[1:]] == [last + 1 for *_, last in cells[:-1]]
         assert cells[0][2] == 2
         assert cells[-1][3] == 1 + lay_out(step).num_columns
@@ -95,7 +95,8 @@ def test_widths_and_idle_cells_show_time(draw: Callable[..., tuple[PipelineStep,
     assert book.sheetnames == ["order", "time", "summary", "iterations", "charts"]
     sheet = book["order"]
     shown = [(text, last - first + 1) for text, _, first, last in chart_row(sheet, 4)]
-    # Rank 1 waits for the first forward; a forward has 4 columns, a backward twice as many.
+    # Rank 1 waits for the first forward pass. A forward pass has 4 columns, a backward pass twice
+    # as many.
     assert shown == [(None, 4), ("0-0", 4), ("0-1", 4), ("0-0", 8), ("0-1", 8), (None, 8)]
     assert sheet["B2"].value == "0 ms"
     assert sheet["R2"].value == "4 ms"
@@ -121,7 +122,7 @@ def test_missing_ranks_are_said(write_run: Callable[..., Path], tmp_path: Path) 
 
 
 def check_file(path: Path) -> None:
-    """Checks for reasons why Excel would repair a file: overlaps, and columns beyond the last."""
+    """Checks that Excel does not have to repair a file because of overlaps or too many columns."""
     space = {"x": "http://schemas.openxmlformats.org/spreadsheetml/2006/main"}
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -272,7 +273,7 @@ def test_summary_and_iterations_are_the_figures(
         assert line["actions"] == 16
         assert line["step ms"] == pytest.approx(step.step_ns / 1e6)
         names = [f"{part} ms" for part in PARTS.values()]
-        # The run's waits overlap with its actions by some nanoseconds.
+        # The run's waits overlap with its actions by a few nanoseconds.
         assert sum(line[name] for name in names) == pytest.approx(line["step ms"], abs=1e-3)
         assert line["busy ms"] == pytest.approx(parts[2, rank, 0])
         assert line["bubble fraction"] == pytest.approx(1 - line["busy ms"] / line["step ms"])

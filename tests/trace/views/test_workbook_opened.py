@@ -1,6 +1,6 @@
-"""Checks the workbook in LibreOffice: nothing is repaired or lost, and cells equal the trace.
+"""Checks that LibreOffice opens the workbook without repairs, and that cells equal the trace.
 
-LibreOffice loads the workbook and saves it; the new file must have the same content.
+LibreOffice loads the workbook and saves it. The new file must have the same content.
 """
 
 import shutil
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 def opened(
     write_run: Callable[..., Path], tmp_path: Path
 ) -> tuple[PipelineStep, RunFigures, Workbook, Workbook]:
-    """Returns the drawn step, the written workbook, and the workbook that LibreOffice saved."""
+    """Returns the drawn step, the written workbook, and the workbook saved by LibreOffice."""
     run = read_run(write_run(3, 2, 6))
     step, figures = pipeline_step(run), run_figures(run)
     path = tmp_path / "chart.xlsx"
@@ -57,7 +57,7 @@ def opened(
 
 
 def values_of(sheet: Worksheet) -> dict[str, object]:
-    """Returns the values of the sheet's cells, by cell name."""
+    """Returns the values of a sheet's cells by cell name."""
     return {cell.coordinate: cell.value for row in sheet for cell in row if cell.value is not None}
 
 
@@ -92,7 +92,7 @@ def test_it_opens_and_nothing_is_lost(
             for s, b in zip(shown, bins, strict=True)
         ]
 
-    # The tables equal it as well.
+    # The tables equal the trace too.
     heads = [cell.value for cell in saved["summary"][2]]
     for rank in range(3):
         line = dict(zip(heads, (cell.value for cell in saved["summary"][3 + rank]), strict=True))

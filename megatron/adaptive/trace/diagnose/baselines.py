@@ -1,8 +1,8 @@
 """Compares each rank's computing time with other ranks, with the plan and with earlier times.
 
-The plan is each stage's expected work, from the header of the trace. A single statistical model
-combines all evidence. A rank's computing time in an iteration is divided by the planned work. The
-logarithm of this ratio is modelled as the sum of
+The plan is each stage's expected work, which the header of the trace contains. A single statistical
+model combines all evidence. A rank's computing time in an iteration is divided by the planned work.
+The logarithm of this ratio is modelled as the sum of
 
     a mean over all ranks  +  a deviation of the rank     (machines differ: ALIKE)
                            +  a deviation of its stage    (the plan may be wrong; shared by peers)
@@ -10,10 +10,10 @@ logarithm of this ratio is modelled as the sum of
                                                           (long microbatches; shared by stages)
                            +  noise                       (estimated from the run)
 
-A slow rank appears as a shift: its ratio is higher in all or some iterations. Generalized least
-squares gives the size of the shift and its standard error. The method weights the evidence from
-peers, from other stages and from the rank's other iterations by its certainty. Missing evidence (no
-peers, no plan or no earlier times) gets no weight.
+A slow rank appears as a shift, which means that its ratio is higher in all or some iterations.
+Generalized least squares gives the size of the shift and its standard error. The method weights the
+evidence from peers, from other stages and from the rank's other iterations by its certainty.
+Missing evidence (no peers, no plan or no earlier times) has no weight.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ALIKE = 0.015
 """Assumed relative standard deviation of the speeds of equal machines (prior)."""
 
 SEEN_BEFORE = 16
-"""Weight of the prior :data:`ALIKE`, as a number of observed ranks."""
+"""Weight of the prior :data:`ALIKE`, expressed as a number of observed ranks."""
 
 UNSURE_OF_PLAN = 0.25
 """Relative uncertainty of the planned work for embedding and loss."""
 
 UNKNOWN = 10.0
-"""Standard deviation of unknown values; it is so large that these values get no weight."""
+"""Standard deviation of unknown values, which is so large that these values have no weight."""
 
 LEAST_NOISE = 0.004
-"""Minimum relative standard deviation of a rank's time over iterations to assume."""
+"""Minimum relative standard deviation that is assumed for a rank's time over iterations."""
 
 OF_TIME = 0.1
 """Minimum fraction of the computing time that a kind of action (F, B, W) must take to be used."""
 
 MOST_INTERVALS = 20_000_000
-"""Maximum number of intervals of iterations in which shifts are searched, over all ranks.
+"""Maximum number of intervals of iterations that are searched for shifts, over all ranks.
 
-If there are more, only intervals that last to the end of the run are tried.
+If there are more, only intervals that last to the end of the run are searched.
 """
 
 INTERVALS_AT_ONCE = 500_000
@@ -65,16 +65,16 @@ INTERVALS_AT_ONCE = 500_000
 
 @dataclass(frozen=True)
 class Shift:
-    """Describes by how much a rank is slower or faster than expected in consecutive iterations.
+    """Describes how much slower or faster a rank is than expected in consecutive iterations.
 
     Attributes:
-        column: Index of the rank along the ranks' axis of :class:`Measured`.
+        column: Index of the rank on the rank axis of :class:`Measured`.
         first: Index of the first affected iteration.
         end: Index of the last affected iteration, plus one.
         size: Logarithm of the ratio of the rank's time to the expected time.
         error: Standard error of ``size``.
-        doubt: Significance threshold for ``(size / error) ** 2``: the value that noise alone may
-            reach with the number of intervals that were tried.
+        doubt: Significance threshold for ``(size / error) ** 2``, which is the value that noise
+            alone may reach with the number of intervals that were searched.
     """
 
     column: int
@@ -86,18 +86,18 @@ class Shift:
 
     @property
     def excess(self) -> float:
-        """Evidence beyond the threshold ``doubt``; above 0 if the shift is significant."""
+        """Evidence beyond the threshold ``doubt``. It is positive if the shift is significant."""
         return (self.size / self.error) ** 2 - self.doubt
 
 
 @dataclass(eq=False)
 class RankBaselines:
-    """Holds the statistical model of the ranks' computing times, in which shifts are searched.
+    """Holds the statistical model of the ranks' computing times, which is searched for shifts.
 
     Attributes:
         series: ``[iterations, ranks]``, logarithm of the rank's time divided by its planned work.
-        by_kind: ``[iterations, ranks, 3]``, like ``series``, but for only the forward passes, the
-            backward passes and the separate weight-gradient passes; NaN for kinds that take little
+        by_kind: ``[iterations, ranks, 3]``, like ``series``, but separately for forward passes,
+            backward passes and separate weight-gradient passes. NaN for kinds that take little
             time.
         lasting: Covariance of the deviations that are constant over the run.
         passing: Covariance of the deviations that vary between iterations.
@@ -115,7 +115,7 @@ class RankBaselines:
         self.doubt(np.zeros(self.series.shape[1]))
 
     def doubt(self, variances: Floats) -> None:
-        """Makes the lasting deviations of ranks more uncertain.
+        """Increases the uncertainty of the ranks' lasting deviations.
 
         Args:
             variances: ``[ranks]``, variance to add to the variance of each rank's own deviation.
@@ -124,7 +124,7 @@ class RankBaselines:
         self._level = self.lasting.plus(self.passing, 1 / len(self.series)).inverse()
 
     def distrust(self, column: int) -> None:
-        """Stops comparing other ranks with this rank, by making the rank's deviation uncertain."""
+        """Stops comparing other ranks with this rank by making its deviation uncertain."""
         self.doubt(np.eye(1, self.series.shape[1], column)[0])
 
     def remove(self, shift: Shift) -> None:
@@ -132,12 +132,12 @@ class RankBaselines:
         self.series[shift.first : shift.end, shift.column] -= shift.size
 
     def errors(self) -> tuple[Floats, Floats]:
-        """Returns each rank's shift over all iterations, and its standard error: ``[ranks]``."""
+        """Returns each rank's shift over all iterations, and its standard error, ``[ranks]``."""
         precision = self._level.diagonal
         return self._level @ self.series.mean(axis=0) / precision, 1 / np.sqrt(precision)
 
     def kinds(self, shift: Shift) -> dict[str, float]:
-        """Returns the shift's size in each kind of action (F, B, W) that takes enough time."""
+        """Returns the size of a shift in each kind of action (F, B, W) that takes enough time."""
         sizes = {}
         for number, kind in enumerate("FBW"):
             series = self.by_kind[:, :, number]
@@ -155,7 +155,7 @@ class RankBaselines:
         return float(score / precision[0, 0])
 
     def _information(self, inside: Ints, columns: slice) -> Floats:
-        """Returns the precision (1 / variance) of shifts' sizes, ``[intervals, columns]``.
+        """Returns the precision (1 / variance) of the shifts' sizes, ``[intervals, columns]``.
 
         Args:
             inside: ``[intervals]``, number of iterations of each shift.
@@ -167,19 +167,19 @@ class RankBaselines:
         return precision
 
     def scan(self, least: float, sure: float) -> list[Shift]:
-        """Returns the most likely shift of each rank, whether it is significant or not.
+        """Returns the most likely shift of each rank, whether or not it is significant.
 
         Args:
             least: Minimum size of a shift, as a logarithm.
-            sure: Minimum size of a significant shift in standard errors, if the shift lasts for all
-                iterations and there are few ranks. The threshold rises with the numbers of ranks
-                and intervals, because noise then causes more false findings.
+            sure: Minimum size of a significant shift in standard errors, for a shift that lasts for
+                all iterations and few ranks. The threshold rises with the numbers of ranks and
+                intervals, because noise then causes more false findings.
         """
         count, ranks = self.series.shape
         mean = self.series.mean(axis=0)
         level, each = self._level @ mean, (self._each @ (self.series - mean).T).T
         first, end = intervals(count, ended=count * count * ranks <= 2 * MOST_INTERVALS)
-        # Add the interval of all iterations at index 0, because intervals() leaves it out.
+        # Add the interval with all iterations at index 0, because intervals() does not include it.
         first = np.append(0, first)
         end = np.append(count, end)
         inside = end - first
@@ -220,7 +220,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
     medians = tame_mean(logs)
     share = np.nansum(middle(m.median_ns, axis=0), axis=(0, 1))
     share = np.where(share >= OF_TIME * share.sum(), share, 0.0)
-    # A rank's chunks are averaged; a chunk with more uncertain planned work gets less weight.
+    # The chunks of a rank are averaged. Chunks with less certain planned work have less weight.
     weights = 1 / (unsure**2 + ALIKE**2)
     weights /= weights.sum(axis=1, keepdims=True)
     by_kind = _weighted(medians, weights[None, :, :, None], axis=2)
@@ -245,7 +245,7 @@ def rank_baselines(m: Measured) -> RankBaselines:
 
 
 def _plan(m: Measured) -> tuple[Floats, Floats]:
-    """Returns the planned work's logarithm and its uncertainty, both ``[ranks, chunks]``."""
+    """Returns the logarithm of the planned work and its uncertainty, both ``[ranks, chunks]``."""
     planned = np.zeros((len(m.headers), m.num_chunks))
     unsure = np.full(planned.shape, UNKNOWN)
     for column, stages in enumerate(m.stages):
@@ -261,16 +261,16 @@ def _plan(m: Measured) -> tuple[Floats, Floats]:
 
 
 def _level_microbatches(m: Measured, logs: Floats) -> None:
-    """Subtracts from each action the extra time that its microbatch takes on all stages.
+    """Subtracts from each action the additional time that its microbatch takes on all stages.
 
-    Otherwise long microbatches would look like slow stages.
+    Otherwise, long microbatches would look like slow stages.
 
     Only the difference from the iteration's mean is subtracted, because the model already has a
     term for the mean (the replica's deviation).
 
     Args:
         m: Measured times of the run.
-        logs: Logarithms of the durations of all actions; changed in place.
+        logs: Logarithms of the durations of all actions; modified in place.
     """
     usual = middle(logs, axis=(0, 4))
     for pipeline in m.replicas.values():
@@ -279,8 +279,8 @@ def _level_microbatches(m: Measured, logs: Floats) -> None:
         entries = max(1, int(np.isfinite(usual[pipeline]).sum()))
         alone = 1.57 * float(middle(spread(rest, axis=-1))) ** 2 / entries
         variance = float(spread(common.ravel())) ** 2
-        # Noise alone also causes a common part. So the weight is the fraction of the common part's
-        # variance that noise does not explain.
+        # Noise alone also causes a common part. The weight is therefore the fraction of the common
+        # part's variance that noise does not explain.
         weight = max(0.0, 1 - alone / variance) if variance > 0 else 0.0
         is_measured = np.isfinite(common)
         mean = np.nansum(common, axis=1) / np.maximum(1, is_measured.sum(axis=1))
@@ -318,7 +318,7 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Returns the noise of a rank's time per iteration that the noise of its actions causes.
+    """Returns the noise in a rank's time per iteration that comes from the noise of its actions.
 
     Returns:
         ``[ranks]``, standard deviation. The mean of n actions has their noise divided by sqrt(n).
@@ -338,7 +338,7 @@ def _index_of_group(m: Measured, groups: dict[tuple[int, ...], list[int]]) -> In
 
 
 def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
-    """Returns the weighted mean of the finite values along an axis; NaN if no value is finite."""
+    """Returns the weighted mean of the finite values along an axis, or NaN if there are none."""
     used = np.isfinite(values) * weights
     sums = (np.nan_to_num(values) * used).sum(axis=axis)
     total = used.sum(axis=axis)
@@ -347,9 +347,9 @@ def _weighted(values: Floats, weights: Floats, axis: int) -> Floats:
 
 
 def _filled(series: Floats) -> Floats:
-    """Replaces missing values by the rank's median, and clips outliers of single iterations.
+    """Replaces missing values with the rank's median, and clips outliers in single iterations.
 
-    An outlier is clipped at a distance from the median of the five iterations around it. A rank
+    An outlier is clipped at a distance from the median of the five surrounding iterations. A rank
     without any value gets the median of all ranks.
     """
     usual = middle(series, axis=0)

@@ -1,9 +1,9 @@
-"""Defines the interface of causes of slow steps: how to find, describe, remove and remedy them.
+"""Defines the interface for causes of slow steps: how to find, describe, remove and remedy them.
 
-A cause is a subclass of :class:`Cause`. The modules of the folder ``causes`` contain the causes of
-this package, which need no registration. Your own cause can be in any module: pass it as ``trace
-diagnose --cause package.module:Class``. A package can also publish its causes as entry points of
-the group ``megatron_adaptive.causes``; pass the name of such an entry point to ``--cause``.
+A cause is a subclass of :class:`Cause`. The modules in the folder ``causes`` contain the causes of
+this package, which need no registration. A user's own cause may be in any module, and is passed as
+``trace diagnose --cause package.module:Class``. A package can also publish its causes as entry
+points of the group ``megatron_adaptive.causes``. Their names can be passed to ``--cause``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.adaptive.trace.whatif.operations import WEIGHT, Operations
 Floats64 = npt.NDArray[np.float64]
 
 ENTRY_POINTS = "megatron_adaptive.causes"
-"""Name of the group of entry points by which installed packages provide causes."""
+"""Name of the group of entry points through which installed packages provide causes."""
 
 WORTH_MOVING = 0.03
 """Minimum fraction of the slowest rank's time that another partition must save to be suggested."""
@@ -39,7 +39,7 @@ class Remedy:
 
     Attributes:
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+        partition: Best number of layers per stage for the measured speeds; empty if unknown or not
             better than the current partition.
     """
 
@@ -52,15 +52,15 @@ class Evidence:
     """Contains the measured times that causes examine.
 
     Attributes:
-        measured: Measured times of the run as arrays; ``measured.finding`` makes a finding.
-        times: Time of a layer on each stage; ``None`` if unknown.
+        measured: Measured times of the run as arrays. Use ``measured.finding`` to create a finding.
+        times: Time of a layer on each stage, or ``None`` if unknown.
     """
 
     measured: Measured
     times: StageCosts | None
 
     def move_layers(self, finding: Finding) -> Remedy:
-        """Returns the advice to move layers between stages; empty if that would save too little."""
+        """Returns advice to move layers between stages; empty if that would save too little."""
         m, times = self.measured, self.times
         if times is None:
             advice = f"assign fewer layers to stage {finding.stages[0]} (--partition)"
@@ -82,14 +82,14 @@ class Evidence:
 class RecordedSteps:
     """Contains the operations of recorded steps, to simulate them without the cause of a finding.
 
-    The simulation has one worker per tensor-parallel group, which represents all ranks of the
-    group. So a finding on any rank of the group is applied to that worker.
+    The simulation has one worker per tensor-parallel group, which represents all ranks in the
+    group. A finding about any rank in the group is therefore applied to that worker.
 
     Attributes:
         evidence: Measured times of the run.
         finding: Finding whose cause is removed.
         operations: Operations of the recorded steps.
-        duration_s: Duration of each operation in seconds; a copy that may be changed.
+        duration_s: Duration of each operation in seconds. This is a copy that may be modified.
     """
 
     evidence: Evidence
@@ -99,12 +99,12 @@ class RecordedSteps:
 
     @property
     def delay_s(self) -> float:
-        """Delay of the finding in seconds; 0 if it has none."""
+        """Delay of the finding in seconds, or 0 if there is none."""
         return (self.finding.delay_ms or 0.0) / 1e3
 
     @cached_property
     def workers(self) -> list[int]:
-        """Worker that represents each affected rank; -1 if the rank is not simulated."""
+        """Worker that represents each affected rank, or -1 if the rank is not simulated."""
         m = self.evidence.measured
         simulated = self._simulated
         worker_of = {(header.pp_rank, header.dp_rank): n for n, header in enumerate(simulated)}
@@ -128,7 +128,7 @@ class RecordedSteps:
     def with_partition(self, partition: tuple[int, ...]) -> Floats64:
         """Returns the durations in seconds with another partition.
 
-        They are unchanged if ``partition`` is empty or the time of a layer is unknown.
+        The durations are not changed if ``partition`` is empty or the time of a layer is unknown.
         """
         m, times = self.evidence.measured, self.evidence.times
         if times is not None and partition:
@@ -143,13 +143,14 @@ class RecordedSteps:
 
 
 class Cause:
-    """Finds one cause of slow steps. A subclass must at least set ``name`` and define :meth:`find`.
+    """Finds one cause of slow steps. Subclasses must at least set ``name`` and define :meth:`find`.
 
     Attributes:
         name: Name of the cause in the diagnosis.
-        order: Position in the search, ascending. Findings of equal cost are listed in this order.
-        is_rare: Whether the cause affects few steps. If so, the cost of a finding is the mean over
-            all simulated steps.
+        order: Position in the search, in ascending order. Findings with equal costs are listed in
+            this order.
+        is_rare: Whether the cause affects only a few steps. If so, the cost of a finding is the
+            mean over all simulated steps.
     """
 
     name: ClassVar[str]
@@ -163,12 +164,13 @@ class Cause:
 
         Args:
             evidence: Measured times of the run.
-            earlier: Findings of the causes that were searched before this cause, in that order.
+            earlier: Findings of the causes that were searched before this cause, in the order of
+                the search.
         """
         raise NotImplementedError
 
     def describe(self, finding: Finding) -> str:
-        """Returns the middle of a finding's headline: the affected rank and the effect."""
+        """Returns the middle of a finding's headline, with the affected rank and the effect."""
         if finding.factor is not None:
             return f"{finding.culprit} takes {finding.factor:.2f} times as long"
         return f"{finding.culprit} takes {finding.delay_ms or 0:.3g} ms more"

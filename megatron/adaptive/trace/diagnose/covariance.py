@@ -1,13 +1,15 @@
-"""Defines covariances between ranks, and their inverses, without a matrix of all pairs of ranks.
+"""Defines covariances between ranks and their inverses, without a matrix of all pairs of ranks.
 
-Each rank has its own deviation. A group of ranks, such as a replica, may also share a deviation::
+Each rank has its own deviation. The ranks of a group, such as a replica, may also share a
+deviation::
 
     covariance = diagonal of the own variances + sum over kinds of group of (u u' within a group)
 
-So memory and time grow linearly with the number of ranks. The inverse is computed in two steps. The
-kind with the most groups is inverted group by group (Sherman-Morrison formula), because its groups
-have no rank in common. All groups of other kinds are added as one low-rank update (Woodbury
-identity). If 10,000 ranks are 100 replicas of 100 stages, the matrix of the update is 101 x 101.
+Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
+steps. The kind with the most groups is inverted group by group (Sherman-Morrison formula), because
+its groups have no rank in common. All groups of other kinds are added in one low-rank update
+(Woodbury identity). For 10,000 ranks in 100 replicas with 100 stages each, the matrix of the update
+is 101 x 101.
 
 Source: W. W. Hager, "Updating the inverse of a matrix", SIAM Review 31 (2), 1989.
 """
@@ -24,7 +26,7 @@ from megatron.adaptive.trace.span_columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """Describes deviations shared by the ranks of a group; the groups of a kind are disjoint.
+    """Describes deviations that the ranks of a group share. Groups of a kind are disjoint.
 
     Attributes:
         group: ``[ranks]``, index of each rank's group, from 0 without gaps.
@@ -37,11 +39,11 @@ class Shared:
 
 @dataclass(frozen=True, eq=False)
 class Covariance:
-    """Describes the covariance of the deviations of ranks.
+    """Describes the covariance of the ranks' deviations.
 
     Attributes:
-        variances: ``[ranks]``, variance of each rank's own deviation, above 0.
-        shared: Deviations that groups of ranks share, one entry per kind of group.
+        variances: ``[ranks]``, variance of each rank's own deviation, which must be positive.
+        shared: Deviations shared by groups of ranks, with one entry per kind of group.
     """
 
     variances: Floats
@@ -53,7 +55,7 @@ class Covariance:
         return Covariance(self.variances + factor * other.variances, (*self.shared, *scaled))
 
     def with_own(self, added: Floats) -> Covariance:
-        """Returns a covariance with larger variances of the ranks' own deviations."""
+        """Returns a covariance with increased variances of the ranks' own deviations."""
         return replace(self, variances=self.variances + added)
 
     def inverse(self) -> InverseCovariance:
@@ -99,19 +101,19 @@ class InverseCovariance:
         return np.asarray(product if values.ndim > 1 else product[:, 0])
 
     def column(self, index: int) -> Floats:
-        """Returns a column of the inverse, which is also its row: ``[ranks]``."""
+        """Returns a column of the inverse (equal to the row of this index), ``[ranks]``."""
         unit = np.zeros(len(self._variances))
         unit[index] = 1.0
         return self @ unit
 
     def _within_groups(self, values: Floats) -> Floats:
-        """Returns the product of ``values`` and the inverse for the first kind of group alone."""
+        """Returns the product of ``values`` and the inverse for only the first kind of group."""
         scaled = values / self._variances[:, None]
         sums = self._sums(scaled * self._size[:, None]) * self._shrink[:, None]
         result: Floats = scaled - (self._size / self._variances)[:, None] * sums[self._group]
         return result
 
     def _sums(self, values: Floats) -> Floats:
-        """Adds up ``values``, ``[ranks, n]``, over the ranks of each group: ``[groups, n]``."""
+        """Returns the sums of ``values``, ``[ranks, n]``, over each group, as ``[groups, n]``."""
         sums: Floats = np.add.reduceat(values[self._order], self._begins, axis=0)
         return sums

@@ -1,7 +1,7 @@
 """Searches a trace for all causes of slow steps, and adds cost and remedies to each finding.
 
-The cost of a finding is the time that the recorded steps would save without its cause, as simulated
-with ``whatif``.
+The cost of a finding is the time that the recorded steps would save without its cause, according to
+a simulation with ``whatif``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron.adaptive.trace.whatif.operations import (
 from megatron.adaptive.trace.whatif.replay import RuleReplay
 
 SIMULATED = 32
-"""Maximum number of iterations that are simulated for the cost of a finding."""
+"""Maximum number of iterations that are simulated to compute the cost of a finding."""
 
 SIMULATED_SPANS = 300_000
 """Maximum total number of spans in these iterations."""
 
 MOST_RECORDED = 4
-"""Maximum number of sets of simulated iterations that are in memory at the same time."""
+"""Maximum number of sets of simulated iterations that are kept in memory."""
 
 MOST_FINDINGS = 20
-"""Maximum number of findings of a cause; the cost of each takes a simulation."""
+"""Maximum number of findings of a cause, because each cost requires a simulation."""
 
 
 def diagnose(
@@ -43,13 +43,14 @@ def diagnose(
 ) -> Diagnosis:
     """Finds causes of slow steps, with the affected ranks and remedies.
 
-    A finding must be statistically significant and large enough to matter; noise is not reported.
+    A finding must be statistically significant and large enough to matter, so noise is not
+    reported.
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to use. ``None`` for all except the first, or for an
-            evenly spaced sample if these are too many.
-        own_causes: Users' own causes to search for, besides those of this package.
+        iterations: Numbers of the iterations to use. ``None`` means all except the first, or an
+            evenly spaced sample if there are too many.
+        own_causes: Users' own causes to search for, in addition to the causes of this package.
 
     Raises:
         TraceError: A file is damaged, an iteration does not exist, there is nothing to diagnose, or
@@ -81,13 +82,13 @@ def diagnose(
 
 
 def _uncounted(run: RunTrace) -> list[str]:
-    """Returns a line with the counters that are missing on some machines, or no line."""
+    """Returns a line that lists the counters missing on some machines, or no line."""
     names = {name for trace in run.ranks.values() for name in trace.header.uncounted}
     if not names:
         return []
     return [
-        f"machines of the run lack or forbid these counters: {', '.join(sorted(names))}; the "
-        "diagnosis cannot use them"
+        f"some machines lack or forbid these counters: {', '.join(sorted(names))}; the diagnosis "
+        "cannot use them"
     ]
 
 
@@ -110,7 +111,7 @@ class _Search:
 
         Args:
             cause: Cause to search for.
-            earlier: Findings of the causes that were searched before.
+            earlier: Findings of causes that have already been searched.
         """
         reported = []
         bare_findings = list(cause.find(self._evidence, earlier))
@@ -142,7 +143,7 @@ class _Search:
         """Simulates the last affected iterations without the cause of a finding.
 
         Returns:
-            Fraction of the step time that the cause costs; ``None`` if the trace cannot be
+            Fraction of the step time that the cause costs, or ``None`` if the trace cannot be
             simulated.
         """
         m = self._evidence.measured
@@ -180,13 +181,13 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Recorded:
-    """Contains recorded steps, ready to be simulated with other durations.
+    """Contains recorded steps that are ready to be simulated with other durations.
 
     Attributes:
         operations: Operations of the steps.
         graph: Dependencies between these operations.
         replay: Simulation of the steps under the run's own scheduling rule.
-        step_s: Mean time of a step in seconds, simulated with the recorded durations.
+        step_s: Mean time in seconds of a step, simulated with the recorded durations.
     """
 
     operations: Operations
@@ -201,9 +202,9 @@ def _badness(finding: Finding) -> tuple[float, float]:
 
 
 def _pace_ns(m: Measured) -> tuple[float, ...]:
-    """Returns each rank's time for a microbatch in ns, divided by its planned work in layers.
+    """Returns the time in ns of each rank for a microbatch, divided by its planned work in layers.
 
-    The result is empty if the planned work of a rank is unknown.
+    The result is empty if the planned work of any rank is unknown.
     """
     planned = m.work or m.layers
     works = [sum(planned[stage] for stage in stages) if planned else 0 for stages in m.stages]

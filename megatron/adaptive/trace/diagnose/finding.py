@@ -1,4 +1,4 @@
-"""Defines the results of a diagnosis: findings with evidence, cost in time and remedies."""
+"""Defines the results of a diagnosis, which are findings with evidence, cost and remedies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reason:
     Attributes:
         counter: Name of the counter in ``machine_counters``.
         text: Sentence about the ranks or the machine, with the measured values.
-        remedy: Action that users can take, in the imperative.
+        remedy: Instruction for the user that removes the cause.
     """
 
     counter: str
@@ -50,32 +50,33 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Describes a cause of slow steps that was found, with its evidence and cost.
+    """Describes a detected cause of slow steps, with its evidence and cost.
 
     Attributes:
         cause: Name of the cause (``Cause.name``); filled in by the diagnosis.
-        ranks: Affected global ranks; for a slow link, the sender and the receiver.
+        ranks: Affected global ranks. For a slow link, these are the sender and the receiver.
         stages: Pipeline stages on the affected ranks.
         hosts: Machine of each affected rank, by name.
-        factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
-            ratio of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
-        delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, time
-            per microbatch that other ranks wait in exchanges of tokens. ``None`` if unknown.
-        period: Iterations that are affected.
+        factor: Ratio of the ranks' computing time to the expected time or, for overloaded experts,
+            of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
+        delay_ms: Delay in ms of each message, microbatch or action. For overloaded experts, this is
+            the time per microbatch for which other ranks wait in exchanges of tokens. ``None`` if
+            unknown.
+        period: Affected iterations.
         against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
             (expected times), ``history`` (other iterations) or ``others`` (other ranks or links).
-        confidence: Probability that the finding is not a random effect, 0.5 to 0.99.
+        confidence: Probability that the finding is not random, between 0.5 and 0.99.
         counts: Number of iterations, actions, messages or reads that were compared, by name.
-        detail: Further numbers, as a line of text.
-        cost_ms: Time in ms that a step would save without the cause, by simulation.
+        detail: Additional numbers, as a line of text.
+        cost_ms: Time in ms that a step would save without the cause, according to a simulation.
         cost_fraction: ``cost_ms`` as a fraction of the step time.
-        description: Text with the affected rank and the effect, for the middle of the headline;
+        description: Text with the affected rank and the effect, for the middle of the headline,
             filled in by the diagnosis.
         advice: Remedies, one sentence each, with the best first.
-        partition: Best number of layers per stage for the measured speeds. Empty if unknown or not
+        partition: Best number of layers per stage for the measured speeds; empty if unknown or not
             better than the current partition.
-        reason: Reason of the slowdown according to the machine's counters; ``None`` if unknown.
-        more_reasons: Further reasons, each of which explains less of the lost time than ``reason``.
+        reason: Reason for the slowdown according to the machine's counters, or ``None`` if unknown.
+        more_reasons: Other reasons, each of which explains less of the lost time than ``reason``.
     """
 
     cause: str
@@ -99,7 +100,7 @@ class Finding:
 
     @property
     def headline(self) -> str:
-        """Line of text with the cause, affected ranks, effect and iterations."""
+        """Line of text with the cause, the affected ranks, the effect and the iterations."""
         return f"{self.cause}: {self.description or self.culprit} {self.period}"
 
     @property
@@ -131,17 +132,17 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Holds the result of the diagnosis of a run.
+    """Holds the result of diagnosing a run.
 
     Attributes:
-        findings: Causes of slow steps that were found, the most costly first.
+        findings: Detected causes of slow steps, with the most costly first.
         iterations: Numbers of the iterations that were examined.
         num_ranks: Number of ranks with a trace.
-        counts: Number of actions and messages that were examined, by name.
+        counts: Number of examined actions and messages, by name.
         step_ms: Median step time in ms.
-        notes: Caveats about the trace; :meth:`format` leaves them out.
-        pace_ns: Time of each rank in ns for a microbatch, divided by the rank's planned work in
-            layers; empty if the number of layers per stage is unknown.
+        notes: Caveats about the trace, which :meth:`format` does not include.
+        pace_ns: Time in ns that each rank needs for a microbatch, divided by the rank's planned
+            work in layers; empty if the number of layers per stage is unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -153,7 +154,7 @@ class Diagnosis:
     pace_ns: tuple[float, ...] = ()
 
     def format(self) -> str:
-        """Formats the diagnosis as text: a summary line, then some lines per finding."""
+        """Formats the diagnosis as text, with a summary line and several lines per finding."""
         counted = ", ".join(f"{count} {unit}" for unit, count in self.counts.items())
         head = (
             f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)} in iterations "

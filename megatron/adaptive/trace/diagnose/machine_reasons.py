@@ -1,7 +1,7 @@
 """Uses the counters of a rank's machine to find the reason why the rank did not compute.
 
 A counter explains a slow rank if its excess over the usual value is a large part of the time that
-the rank lost. The usual value comes from other ranks, or from the same rank in other iterations.
+the rank lost. The usual value comes from other ranks, or from other iterations on the same rank.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from megatron.adaptive.trace.network_counters import (
 from megatron.adaptive.trace.span_columns import Ints
 
 EXPLAINS = 0.4
-"""Minimum fraction of the lost time that the counters of the reasons must explain together."""
+"""Minimum fraction of the lost time that the counters of all reasons must explain together."""
 
 STARVED = 0.5
-"""Minimum fraction of the step time that a rank waits for a processor, to call it starved.
+"""Minimum fraction of the step time for which a starved rank waits for a processor.
 
-Differences between the times of starved ranks may be due to chance.
+Differences between the times of starved ranks may be random.
 """
 
 EXPLAINS_TOO = 0.2
 """Minimum fraction of the lost time that a counter must explain to be one of the reasons."""
 
 COUNTS = 0.05
-"""Minimum fraction of the step time that a counter must have to be reported as a reason."""
+"""Minimum fraction of the step time that a counter must reach to be reported as a reason."""
 
 OTHERS_USE = 0.1
 """Minimum number of processors that other processes must keep busy to be reported as a reason."""
@@ -71,10 +71,10 @@ SLOWER_CLOCK = 0.95
 """Maximum ratio of a processor's clock to the usual clock for the clock to be the reason."""
 
 LOSES = 0.005
-"""Minimum fraction of retransmitted TCP segments to report that packets are lost."""
+"""Minimum fraction of TCP segments that must be retransmitted to report packet loss."""
 
 LOSES_OFTEN = 0.5
-"""Minimum number of retransmitted segments, or of a port's faults, per iteration."""
+"""Minimum number of retransmitted segments, or of faults of a port, per iteration."""
 
 FAULT_TIMES = 4.0
 """Minimum ratio of a port's faults to the faults on other machines."""
@@ -83,28 +83,28 @@ SLOWER_PORT = 0.6
 """Maximum ratio of an interface's speed to the speed on other machines."""
 
 OVER_TCP = ("gloo", "tcp")
-"""Names of transports that use TCP even between ranks of one machine."""
+"""Names of transports that use TCP even between ranks on the same machine."""
 
 OWN_PAGES = 4.0
 """Minimum ratio of a rank's page reads to the page reads of other ranks on its machine.
 
-A rank with a higher ratio is considered the cause of the machine's waits.
+A rank with at least this ratio is considered to be the cause of the machine's waits.
 """
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """Contains the texts that describe a counter of lost time.
+    """Contains the texts for a counter of lost time.
 
     The texts may contain ``{share}``, the fraction of the steps that was lost, ``{host}``, the name
     of the machine, ``{processors}``, the number of its processors that the ranks may use,
-    ``{ranks}``, the number of ranks of the run on the machine, and ``{others}``, the number of
+    ``{ranks}``, the number of the run's ranks on the machine, and ``{others}``, the number of
     processors that other processes kept busy.
 
     Attributes:
         counter: Name of the counter.
         text: Sentence with the measured values.
-        remedy: Action that users can take, in the imperative.
+        remedy: Instruction for the user that removes the cause.
     """
 
     counter: str
@@ -113,7 +113,7 @@ class _Wait:
 
 
 _WAITS = (
-    # The kernel also counts a thread that a quota has stopped as waiting for a processor.
+    # The kernel counts a thread that a quota has stopped as waiting for a processor too.
     _Wait(
         THROTTLED,
         "a quota on processor time on {host} takes {share:.0%} of a step",
@@ -142,14 +142,14 @@ _WAITS = (
     ),
     _Wait(
         MEMORY_WAIT,
-        "{host} is short of memory: programs wait for it in {share:.0%} of the time",
+        "{host} is short of memory: programs wait for memory for {share:.0%} of the time",
         "free memory on {host}, or place fewer ranks there",
     ),
     _Wait(
         DISK_WAIT,
-        "its memory or its files are read from disk, and programs on {host} wait for disks in"
-        " {share:.0%} of the time",
-        "free memory on {host}, and look for programs that read or write a lot",
+        "its memory or its files are read from disk, and programs on {host} wait for disks for "
+        "{share:.0%} of the time",
+        "free memory on {host}, and look for programs that read or write large amounts of data",
     ),
 )
 _PINNED = _Wait(
@@ -201,10 +201,10 @@ _GPU_FAULTS = (
 """Counter, text and remedy of each fault of a GPU."""
 
 _OF_MACHINE = frozenset((MEMORY_WAIT, DISK_WAIT))
-"""Counters that count the waits of all programs of a machine."""
+"""Counters of the waits of all programs on a machine."""
 
 _CONTAINED = frozenset(((THROTTLED, PROCESSOR_WAIT), (STEAL, PROCESSOR_WAIT)))
-"""Pairs of counters; the time of the first counter is included in the second counter."""
+"""Pairs of counters in which the second counter includes the time of the first counter."""
 
 _LIMITS = (CLOCK_LIMIT, FULL_CLOCK)
 
@@ -225,7 +225,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Fraction from :data:`STARVED` to 0.99; 0 if the rank waited less, or if its waits were not
+        Fraction from :data:`STARVED` to 0.99, or 0 if the rank waited less or its waits were not
         counted.
     """
     share = shares(m, PROCESSOR_WAIT)[chosen, column]
@@ -234,7 +234,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Adds up, over ranks, the mean time in ns that a rank waited each time for a processor.
+    """Adds up the mean time in ns per wait for a processor over the given ranks.
 
     Args:
         m: Measured times of the run.
@@ -242,13 +242,13 @@ def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
         chosen: Indices of the iterations.
 
     Returns:
-        Mean of the sum over the iterations; 0 if the time was not counted.
+        Mean of the sum over the iterations, or 0 if the time was not counted.
     """
     return float(np.nan_to_num(m.machine[TURN_WAIT][chosen][:, list(columns)]).mean(axis=0).sum())
 
 
 def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[Reason]:
-    """Returns the reasons why a rank was slow, the main reason first; empty if unexplained.
+    """Returns the reasons why a rank was slow, main reason first; empty if unexplained.
 
     Args:
         m: Measured times of the run.
@@ -275,7 +275,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
             parts.append((excess, wait))
     reasons = []
     if sum(excess for excess, _ in parts) >= EXPLAINS * lost:
-        # The sort is stable, so reasons that explain enough alone keep the order of the table.
+        # The sort is stable, so reasons that each explain enough keep the order of the table.
         parts.sort(key=lambda part: -min(part[0], EXPLAINS * lost))
         reasons = [_reason(m, wait, [column], chosen) for _, wait in parts]
     further = (
@@ -289,7 +289,7 @@ def reasons_of(m: Measured, column: int, chosen: slice, factor: float) -> list[R
 
 
 def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
-    """Returns the reason why a rank reads data slowly; ``None`` unless its disk is the reason.
+    """Returns the reason why a rank reads data slowly, or ``None`` if its disk is not the reason.
 
     Args:
         m: Measured times of the run.
@@ -307,39 +307,41 @@ def reading_reason(m: Measured, column: int, chosen: Ints) -> Reason | None:
     host = m.headers[column].host
     return Reason(
         counter=DISK_WAIT,
-        text=f"it reads {bytes_read / 1e6:.3g} MB per step from a disk, and programs on {host} wait"
-        f" for disks in {waiting:.0%} of the time",
+        text=(
+            f"it reads {bytes_read / 1e6:.3g} MB per step from a disk, and programs on {host} "
+            f"wait for disks for {waiting:.0%} of the time"
+        ),
         remedy=f"read from a faster disk of {host}, or copy the data to its memory (/dev/shm)",
     )
 
 
 def link_reason(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns the reason for a slow link that network counters show; ``None`` if they show none.
+    """Returns the reason for a slow link according to network counters, or ``None``.
 
     Args:
         m: Measured times of the run.
-        columns: Columns of the sender and of the receiver.
+        columns: Columns of the sender and the receiver.
         chosen: Indices of the affected iterations.
     """
     reason = lost_packets(m, columns, chosen) if may_use_tcp(m, columns) else None
     if reason is not None or len({m.headers[column].host for column in columns}) == 1:
-        return reason  # messages within a machine do not pass a network port
+        return reason  # messages within a machine do not use a network port
     return _port_counts(m, columns, chosen) or _slow_port(m, columns, chosen)
 
 
 def may_use_tcp(m: Measured, columns: Sequence[int]) -> bool:
-    """Returns whether the messages of a link may go over TCP.
+    """Returns whether the messages of a link may use TCP.
 
     Args:
         m: Measured times of the run.
-        columns: Columns of the sender and of the receiver.
+        columns: Columns of the sender and the receiver.
     """
     source, target = (m.headers[column] for column in columns)
     return source.host != target.host or source.transport in OVER_TCP
 
 
 def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if the ranks of a link retransmit many TCP segments; else ``None``."""
+    """Returns a reason if the ranks of a link retransmit many TCP segments, otherwise ``None``."""
     worst, host = 0.0, ""
     for column in columns:
         sent = float(np.nansum(m.machine[SENT_SEGMENTS][chosen, column]))
@@ -350,14 +352,16 @@ def lost_packets(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | 
         return None
     return Reason(
         counter=RESENT_SEGMENTS,
-        text=f"{host} retransmits {worst:.1%} of its TCP segments: packets are lost or late",
-        remedy=f"look for a faulty cable or port and for full queues of {host} "
-        "(ip -s link, ethtool -S, tc -s qdisc)",
+        text=f"{host} retransmits {worst:.1%} of its TCP segments, so packets are lost or late",
+        remedy=(
+            f"look for a faulty cable or port and for full queues on {host} (ip -s link, "
+            "ethtool -S, tc -s qdisc)"
+        ),
     )
 
 
 def _port_counts(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | None:
-    """Returns a reason if a port of the link counts far more faults than other machines."""
+    """Returns a reason if a port of the link has many more faults than other machines."""
     hosts = [header.host for header in m.headers]
     for counter, text, remedy in _FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
@@ -395,15 +399,15 @@ def _slow_port(m: Measured, columns: Sequence[int], chosen: Ints) -> Reason | No
 
 
 def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]]:
-    """Iterates over the counters that concern all ranks of a machine.
+    """Yields the counters that affect all ranks on a machine.
 
     Args:
         m: Measured times of the run.
         columns: Columns of ranks on the same machine.
 
     Yields:
-        Name of a counter, and the mean fraction of each iteration that the ranks waited,
-        ``[iterations]``; 0 for iterations in which it is unknown.
+        Name of a counter, and the mean fraction of each iteration for which the ranks waited,
+        ``[iterations]``, or 0 for iterations in which it is unknown.
     """
     for wait in _WAITS:
         if wait.counter != DISK_WAIT:
@@ -412,11 +416,11 @@ def waits_of(m: Measured, columns: Sequence[int]) -> Iterator[tuple[str, Floats]
 
 
 def reason_by(m: Measured, counter: str, columns: Sequence[int], chosen: slice) -> Reason:
-    """Returns the reason that a counter gives for the waits of ranks on one machine.
+    """Returns the reason that a counter provides for the waits of ranks on one machine.
 
     Args:
         m: Measured times of the run.
-        counter: Name of the counter, from :func:`waits_of`.
+        counter: Name of the counter, as yielded by :func:`waits_of`.
         columns: Columns of the ranks.
         chosen: Indices of the affected iterations.
     """
@@ -428,7 +432,7 @@ def _usual(m: Measured, share: Floats, counter: str, column: int, chosen: slice)
     """Returns a counter's median on other ranks or in other iterations, whichever is lower."""
     compared = [other for other in range(len(m.headers)) if other != column]
     if counter in _OF_MACHINE and _reads_most(m, column, chosen):
-        # All ranks of a machine have the same count, and this rank causes it.
+        # All ranks on a machine have the same count, and this rank causes it.
         compared = [c for c in compared if m.headers[c].host != m.headers[column].host]
     others = share[chosen][:, compared]
     before = np.delete(share[:, column], np.s_[chosen])
@@ -453,7 +457,7 @@ def _reads(m: Measured, column: int, chosen: slice) -> bool:
 
 
 def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
-    """Returns whether a rank reads far more pages from a disk than other ranks of its machine."""
+    """Returns whether a rank reads many more pages from a disk than other ranks on its machine."""
     pages = np.nan_to_num(m.machine[DISK_PAGES][chosen]).mean(axis=0)
     host = m.headers[column].host
     others = [
@@ -467,7 +471,8 @@ def _reads_most(m: Measured, column: int, chosen: slice) -> bool:
 def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reason | None:
     """Returns a reason if the clock of a rank's processor explains enough of its slowdown.
 
-    Ranks that compute on a GPU are skipped, because their processor's clock matters little.
+    Ranks that compute on a GPU are skipped, because the clock of the processor matters little for
+    them.
     """
     if m.headers[column].device != "cpu":
         return None
@@ -480,8 +485,10 @@ def _slow_clock(m: Measured, column: int, chosen: slice, factor: float) -> Reaso
     cap = f", because its limit is {limit / 1e6:.2f} GHz" if is_capped else ""
     return Reason(
         counter=CLOCK,
-        text=f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
-        f"{clocks[1] / 1e6:.2f} GHz{cap}",
+        text=(
+            f"its processor on {host} has a clock of {clocks[0] / 1e6:.2f} GHz, not "
+            f"{clocks[1] / 1e6:.2f} GHz{cap}"
+        ),
         remedy=(
             f"raise the limit of the clock on {host} (scaling_max_freq, cpupower frequency-set)"
             if is_capped
@@ -504,7 +511,7 @@ def _slow_gpu_clock(m: Measured, column: int, chosen: slice, factor: float) -> R
 
 
 def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if processes outside the job use a rank's GPU more than other GPUs."""
+    """Returns a reason if more processes outside the job use a rank's GPU than other GPUs."""
     others = np.nan_to_num(m.machine[GPU_OTHERS][chosen])
     count = float(np.median(others[:, column]))
     elsewhere = np.delete(others, column, axis=1)
@@ -519,13 +526,13 @@ def _shared_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 
 
 def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
-    """Returns a reason if a rank's GPU counts far more faults than the GPUs of other ranks."""
+    """Returns a reason if a rank's GPU has many more faults than the GPUs of other ranks."""
     for counter, text, remedy in _GPU_FAULTS:
         means = np.nan_to_num(m.machine[counter][chosen]).mean(axis=0)
         others = np.delete(means, column)
         usual = float(np.median(others)) if others.size else 0.0
         count = float(means[column])
-        # One error that cannot be corrected is too many.
+        # A single uncorrectable error is too many.
         least = LOSES_OFTEN if counter != GPU_ERRORS else 0.0
         if count > least and count >= FAULT_TIMES * usual:
             host = m.headers[column].host
@@ -540,7 +547,7 @@ def _faulty_gpu(m: Measured, column: int, chosen: slice) -> Reason | None:
 def _clocks(
     m: Measured, counter: str, column: int, chosen: slice, factor: float
 ) -> tuple[float, float] | None:
-    """Returns the clock of a rank and the usual clock, if these explain enough of its slowdown.
+    """Returns the clock of a rank and the usual clock, if they explain enough of its slowdown.
 
     The usual clock is the clock on other ranks or in other iterations, whichever is higher.
     """

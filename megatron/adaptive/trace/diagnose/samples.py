@@ -32,10 +32,10 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, IterationStart, 
 Floats = npt.NDArray[np.floating[Any]]
 
 MOST_ITERATIONS = 200
-"""Maximum number of iterations in a diagnosis; a longer run is sampled at even distances."""
+"""Maximum number of iterations in a diagnosis. A longer run is sampled evenly."""
 
 MOST_SPANS = 4_000_000
-"""Maximum number of spans in a diagnosis; if a run has more, fewer iterations are read."""
+"""Maximum number of spans in a diagnosis. If a run has more, fewer iterations are read."""
 
 MOST_MESSAGE_SPANS = 1_500_000
 """Maximum number of spans to search for messages.
@@ -44,7 +44,7 @@ If a trace has more, only some of its iterations are searched.
 """
 
 FIRST_STEPS = 1
-"""Number of warm-up iterations at the start of the run, which are not examined."""
+"""Number of warm-up iterations at the start of a run that are not examined."""
 
 _KINDS = len(DRAWN_ACTIONS)
 
@@ -53,7 +53,7 @@ _KINDS = len(DRAWN_ACTIONS)
 class Measured:
     """Holds the times of a run's iterations as arrays.
 
-    The "column" of a rank is its index along the arrays' axis of ranks.
+    The "column" of a rank is its index on the arrays' rank axis.
 
     Attributes:
         headers: Trace header of each rank, by column.
@@ -61,26 +61,27 @@ class Measured:
         iterations: ``[iterations]``, numbers of the iterations.
         num_microbatches: Number of microbatches in the last of the iterations.
         num_chunks: Number of model chunks per rank.
-        layers: Number of layers per stage, empty if unknown.
+        layers: Number of layers per stage; empty if unknown.
         work: Expected computing time of each stage, including embedding and loss, expressed as an
             equivalent number of layers; empty if unknown.
-        layer_kinds: For each layer, the number of its kind. Layers of the same kind do the same
-            work. Empty if all layers do the same work.
+        layer_kinds: Kind of each layer, as a number. Layers of the same kind do the same work.
+            Empty if all layers do the same work.
         action_ns: ``[iterations, ranks, chunks, 3, microbatches] float32``, durations in ns of
-            forward passes, backward passes and separate weight-gradient passes (sum over the pieces
-            of a pass), without the time in which they read data or sent messages. NaN if the rank
-            ran no such action.
-        read_ns: ``[iterations, ranks]``, total time of reading data in ns.
-        reads: ``[iterations, ranks]``, number of reads of data.
-        step_ns: ``[iterations]``, time in ns from first to last action in the slowest pipeline.
-        messages: Messages between ranks in the iterations, or in a sample of the iterations if
-            there are many.
+            forward passes, backward passes and separate weight-gradient passes (summed over the
+            pieces of a pass), excluding the time in which they read data or sent messages. NaN if
+            the rank did not run the action.
+        read_ns: ``[iterations, ranks]``, total time in ns of reading data.
+        reads: ``[iterations, ranks]``, number of data reads.
+        step_ns: ``[iterations]``, time in ns from the first to the last action in the slowest
+            pipeline.
+        messages: Messages between ranks in the iterations, or in a sample of them if there are
+            many.
         clock_error_ns: Maximum error in ns that remains between the clocks of two ranks.
-        experts: For each rank, by iteration, the markers that contain the load of its experts.
-        machine: ``[iterations, ranks] float64`` for each counter of ``machine_counters``, NaN for
-            iterations without counters.
-        layer_rows: For each rank, by iteration, the times of its layers as in ``IterationStart``;
-            empty for iterations in which layers were not timed.
+        experts: Markers that contain the load of the experts, by iteration for each rank.
+        machine: ``[iterations, ranks] float64`` for each counter in ``machine_counters``, with NaN
+            for iterations without counters.
+        layer_rows: Times of the layers as in ``IterationStart``, by iteration for each rank; empty
+            for iterations in which layers were not timed.
         collectives: Collectives of each process group and operation; empty if none were recorded.
     """
 
@@ -117,17 +118,17 @@ class Measured:
 
     @property
     def num_actions(self) -> int:
-        """Number of actions whose duration is known."""
+        """Number of actions with a known duration."""
         return int(np.isfinite(self.action_ns).sum())
 
     @property
     def step(self) -> float:
-        """Median step time in ns; 0 without iterations."""
+        """Median step time in ns, or 0 without iterations."""
         return float(np.median(self.step_ns)) if len(self.step_ns) else 0.0
 
     @cached_property
     def column(self) -> dict[int, int]:
-        """Maps each global rank to its column (index along the arrays' axis of ranks)."""
+        """Maps each global rank to its column (index on the arrays' rank axis)."""
         return {header.rank: column for column, header in enumerate(self.headers)}
 
     @cached_property
@@ -137,9 +138,9 @@ class Measured:
 
     @cached_property
     def peers(self) -> dict[tuple[int, ...], list[int]]:
-        """Maps (pipeline rank, tensor-parallel rank) to the columns of the ranks at that position.
+        """Maps (pipeline rank, tensor-parallel rank) to the columns of the ranks in that position.
 
-        These ranks do the same work on different data.
+        Ranks in the same position do the same work on different data.
         """
         return self._grouped("pp_rank", "tp_rank")
 
@@ -163,23 +164,24 @@ class Measured:
         detail: str = "",
         kind: str | None = None,
     ) -> Finding:
-        """Makes a finding about some ranks, and fills in their stages and machines.
+        """Creates a finding about some ranks, and fills in their stages and machines.
 
         Args:
             columns: Columns of the affected ranks.
-            iterations: Numbers of the affected iterations, ascending.
+            iterations: Numbers of the affected iterations in ascending order.
             against: Reference of the comparison: ``peers`` (ranks with the same work), ``plan``
                 (expected times), ``history`` (other iterations) or ``others`` (other ranks or
                 links).
-            confidence: Probability that the finding is not a random effect, 0.5 to 0.99.
+            confidence: Probability that the finding is not random, between 0.5 and 0.99.
             counts: Number of actions, messages or reads that were compared, by name. The number of
                 iterations is added.
-            factor: Ratio of the ranks' computing time to the expected time; for overloaded experts,
-                ratio of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
-            delay_ms: Delay of each message, microbatch or action, in milliseconds; ``None`` if only
-                ``factor`` is known.
-            detail: Further numbers, as a line of text.
-            kind: Kind of the period, see :class:`Period`; ``None`` to infer it from ``iterations``.
+            factor: Ratio of the ranks' computing time to the expected time or, for overloaded
+                experts, of their tokens to the mean. ``None`` if only ``delay_ms`` is known.
+            delay_ms: Delay in milliseconds of each message, microbatch or action, or ``None`` if
+                only ``factor`` is known.
+            detail: Additional numbers, as a line of text.
+            kind: Kind of the period, as in :class:`Period`, or ``None`` to infer it from
+                ``iterations``.
         """
         headers = [self.headers[column] for column in columns]
         iterations = np.asarray(iterations)
@@ -203,15 +205,15 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads all times that a diagnosis needs from a run's trace.
+    """Reads all times from a run's trace that a diagnosis needs.
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations to read. ``None`` for all except the first, or for an
-            evenly spaced sample if these are too many.
+        iterations: Numbers of the iterations to read. ``None`` means all except the first, or an
+            evenly spaced sample if there are too many.
 
     Raises:
-        TraceError: A file is damaged, or the iterations have no actions.
+        TraceError: A file is damaged, or the iterations contain no actions.
     """
     ranks = sorted(run.ranks)
     chosen = np.array(_choose(run, iterations), dtype=np.int64)
@@ -236,7 +238,7 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
         is_message = table.where("send", "receive") & np.isin(table.iteration, shown)
         tables[rank] = table.take(is_message)
     if not np.isfinite(action_ns).any():
-        raise TraceError(f"{run.origin} does not contain F, B or W in these iterations")
+        raise TraceError(f"{run.origin} does not contain F, B or W actions in these iterations")
     headers = [run.ranks[rank].header for rank in ranks]
     pipelines = [(header.dp_rank, header.tp_rank) for header in headers]
     order = sorted(range(len(ranks)), key=pipelines.__getitem__)
@@ -273,12 +275,12 @@ def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
 
 
 def _count(trace: RankTrace, iteration: int) -> int:
-    """Returns a rank's number of microbatches in an iteration, at most its number of spans."""
+    """Returns a rank's number of microbatches in an iteration, limited by its number of spans."""
     return min(trace.num_microbatches.get(iteration, 0), trace.num_spans.get(iteration, 0))
 
 
 def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
-    """Returns the machine's counters as ``[iterations, ranks]`` by name, NaN without counters."""
+    """Returns the machine's counters by name, ``[iterations, ranks]``, or NaN if there are none."""
     counts = [
         [run.ranks[rank].machine(iteration) for rank in sorted(run.ranks)]
         for iteration in iterations.tolist()
@@ -292,8 +294,8 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
     """Returns the iterations to read.
 
-    The default is all complete iterations except the first (warm-up), or an evenly spaced sample of
-    these iterations if there are too many.
+    By default, these are all complete iterations except the first (warm-up), or an evenly spaced
+    sample if there are too many.
     """
     if iterations is not None:
         candidates = sorted(set(iterations))
@@ -305,7 +307,8 @@ def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
             candidates = candidates[FIRST_STEPS:]
     if not candidates:
         raise TraceError(
-            f"{run.origin} does not contain iterations, because the run ended before its first"
+            f"{run.origin} does not contain iterations, because the run ended before its first "
+            "iteration"
         )
     sample = thinned(np.array(candidates), len(candidates), MOST_ITERATIONS)
     kept: list[int] = thinned(sample, run.num_spans(sample.tolist()), MOST_SPANS).tolist()
@@ -318,7 +321,8 @@ def thinned(iterations: Ints, spans: int, most: int) -> Ints:
     Args:
         iterations: Numbers of the iterations to choose from.
         spans: Total number of spans in these iterations.
-        most: Approximate maximum number of spans in the sample, which is at least one iteration.
+        most: Approximate maximum number of spans in the sample, which contains at least one
+            iteration.
     """
     keep = max(1, min(len(iterations), len(iterations) * most // max(1, spans)))
     return iterations[np.linspace(0, len(iterations) - 1, keep).astype(np.int64)]
@@ -332,8 +336,8 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: Slices
     Args:
         action_ns: ``[iterations, chunks, 3, microbatches]``, array to fill.
         table: All spans of the rank.
-        iterations: Numbers of the iterations in the order of the first axis, ascending.
-        slices: Number of slices of each microbatch in an iteration.
+        iterations: Numbers of the iterations on the first axis, in ascending order.
+        slices: Function that returns the number of slices of each microbatch in an iteration.
     """
     drawn = table.where(*DRAWN_ACTIONS)
     pure = compute_ns(table)[drawn]
@@ -350,9 +354,9 @@ def _fill(action_ns: Floats, table: TraceTable, iterations: Ints, slices: Slices
 
 
 def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
-    """Returns a header field that has a value per stage.
+    """Returns a header field that has one value per stage.
 
-    Empty if the headers lack the field or do not agree on it.
+    The result is empty if the field is missing or differs between headers.
     """
     values: set[tuple[Any, ...]] = {getattr(header, name) for header in headers}
     stages = headers[0].num_ranks * headers[0].num_chunks
@@ -361,7 +365,7 @@ def _of_stages(headers: Sequence[TraceHeader], name: str) -> tuple[Any, ...]:
 
 
 def _clock_error(run: RunTrace) -> float:
-    """Returns the maximum error of the clocks' offsets in ns; 1 s if an offset was not measured.
+    """Returns the maximum error of the clock offsets in ns, or 1 s if an offset was not measured.
 
     The error of an offset is at most half of the fastest round-trip time to the reference clock.
     """
@@ -372,7 +376,7 @@ def _clock_error(run: RunTrace) -> float:
 
 
 NORMAL = 1.4826
-"""Ratio of standard deviation to median absolute deviation in a normal distribution."""
+"""Ratio of the standard deviation to the median absolute deviation in a normal distribution."""
 
 FROM_END = 4
 """Minimum number of values in a series before and after a change."""
@@ -381,29 +385,29 @@ PASSED = 6
 """Minimum number of values in an interval that ends before the end of the series."""
 
 TO_THE_END = 0.85
-"""Minimum score of an interval up to the end of the series, as a fraction of the best score.
+"""Minimum score of an interval that lasts to the end of the series, relative to the best score.
 
-An interval with this score is preferred to the interval with the best score.
+If the interval reaches this score, it is preferred to the interval with the best score.
 """
 
 APART = 0.2
 """Minimum gap between the lower quartile inside an interval and the upper quartile outside.
 
-The unit is the rise, which is the median inside minus the median outside.
+The gap is a fraction of the rise, which is the median inside minus the median outside.
 """
 
 TAME = 1.75
-"""Distance from the median, in standard deviations, to which :func:`tame_mean` clips values."""
+"""Distance from the median, in standard deviations, at which :func:`tame_mean` clips values."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Describes an interval of a series in which the values are higher than in the rest.
+    """Describes an interval of a series in which values are higher than in the rest.
 
     Attributes:
         inside: Indices of the values in the interval.
         rise: Median of the values inside minus median of the values outside.
-        score: Mean inside minus mean outside, as a number of standard errors.
+        score: Mean inside minus mean outside, in standard errors.
     """
 
     inside: slice
@@ -412,15 +416,15 @@ class Interval:
 
 
 def middle(values: Floats, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Returns the median of the values that are not NaN; NaN if all values are NaN."""
+    """Returns the median of the values, ignoring NaN, or NaN if all values are NaN."""
     with warnings.catch_warnings():
-        # Slices that contain only NaN are expected, and numpy would warn about each.
+        # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.nanmedian(values, axis=axis)
 
 
 def spread(values: Floats, axis: int | None = None) -> Any:
-    """Estimates the standard deviation by the median absolute deviation; ignores NaN."""
+    """Estimates the standard deviation from the median absolute deviation, ignoring NaN."""
     centre = middle(values, axis)
     centre = centre if axis is None else np.expand_dims(centre, axis)
     return NORMAL * middle(np.abs(values - centre), axis)
@@ -429,19 +433,19 @@ def spread(values: Floats, axis: int | None = None) -> Any:
 def tame_mean(values: Floats) -> Floats:
     """Clips outliers, and returns the mean over the last axis.
 
-    This estimate has a smaller error than the median, and is as robust to a few outliers.
+    This estimate has a smaller error than the median, and is equally robust to a few outliers.
 
     Args:
-        values: ``[n, ..., m]``, NaN where a value is missing. Values are clipped at the same
+        values: ``[n, ..., m]``, with NaN for missing values. Values are clipped at the same
             distance from their median for all ``n``.
 
     Returns:
-        ``[n, ...]``, NaN if all values are missing.
+        ``[n, ...]``, or NaN if all values are missing.
     """
     centre = middle(values, axis=-1)[..., None]
     reach = TAME * middle(spread(values, axis=-1), axis=0)[None, ..., None]
     with warnings.catch_warnings():
-        # Slices that contain only NaN are expected, and numpy would warn about each.
+        # Slices that contain only NaN are expected, and numpy would issue a warning for each.
         warnings.simplefilter("ignore", RuntimeWarning)
         return np.asarray(np.nanmean(np.clip(values, centre - reach, centre + reach), axis=-1))
 
@@ -449,8 +453,8 @@ def tame_mean(values: Floats) -> Floats:
 def noise(series: Floats) -> float:
     """Estimates the standard deviation of the random noise in a series.
 
-    The estimate uses the differences between neighbouring values, so that a jump or slow drift of
-    the series does not raise it.
+    The estimate uses the differences between neighbouring values, so a jump or a slow drift in the
+    series does not increase it.
 
     Args:
         series: ``[n]`` without NaN. With fewer than three values, the result is 0.
@@ -480,7 +484,7 @@ def intervals(count: int, *, ended: bool = True) -> tuple[Ints, Ints]:
 def best_interval(
     series: Floats, floor: float = 0.0, *, rise: float = 0.0, score: float = 0.0
 ) -> Interval | None:
-    """Returns the interval in which a series is most certainly higher than in the rest.
+    """Returns the interval in which a series is most clearly higher than in the rest.
 
     Args:
         series: ``[n]`` without NaN.
@@ -489,8 +493,8 @@ def best_interval(
         score: Minimum score of the interval (difference of the means in standard errors).
 
     Returns:
-        Best interval; ``None`` if the series is too short, if values inside and outside overlap too
-        much, or if its rise or score is below the minimum.
+        Best interval, or ``None`` if the series is too short, if the values inside and outside
+        overlap too much, or if the rise or score is below the minimum.
     """
     count = len(series)
     if count < 2 * FROM_END:
@@ -511,15 +515,15 @@ def best_interval(
     rest = np.concatenate([series[:a], series[b:]])
     height = float(np.median(series[a:b]) - np.median(rest))
     interval = Interval(slice(a, b), height, float(scores[best]))
-    # A few outliers can raise the mean. So most values inside must be above most values outside.
+    # A few outliers can raise the mean, so most values inside must be above most values outside.
     overlaps = np.quantile(series[a:b], 0.25) < np.quantile(rest, 0.75) + APART * interval.rise
     return None if overlaps or interval.rise < rise or interval.score < score else interval
 
 
 def chance(deviations: float) -> float:
-    """Returns the probability that a positive deviation is not a random effect, 0.5 to 0.99.
+    """Returns the probability that a positive deviation is not random, between 0.5 and 0.99.
 
     Args:
-        deviations: Deviation as a number of standard deviations.
+        deviations: Size of the deviation in standard deviations.
     """
     return min(0.99, max(0.5, 0.5 * (1 + math.erf(deviations / math.sqrt(2)))))

@@ -13,7 +13,7 @@ from megatron.adaptive.trace.diagnose.samples import Floats, Measured, middle
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Holds the time of a layer, and of embedding and loss, on each stage.
+    """Holds the times of a layer, and of embedding and loss, on each stage.
 
     Attributes:
         layer_ns: ``[stages]``, time in ns of one layer for one microbatch.
@@ -68,7 +68,7 @@ def split_costs(
 
     Args:
         stage_ns: ``[stages]``, time in ns of a microbatch.
-        layers_of: Number of layers per stage; at least one stage has layers.
+        layers_of: Number of layers per stage, at least one of which must be positive.
         work: Expected computing time of each stage, expressed as an equivalent number of layers;
             empty if unknown.
         rank_of: ``[stages]``, pipeline rank of each stage.

@@ -1,15 +1,15 @@
-"""Reads the traces of another program's run: torch.profiler's JSON or OpenTelemetry spans.
+"""Reads traces of other programs' runs, from torch.profiler's JSON or OpenTelemetry spans.
 
-A torch.profiler file may be gigabytes large, so it is read as a stream. A byte search skips events
-of other categories, so that only named ranges and communication kernels are parsed. The name of a
-range shows the kind of operation (:data:`_COMPUTES`). A training loop without such names can add
-them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
-``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to those of
-the host. The files do not state which microbatch a message belongs to. So a received message is
-assigned to the computation after it, and a sent message to the computation before it. All other
-rules are the same as for published tables (see ``published``).
+A torch.profiler file may have a size of gigabytes, so it is read as a stream. A byte search skips
+events of other categories, so that only named ranges and communication kernels are parsed. The name
+of a range determines the kind of operation (:data:`_COMPUTES`). A training loop without such names
+can add them with ``torch.profiler.record_function("forward_step")`` around the forward pass and
+``"backward_step"`` around the backward pass. Ranges on a GPU's timeline are preferred to ranges on
+the host. The files do not contain the microbatch of a message, so a received message is assigned to
+the next computation, and a sent message to the previous computation. All other rules are the same
+as for published tables (see ``published``).
 
-OpenTelemetry spans are recognized by the names that Megatron-LM gives them (:data:`_SPANS`).
+OpenTelemetry spans are recognized by the names that Megatron-LM uses (:data:`_SPANS`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MOST_HEAD_BYTES = 64 << 20
 """Maximum size in bytes of a file's head before the first event, which lists process groups."""
 
 MOST_NS = 1 << 62
-"""Largest plausible time in nanoseconds. A larger time means that the file is damaged."""
+"""Largest plausible time in nanoseconds. Larger times mean that the file is damaged."""
 MOST_RANKS = 1 << 20
-"""Largest plausible number of ranks. A larger number means that the file is damaged."""
+"""Largest plausible number of ranks. Larger numbers mean that the file is damaged."""
 
 _COMPUTES = {
     "forward-compute": r"PP:(\d{1,9})F(\d{1,9})|forward[ _-]?(?:step|compute|pass|\d+)?"
@@ -113,19 +113,19 @@ _NAMES |= {f"c{number}": name for number, name in enumerate(_COLLECTIVES)}
 
 @dataclass
 class _Event:
-    """Contains one operation of a rank, from a range or kernel of the file. -1 means unknown.
+    """Contains one operation of a rank, from a range or kernel in the file. -1 means unknown.
 
     Attributes:
-        kind: Kind of operation as in a published table. A message of unknown direction (forward or
-            backward) has ``send``, ``recv``, or ``both`` if the side is unknown too.
-        category: Category of the event (``cat`` in the file): a range or a kernel, on host or GPU.
+        kind: Kind of operation, as in a published table. If the direction of a message (forward or
+            backward) is unknown, it is ``send``, ``recv``, or ``both`` if the side is unknown too.
+        category: Category of the event (``cat`` in the file): range or kernel, on host or GPU.
         start: Start time in nanoseconds.
         length: Duration in nanoseconds.
         stage: Index of the pipeline stage.
         microbatch: Index of the microbatch in its step.
-        root: Lowest rank of a collective's process group.
+        root: Lowest rank of the collective's process group.
         step: Index of the training step.
-        seq: Index of the operation among the operations of the same kind in its step.
+        seq: Index of the operation among operations of the same kind in its step.
     """
 
     kind: str
@@ -146,22 +146,22 @@ class _Event:
 
 @dataclass
 class _RankFile:
-    """Contains the data from the trace file of one rank.
+    """Contains the data from one rank's trace file.
 
     Attributes:
         path: Path of the file.
-        rank: Global rank, -1 if unknown.
-        world_size: Number of ranks in the job, 0 if unknown.
+        rank: Global rank, or -1 if unknown.
+        world_size: Number of ranks in the job, or 0 if unknown.
         groups: Maps ``pp``, ``dp`` and ``tp`` to the ranks in this rank's group of that kind.
-        base_ns: Base time of the file in nanoseconds; the times of its events are relative to it.
-        events: Ranges and kernels whose kind of operation is known.
-        steps: (Number, category, start time) of each step that the profiler marked.
-        unknown: Counts of ranges whose name is not recognized, by name.
-        left_out: Counts of omitted events, by reason and then by name.
+        base_ns: Time in nanoseconds to which the times of the events are relative.
+        events: Ranges and kernels with a known kind of operation.
+        steps: (Number, category, start time) of each step marked by the profiler.
+        unknown: Number of ranges with each unrecognized name.
+        left_out: Number of omitted events, by reason and name.
         is_cut: Whether the file is truncated.
-        sizes: Pipeline, tensor-parallel and data-parallel size, empty if unknown.
-        only_group: Lowest rank of the process group if the file lists only one, otherwise -1.
-        process: Host and process id from a default file name, otherwise the file name.
+        sizes: Pipeline, tensor-parallel and data-parallel size; empty if unknown.
+        only_group: Lowest rank of the process group if the file lists only one group, otherwise -1.
+        process: Host and process ID from a default file name, otherwise the file name.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class _RankFile:
     process: str = ""
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Counts an event that is omitted from the trace; the run's caveats report the counts."""
+        """Counts an event that is omitted from the trace. The run's caveats report the counts."""
         self.left_out.setdefault(reason, Counter())[printable(name)] += 1
 
 
@@ -190,8 +190,8 @@ class _Span:
     Attributes:
         resource: Attributes of the process that wrote the span, by name.
         name: Name of the span.
-        start: Start in nanoseconds.
-        end: End in nanoseconds.
+        start: Start time in nanoseconds.
+        end: End time in nanoseconds.
         attributes: Attributes of the span, by name.
     """
 
@@ -203,16 +203,16 @@ class _Span:
 
 
 def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
-    """Reads a job's traces; returns ``None`` if ``source`` has no file in a known format.
+    """Reads a job's traces, or returns ``None`` if ``source`` has no file in a known format.
 
     Args:
         source: Folder with torch.profiler files or span files, or path of one span file.
-        pipeline: Number of pipeline ranks; ``None`` to use the number in the files. If it is not
+        pipeline: Number of pipeline ranks, or ``None`` to use the number in the files. If it is not
             ``None``, the ranks of a stage are assumed to be consecutive, as in Megatron-LM.
 
     Raises:
-        TraceError: If a file cannot be read, the files belong to two jobs, or no range has the name
-            of a forward or backward pass.
+        TraceError: A file cannot be read, the files belong to two jobs, or no range has the name of
+            a forward or backward pass.
     """
     kineto, spans = [], []
     for path in sorted(source.iterdir()) if source.is_dir() else [source]:
@@ -244,7 +244,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
         )
         names = sum((rank_file.unknown for rank_file in files), Counter[str]())
         listed = f" (its ranges are {_listed(names)})" if names else ""
-        raise TraceError(f"{source} has no range for a forward or backward{listed}; {advice}")
+        raise TraceError(f"{source} has no range for a forward or backward pass{listed}; {advice}")
     starts, first = table["start_ts"], min(table["start_ts"])
     table["start_ts"] = np.array([start - first for start in starts]) / 1e9
     table["duration"] = np.array(table["duration"], dtype=np.int64) / 1e9
@@ -257,7 +257,7 @@ def read_profiles(source: Path, pipeline: int | None = None) -> RunTrace | None:
 
 
 def _listed(names: Counter[str]) -> str:
-    """Returns the most frequent names with their counts as text, for messages."""
+    """Returns a text with the most frequent names and their counts, for messages."""
     return ", ".join(f"{printable(name[:60])} ({count})" for name, count in names.most_common(6))
 
 
@@ -267,7 +267,7 @@ def _is_array(head: bytes) -> bool:
 
 
 def _joined(files: list[_RankFile]) -> list[_RankFile]:
-    """Merges the files of each process and returns one entry for each rank.
+    """Merges the files of each process, and returns one entry per rank.
 
     Files without a rank are assigned the unused ranks, in the natural order of the file names
     (``rank2`` before ``rank10``).
@@ -299,7 +299,7 @@ def _natural_order(file: _RankFile) -> list[tuple[int, str]]:
 
 
 def _append(file: _RankFile, later: _RankFile) -> None:
-    """Appends a later file of the same process, and renumbers its steps after the earlier steps."""
+    """Appends a later file of the same process, with its steps renumbered to follow the first."""
     last = max((number for number, _, _ in file.steps), default=-1)
     first = min((number for number, _, _ in later.steps), default=last + 1)
     shift = last + 1 - first if first <= last else 0
@@ -312,7 +312,7 @@ def _append(file: _RankFile, later: _RankFile) -> None:
 
 
 def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yields the file's decompressed bytes in parts; sets ``is_cut`` if the file is truncated."""
+    """Yields the file's decompressed bytes in parts, and sets ``is_cut`` if it is truncated."""
     unpack = zlib.decompressobj(31) if file.path.suffix == ".gz" else None
     try:
         with file.path.open("rb") as stream:
@@ -333,7 +333,7 @@ def _chunks(file: _RankFile, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 
 def _read_spans(paths: list[Path]) -> list[_RankFile]:
-    """Reads Megatron-LM's spans; a file may have several ranks, and a rank several files."""
+    """Reads Megatron-LM's spans. Files may contain several ranks; ranks may have several files."""
     ranks: dict[int, _RankFile] = {}
     jobs: dict[str, str] = {}
     for path in paths:
@@ -356,8 +356,8 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
                 ranks[rank] = _RankFile(path, rank, world, sizes=sizes)
             rank_file = ranks[rank]
             if short == "train_step":
-                # Spans between two steps belong to evaluations, which are omitted, so assign the
-                # step -1 to these spans.
+                # Spans between two steps belong to evaluations, which are omitted, so they are
+                # assigned to step -1.
                 number = _number(span.attributes, "iteration", len(rank_file.steps))
                 rank_file.steps.append((number, _SPAN, span.start))
                 rank_file.steps.append((-1, _SPAN, span.end))
@@ -374,7 +374,7 @@ def _read_spans(paths: list[Path]) -> list[_RankFile]:
 
 
 def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns an attribute as an integer. Its name may have a prefix that ends in a dot."""
+    """Returns an attribute as an integer. Its name may have a prefix that ends with a dot."""
     for key, value in attributes.items():
         if f".{key}".endswith(f".{name}"):
             with suppress(TypeError, ValueError):
@@ -386,8 +386,8 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
     """Yields the OpenTelemetry spans in a file.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
-    of the console exporter. In console output, a span covers one or several lines, and log lines
-    may appear between spans.
+    of the console exporter. In console output, a span may take several lines, and log lines may
+    appear between spans.
     """
     for text in _objects(file):
         try:
@@ -408,12 +408,12 @@ def _spans(file: _RankFile) -> Iterator[_Span]:
 
 
 def _unix_ns(clock: str) -> int:
-    """Converts a UTC time in ISO format, which may end in ``Z``, to nanoseconds since 1970."""
+    """Converts a UTC time in ISO format, which may end with ``Z``, to nanoseconds since 1970."""
     return round(datetime.fromisoformat(clock.replace("Z", "+00:00")).timestamp() * 1e6) * 1000
 
 
 def _objects(file: _RankFile) -> Iterator[bytes]:
-    """Yields the text of each JSON object in a file, which covers one line or several lines."""
+    """Yields the text of each JSON object in a file, which may take several lines."""
     held = b""
     parts: list[bytes] = []
     for chunk in _chunks(file):
@@ -474,10 +474,10 @@ def _read(path: Path) -> _RankFile:
 
 
 def _take_head(file: _RankFile, held: bytes) -> None:
-    """Reads the rank and the job's sizes from the file's head (before the events) and file name.
+    """Reads the rank and the job's sizes from the file's name and head (before the events).
 
     Raises:
-        TraceError: If a value in the head is impossible.
+        TraceError: A value in the head is impossible.
     """
     head = held[: max(held.find(b'"traceEvents"'), 0)].decode("utf-8", "replace")
     decode = json.JSONDecoder().raw_decode
@@ -503,7 +503,7 @@ def _take_head(file: _RankFile, held: bytes) -> None:
             file.only_group = min(map(int, groups[0]["ranks"]))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(
-            f"{file.path}: its rank and job cannot be read ({error}); record the file again"
+            f"{file.path}: rank and job cannot be read ({error}); record the file again"
         ) from None
 
 
@@ -511,8 +511,8 @@ def _whole(value: Any, limit: int) -> int:
     """Converts a value to an integer from -1 to ``limit``.
 
     Raises:
-        ValueError: If the value is out of range, or text that is not a number.
-        TypeError: If the value is neither a number nor text.
+        ValueError: The value is out of range, or text that is not a number.
+        TypeError: The value is neither a number nor text.
     """
     number = int(value) if len(str(value)) < 30 else limit + 1
     if not -1 <= number <= limit:
@@ -526,9 +526,9 @@ def _take_events(
     """Reads the events in one chunk of a file.
 
     Args:
-        file: File of the rank; the events are added to it.
+        file: File of the rank, to which the events are added.
         data: Bytes of the chunk, starting at the beginning of an event.
-        tokens: Byte strings that mark the events to read. An event that contains none of them is
+        tokens: Byte strings that mark the events to read. Events that contain none of them are
             skipped.
         decode: Function that decodes the JSON object at the beginning of a text.
         is_cut: Whether this is the last chunk of a truncated file.
@@ -554,7 +554,7 @@ def _take_events(
 
 
 def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
-    """Adds an event to ``file`` if its kind of operation is known; otherwise counts its name."""
+    """Adds an event to ``file`` if its kind of operation is known, otherwise counts its name."""
     name = str(event.get("name", ""))
     category = str(event.get("cat", ""))
     try:
@@ -588,7 +588,7 @@ def _take_event(file: _RankFile, event: Mapping[str, Any]) -> None:
     ]
     root = min(group) if group else file.only_group
     # NCCL uses the same kernel to send, to receive and to do both, so the kernel's name does not
-    # show the direction. The event's arguments may show it.
+    # show the direction. The event's arguments may contain it.
     if kind == "both":
         kind = {"send": "send", "recv": "recv"}.get(
             str(arguments.get("Collective name", "")), "both"
@@ -601,7 +601,7 @@ def _ns(microseconds: Any) -> int:
     """Converts an event's time from microseconds to nanoseconds.
 
     Raises:
-        ValueError: If the time is implausibly large.
+        ValueError: The time is implausibly large.
     """
     time_ns = round(float(microseconds) * 1e3)
     if abs(time_ns) > MOST_NS:
@@ -678,7 +678,7 @@ def _rows(file: _RankFile, pp_rank: int, num_ranks: int, dp_rank: int) -> list[O
 
 
 def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
-    """Returns all operations of a rank, and separately those that are computations."""
+    """Returns all operations of a rank, and separately its computations."""
     events = sorted(file.events, key=lambda event: (event.start, -event.length))
     computes = [event for event in events if event.kind.endswith("-compute")]
     host = "user_annotation"
@@ -713,7 +713,7 @@ def _operations(file: _RankFile) -> tuple[list[_Event], list[_Event]]:
 
 
 def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_Event]) -> None:
-    """Sets the step of each event and label from the step marks on the same timeline.
+    """Sets the step of each event and label, using the step marks on the same timeline.
 
     If there are no step marks, each optimizer call ends a step.
     """
@@ -728,7 +728,7 @@ def _set_steps(file: _RankFile, line: str, events: list[_Event], labels: list[_E
 
 
 def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list[_Event]:
-    """Returns messages without their own span, which exist if one call both sends and receives.
+    """Returns messages without a span, which occur if one call both sends and receives.
 
     The times of these messages are estimated. The wait for an input begins at the end of the
     previous computation, and a result is sent at the end of its computation.
@@ -750,7 +750,7 @@ def _unspanned(end: str, messages: list[_Event], computes: list[_Event]) -> list
 
 
 def _outermost(computes: list[_Event]) -> list[_Event]:
-    """Removes computations nested in another of the same kind; numbers the rest in each step."""
+    """Removes computations nested in others of the same kind, and numbers the rest in each step."""
     until: dict[str, int] = {}
     counts: Counter[tuple[int, str]] = Counter()
     outermost = []
@@ -768,16 +768,16 @@ def _outermost(computes: list[_Event]) -> list[_Event]:
 def _messages(
     end: str, messages: list[_Event], labels: list[_Event], computes: list[_Event]
 ) -> list[_Event]:
-    """Returns the messages, each with the direction and number of the computation it belongs to.
+    """Returns the messages with the direction and number of the computation they belong to.
 
     A received message without a label belongs to the next computation, and a sent message to the
-    previous computation. If an input arrives during its computation's range, the computation's
-    start is moved to the arrival.
+    previous computation. If an input arrives during the range of its computation, the start of the
+    computation is moved to the arrival.
 
     Args:
         end: Side of the messages, ``send`` or ``recv``.
         messages: Messages of the rank, ordered by start.
-        labels: Named ranges around messages; used only if there are as many labels as messages.
+        labels: Named ranges around messages, used only if there are as many labels as messages.
         computes: Computations of the rank, ordered by start.
     """
     starts = [event.start for event in computes]

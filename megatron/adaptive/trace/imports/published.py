@@ -1,8 +1,8 @@
 """Reads tables of a training job's operations in a published format, and writes runs as traces.
 
-A table is a Parquet or CSV file with a row per operation and the columns :data:`COLUMNS`. For a
-computation, the table states the microbatch. Messages only have numbers: the n-th input that a rank
-received belongs to the n-th of its computations that need an input.
+A table is a Parquet or CSV file with one row per operation and the columns :data:`COLUMNS`. For
+computations, the table contains the microbatch. Messages are only numbered: the n-th input that a
+rank receives belongs to the n-th of its computations that need an input.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ from megatron.adaptive.trace.trace_format import (
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id")
 """Required columns of a table.
 
-The columns contain replica, pipeline rank, global rank, iteration, kind of operation, start and
-duration in seconds. The last column, ``seq_id``, numbers the operations of the same kind, step and
-rank.
+The columns contain the replica, pipeline rank, global rank, iteration, kind of operation, start and
+duration in seconds, and ``seq_id``, which numbers the operations of the same kind, step and rank.
 """
 OPTIONAL = ("mc", "gmc", "mb_id", "group")
 """Optional columns of a table.
@@ -63,7 +62,7 @@ _MESSAGES = {"forward": ("F", 1), "backward": ("B", -1)}
 
 
 class OperationRow(NamedTuple):
-    """Contains a row of a table: :data:`COLUMNS`, then :data:`OPTIONAL`; times are in ns."""
+    """Contains a row of a table with :data:`COLUMNS` and then :data:`OPTIONAL`; times are in ns."""
 
     dp_rank: int
     stage: int
@@ -80,11 +79,11 @@ class OperationRow(NamedTuple):
 
 
 def read_table(path: Path) -> RunTrace:
-    """Reads the trace of a run from the file of a table.
+    """Reads the trace of a run from a table file.
 
     Raises:
-        TraceError: If the file cannot be read, or the table lacks a column or is inconsistent.
-        SetupError: If the file is Parquet and pyarrow is not installed.
+        TraceError: The file cannot be read, a column is missing, or the table is inconsistent.
+        SetupError: The file is a Parquet file and pyarrow is not installed.
     """
     try:
         columns = _csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
@@ -132,18 +131,19 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
     """Converts the columns of a table to the trace of a run.
 
     Args:
-        columns: Arrays or sequences by the names in :data:`COLUMNS` and :data:`OPTIONAL`.
+        columns: Arrays or sequences by name, as in :data:`COLUMNS` and :data:`OPTIONAL`.
         origin: Path of the table, for error messages.
-        world_size: Minimum number of ranks in the job; more if the table has higher ranks.
+        world_size: Minimum number of ranks in the job. It is larger if the table contains higher
+            ranks.
 
     Raises:
-        TraceError: If a column is missing or has an impossible value, or the table is inconsistent.
+        TraceError: A column is missing or has an impossible value, or the table is inconsistent.
     """
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise TraceError(
-            f"{origin} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}; a table of "
-            f"operations has {', '.join((*COLUMNS, *OPTIONAL))}"
+            f"{origin} does not have the column{'s' * (len(missing) > 1)} {', '.join(missing)}; "
+            f"a table of operations has {', '.join((*COLUMNS, *OPTIONAL))}"
         )
     try:
         numbers = {
@@ -177,10 +177,10 @@ def run_of_columns(columns: Mapping[str, Any], origin: Path, world_size: int = 0
 
 
 def _on_one_clock(rank: Ints, step: Ints, start_ts: Ints, duration: Ints) -> tuple[Ints, list[str]]:
-    """Shifts the times of ranks whose clock seems to differ; returns start times and notes.
+    """Shifts the times of ranks whose clocks seem to differ, and returns start times and notes.
 
-    A rank's clock seems to differ if the rank's first step begins at a very different time than on
-    other ranks. All arguments are columns of the table, with times in nanoseconds.
+    A rank's clock seems to differ if the first step on the rank begins at a very different time
+    than on other ranks. All arguments are columns of the table, with times in nanoseconds.
     """
     rows = np.flatnonzero(step == step.min())
     ranks, index = np.unique(rank[rows], return_inverse=True)
@@ -218,14 +218,14 @@ def _one_after_another(step: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
 
 
 class _Table:
-    """Converts the rows of a table to trace spans.
+    """Converts the rows of a table to spans.
 
     Args:
         table: Columns of integers, by name.
-        kind_names: Names of the kinds of operation that occur.
+        kind_names: Names of the kinds of operations in the table.
         kind: Kind of operation in each row, as an index into ``kind_names``.
-        start_ns: Start of the operation in each row, in nanoseconds.
-        duration: Duration of the operation in each row, in nanoseconds.
+        start_ns: Start of the operation in each row in nanoseconds.
+        duration: Duration of the operation in each row in nanoseconds.
     """
 
     def __init__(
@@ -258,15 +258,16 @@ class _Table:
         self._group = table.get("group", zeros - 1)
 
     def run(self, origin: Path, world_size: int, notes: list[str]) -> RunTrace:
-        """Returns the trace of the run that the table describes.
+        """Returns the trace of the run described by the table.
 
         Args:
             origin: Path of the table, for error messages.
             world_size: Minimum number of ranks in the job.
-            notes: Notes about the table for the user, one line each; this method appends to them.
+            notes: Notes about the table for the user, one line each. This method appends further
+                notes.
 
         Raises:
-            TraceError: If the table has no computations, or is inconsistent.
+            TraceError: The table contains no computations, or is inconsistent.
         """
         computes = self._rows(*_COMPUTES)
         if not len(computes):
@@ -329,7 +330,7 @@ class _Table:
         return ordered
 
     def _placement(self, origin: Path, rows: Ints, num_ranks: int, num_chunks: int) -> Placement:
-        """Returns the placement of stages on ranks; checks that the columns agree with it."""
+        """Returns the placement of stages on ranks, and checks that the columns agree with it."""
         chunk = np.maximum(self._chunk[rows], 0)
         if (chunk * num_ranks + self._stage[rows] != self._model_chunk[rows]).any():
             raise TraceError(
@@ -339,7 +340,7 @@ class _Table:
         return Placement(num_ranks=num_ranks, num_chunks=num_chunks)
 
     def _check_once(self, origin: Path, computes: Ints) -> None:
-        """Raises a ``TraceError`` if the table contains the same computation twice."""
+        """Raises ``TraceError`` if the table contains a computation twice."""
         keys = [key[computes] for key in (self._worker, self._step, self._kind, self._seq)]
         again = computes[find_rows(keys, keys) != np.arange(len(computes))]
         if len(again):
@@ -363,7 +364,7 @@ class _Table:
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
         """Returns the table row of each span, and the spans.
 
-        A received message gets two spans, ``wait`` and ``receive``.
+        A received message gets two spans: ``wait`` and ``receive``.
         """
         parts: list[tuple[Ints, TraceTable]] = []
 
@@ -418,7 +419,7 @@ class _Table:
         return messages[partner >= 0], computes[partner[partner >= 0]]
 
     def _global(self, worker: Ints, pp_rank: Ints) -> Ints:
-        """Returns the global rank of a pipeline rank in each worker's pipeline; -1 if missing."""
+        """Returns the global rank of a pipeline rank in each worker's pipeline, or -1 if none."""
         index = find_rows(
             [self._pp_rank, self._dp_rank, self._tp_rank],
             [pp_rank, self._dp_rank[worker], self._tp_rank[worker]],
@@ -426,7 +427,7 @@ class _Table:
         return np.where(index >= 0, self._ranks[index], -1)
 
     def _roots(self, name: str, rows: Ints) -> Ints:
-        """Returns the lowest rank of each collective's process group; -1 if unknown."""
+        """Returns the lowest rank of each collective's process group, or -1 if unknown."""
         worker = self._worker[rows]
         pp_rank = self._pp_rank[worker]
         dp_rank = self._dp_rank[worker]
@@ -447,7 +448,7 @@ def write_run(run: RunTrace, folder: str | os.PathLike[str]) -> None:
     """Writes the trace of a run into a folder, with one file per rank.
 
     Raises:
-        TraceError: If the folder already contains traces, or cannot be written.
+        TraceError: The folder already contains traces, or cannot be written.
     """
     folder = Path(folder)
     if trace_files(folder):

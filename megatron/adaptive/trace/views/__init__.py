@@ -1,12 +1,12 @@
-"""Draws a trace in several forms, which are the values of ``trace --format``.
+"""Displays a trace in several formats, which are the values of ``trace --format``.
 
 - ``view``      interface of a view, and lookup of views by name
-- ``formats``   the views of this package, one per module; a view may call a module below
-- ``palette``   the colours shared by the views
-- ``workbook``  ``.xlsx`` with timelines, tables of statistics, and charts
-- ``picture``   ``.png`` of a step, for papers
-- ``page``      one self-contained ``.html`` page with a timeline to zoom in
-- ``perfetto``  ``.json.gz`` for the viewers Perfetto and chrome://tracing
+- ``formats``   views of this package, one per module; a view may use a module listed below
+- ``palette``   colours that the views share
+- ``workbook``  ``.xlsx`` file with timelines, tables of statistics, and charts
+- ``picture``   ``.png`` picture of a step, for papers
+- ``page``      self-contained ``.html`` page with a timeline that can be zoomed
+- ``perfetto``  ``.json.gz`` file for the viewers Perfetto and chrome://tracing
 """
 
 from megatron.adaptive.trace.views.view import View, ViewInput, trace_view

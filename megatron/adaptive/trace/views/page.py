@@ -1,15 +1,15 @@
-"""Writes a run as one self-contained ``.html`` page for the browser.
+"""Writes a run as a self-contained ``.html`` page for the browser.
 
 The page contains plotly.js, its own scripts and the trace's spans (named time intervals), and loads
-nothing else. Its timeline has a row per rank with actions and waits, and arrows from sends to
-receives. The page can also show the ideal step, in which no rank is slower than others, and the
+no other files. Its timeline has a row per rank with actions and waits, and arrows from sends to
+receives. The page can also show the ideal step, in which no rank is slower than the others, and the
 size of the activations in memory. A slider selects the iteration. For a large run, the page
-contains only some iterations and replicas, so that it opens quickly; the page lists the omissions.
+contains only some iterations and replicas, so that it opens quickly, and lists what is omitted.
 
 A page contains at most :data:`MAX_SPANS` spans. If the run has more, the page contains fewer
-iterations. If a single step has too many spans, its shortest spans are omitted. The visible spans
-are drawn as bars. If too many spans are visible, the page instead draws the fraction of the time
-that each kind takes (``page_draw.js``).
+iterations. If a single step has too many spans, its shortest spans are omitted. Visible spans are
+drawn as bars. If too many spans are visible, the page instead draws the fraction of the time spent
+on each kind (``page_draw.js``).
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from megatron.adaptive.trace.views.palette import IDLE, categories, text_color
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_000_000
-"""Maximum number of spans in a page; its file is then smaller than 30 MB."""
+"""Maximum number of spans in a page. The page's file is then smaller than 30 MB."""
 MAX_ACTIONS = 40_000
-"""Maximum number of actions in a step for which the page also contains the ideal step."""
+"""Maximum number of actions in a step for which the page includes the ideal step."""
 
 SCRIPTS = ("page_data.js", "page_draw.js", "page.js")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Contains the rows that a page shows at the same time: one replica's ranks, or all ranks.
+    """Contains the rows that a page shows together: the ranks of one replica, or all ranks.
 
     Attributes:
         name: Name by which the user selects the group on the page.
         labels: Label of each row.
-        traces: Trace of each row's rank; ``None`` if it was not recorded.
+        traces: Trace of each row's rank, or ``None`` if it was not recorded.
     """
 
     name: str
@@ -80,27 +80,27 @@ def write_page(
     labels: Mapping[int, str] | None = None,
     nodes: Mapping[str, Sequence[int]] | None = None,
 ) -> list[str]:
-    """Writes the page of a run; replaces an existing file.
+    """Writes the page of a run, and replaces an existing file.
 
     Args:
         run: Trace of the run.
         target: Path of the ``.html`` file.
-        iterations: Numbers of the iterations to show. For a large run, only some are shown.
-        dp_rank: Data-parallel replica to show; ``None`` for all replicas, or some if there are
-            many.
-        figures: Statistics of all ranks in these iterations (step time, idle time and so on);
-            computed if ``None``.
-        labels: Row label of each global rank to show. If given, all these ranks are in one chart,
-            instead of a chart per replica.
+        iterations: Numbers of the iterations to show. If the run is large, only some are shown.
+        dp_rank: Data-parallel replica to show, or ``None`` for all replicas (only some of them if
+            there are many).
+        figures: Statistics of all ranks in these iterations (step time, idle time and so on), or
+            ``None`` to compute them.
+        labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
+            shown in one chart instead of a chart per replica.
         nodes: Row numbers of the ranks on each node, by the node's name, so that the user can
-            select a node. Only used with ``labels``.
+            select a node. Only used together with ``labels``.
 
     Returns:
-        Lines that list the omitted parts of the run.
+        Lines that describe the omitted parts of the run.
 
     Raises:
-        TraceError: If an iteration or the replica does not exist or has no actions, or the file
-            cannot be written.
+        TraceError: An iteration or the replica does not exist or has no actions, or the file cannot
+            be written.
     """
     for iteration in iterations:
         run.require_iteration(iteration)
@@ -132,19 +132,20 @@ def write_html(
     blocks: Iterable[tuple[str, Any]],
     scripts: Sequence[str],
 ) -> None:
-    """Writes a self-contained HTML page; replaces an existing file.
+    """Writes a self-contained HTML page, and replaces an existing file.
 
     Args:
         target: Path of the ``.html`` file.
         title: Title of the browser window.
         package: Python package whose folder ``assets`` contains ``NAME.html``, ``NAME.css`` and the
             scripts.
-        name: ``NAME`` of the template, whose ``{{blocks}}`` is replaced by the data and scripts.
-        blocks: (Id, content) of each block of data. The content is written as JSON.
+        name: ``NAME`` of the template, in which ``{{blocks}}`` is replaced with the data and
+            scripts.
+        blocks: (ID, content) of each block of data. The content is written as JSON.
         scripts: File names of the scripts, in the order in which they run after plotly.js.
 
     Raises:
-        TraceError: If the file cannot be written.
+        TraceError: The file cannot be written.
     """
 
     def asset(file_name: str) -> str:
@@ -178,7 +179,7 @@ def _label(pp_rank: int, trace: RankTrace | None) -> str:
 
 
 def _head(run: RunTrace, iterations: Sequence[int], groups: Sequence[_Group]) -> dict[str, Any]:
-    """Returns the data that describe the whole run: title, kinds, groups and iterations."""
+    """Returns the data that describes the whole run: title, kinds, groups and iterations."""
     header = next(trace for group in groups for trace in group.traces if trace).header
     last = iterations[-1]
     present = [trace for group in groups for trace in group.traces if trace]
@@ -211,7 +212,7 @@ def _blocks(
     groups: Sequence[_Group],
     notes: list[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (id, data block) of each group and iteration; adds lines to ``notes``."""
+    """Yields (ID, data block) for each group and iteration, and appends lines to ``notes``."""
     num_short = 0
     num_unsimulated = 0
     for index, iteration in enumerate(iterations):
@@ -238,15 +239,15 @@ def _block(
     Args:
         run: Trace of the run.
         iteration: Iteration number.
-        group: Group of ranks whose spans the block contains.
+        group: Group of ranks whose spans are included.
         budget: Maximum number of bars (drawn spans) in the block.
-        bubble: Idle fraction of the step, as the mean over the group's ranks.
+        bubble: Idle fraction of the step, averaged over the group's ranks.
     """
     nothing = TraceTable.concat([])
     tables = [trace.table([iteration]) if trace else nothing for trace in group.traces]
     rows, left_out = _longest(rows_of(tables, run.num_chunks), budget)
     start_ns, end_ns, step_ns = _extent(tables, rows)
-    # The page first shows the time up to the end of the optimizer step.
+    # The page initially shows the time up to the end of the optimizer step.
     updates = [table.of_kind("reduce", "optimizer").end_ns for table in tables]
     updated_ns = [int(end.max()) - start_ns for end in updates if len(end)]
     head = {
@@ -284,7 +285,7 @@ def _block(
 
 
 def _extent(tables: list[TraceTable], rows: Mapping[str, Ints]) -> tuple[int, int, int]:
-    """Returns the start and end of an iteration, and the time from its first to its last action.
+    """Returns the start and end of an iteration, and the time between its first and last action.
 
     Returns:
         Start of the first action, end of the last bar, and time from the start of the first action
@@ -304,7 +305,8 @@ MAX_ITERATIONS = 20
 SLOWEST = 4
 """Number of slowest iterations that a page always contains."""
 MAX_REPLICAS = 4
-"""Maximum number of replicas to draw. If a run has more, only the first and slowest are drawn."""
+"""Maximum number of replicas to show. If a run has more, only the first and the slowest are shown.
+"""
 
 
 def choose(
@@ -314,20 +316,21 @@ def choose(
     dp_rank: int | None,
     labels: Mapping[int, str] | None,
 ) -> tuple[list[int], list[_Group], list[str]]:
-    """Chooses the iterations and replicas that a page shows.
+    """Selects the iterations and replicas that a page shows.
 
     Args:
         run: Trace of the run.
         figures: Statistics of the run, such as step times.
-        iterations: Numbers of the iterations to choose from.
-        dp_rank: Data-parallel replica to show; ``None`` to choose from all replicas.
+        iterations: Numbers of the iterations to select from.
+        dp_rank: Data-parallel replica to show, or ``None`` to select from all replicas.
         labels: Row label of each global rank, as in :func:`write_page`, or ``None``.
 
     Returns:
-        Chosen iterations in ascending order; groups of ranks; lines that list the omissions.
+        Selected iterations in ascending order, groups of ranks, and lines that describe what is
+        omitted.
 
     Raises:
-        TraceError: If nothing was recorded in these iterations.
+        TraceError: Nothing was recorded in these iterations.
     """
     recorded = set(figures.iterations[figures.num_actions.any(axis=1)].tolist())
     asked = sorted(set(iterations) & recorded)
@@ -350,7 +353,7 @@ def choose(
 def _groups(
     run: RunTrace, figures: RunFigures, dp_rank: int | None, labels: Mapping[int, str] | None
 ) -> tuple[list[_Group], list[str]]:
-    """Returns the groups of ranks that a page shows, and notes on omitted ranks."""
+    """Returns the groups of ranks that a page shows, and notes about omitted ranks."""
     if labels is not None:
         every = [run.ranks[rank] for rank in labels]
         return [_Group("all ranks", list(labels.values()), every)], []
@@ -373,7 +376,7 @@ def _groups(
 
 
 def _iterations(figures: RunFigures, asked: Sequence[int], most: int) -> list[int]:
-    """Returns up to ``most`` iterations: the slowest, and evenly spaced iterations."""
+    """Returns up to ``most`` iterations, which are the slowest and evenly spaced others."""
     if len(asked) <= most:
         return list(asked)
     step_ns = figures.step_ns.max(axis=1)[np.searchsorted(figures.iterations, asked)]
@@ -391,7 +394,7 @@ def _replicas(figures: RunFigures, present: Sequence[int]) -> tuple[int, ...]:
 
 
 def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
-    """Returns a block of data for the page: compressed columns, and values for JSON.
+    """Returns a block of data for the page, with compressed columns and values for JSON.
 
     Args:
         columns: Columns of integers below 2^53, by name.
@@ -402,7 +405,8 @@ def encode(columns: Mapping[str, Ints], **head: Any) -> dict[str, Any]:
         name: column.astype("float64" if np.abs(column).max(initial=0) > most else "int32")
         for name, column in columns.items()
     }
-    # Write columns with wide elements first, so that each begins at a multiple of its element size.
+    # Write columns with wide elements first, so that each column begins at a multiple of its
+    # element size.
     ordered = sorted(typed.items(), key=lambda pair: -pair[1].itemsize)
     listed = [[name, column.dtype.name, len(column)] for name, column in ordered]
     packed = gzip.compress(b"".join(column.tobytes() for _, column in ordered), 6, mtime=0)
@@ -414,13 +418,13 @@ def span_columns(
 ) -> dict[str, Ints]:
     """Returns the columns of bars (drawn spans) in the page's units.
 
-    One more column, ``offset``, contains the index of each row's first bar.
+    An additional column, ``offset``, contains the index of each row's first bar.
 
     Args:
-        rows: Columns of bars from :func:`rows_of`.
+        rows: Columns of bars, as returned by :func:`rows_of`.
         num_rows: Number of rows in the chart.
-        start_ns: Time at the page's time 0, in nanoseconds.
-        unit_ns: Unit of the page's times, in nanoseconds.
+        start_ns: Time in nanoseconds that corresponds to the page's time 0.
+        unit_ns: Unit of the page's times in nanoseconds.
     """
     columns = {name: column for name, column in rows.items() if name != "row"}
     columns["offset"] = np.searchsorted(rows["row"], np.arange(num_rows + 1))
@@ -434,13 +438,13 @@ def span_columns(
 def message_columns(
     messages: Messages, row_of: Mapping[int, int], start_ns: int, unit_ns: int
 ) -> dict[str, Ints]:
-    """Returns the columns of messages between rows, ordered by the time at which they were sent.
+    """Returns the columns of messages between rows, in the order in which they were sent.
 
     Args:
         messages: Messages of one iteration.
         row_of: Maps each global rank to the index of its row.
-        start_ns: Time at the page's time 0, in nanoseconds.
-        unit_ns: Unit of the page's times, in nanoseconds.
+        start_ns: Time in nanoseconds that corresponds to the page's time 0.
+        unit_ns: Unit of the page's times in nanoseconds.
     """
     order = np.argsort(messages.sent_ns, kind="stable")
     rows = np.full(max(row_of, default=0) + 1, -1, dtype=np.int64)
@@ -469,10 +473,10 @@ _SPAN_COLUMNS = (
 
 
 def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
-    """Returns the bars to draw for spans; messages and spans of whole steps have none.
+    """Returns the bars that represent spans. Messages and spans of whole steps have no bars.
 
     Args:
-        tables: Spans of one iteration, with a table for each row of the chart.
+        tables: Spans of one iteration, with one table for each row of the chart.
         num_chunks: Number of chunks per rank.
 
     Returns:
@@ -496,14 +500,14 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns the ``budget`` longest bars (or all bars), and the number of omitted bars."""
+    """Returns at most ``budget`` bars (the longest), and the number of omitted bars."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out
 
 
 def _category_of(table: TraceTable, num_chunks: int) -> Ints:
-    """Returns each span's index in :func:`categories`; -1 for spans without a bar."""
+    """Returns the index of each span in :func:`categories`, or -1 for spans without a bar."""
     index_of = {
         (category.kind, category.chunk, category.cause): index
         for index, category in enumerate(categories(num_chunks))

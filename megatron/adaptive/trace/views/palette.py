@@ -1,9 +1,9 @@
-"""Defines the colours of the views: F (forward) blue, B (backward) green, W orange, idle grey.
+"""Defines the views' colours: F (forward) blue, B (backward) green, W orange, idle time grey.
 
-An action's lightness depends on the number of its chunk, from dark (chunk 0) to light. The hues can
-be distinguished with the common kinds of colour blindness, in which blue stays blue and this green
-looks yellow-brown. A wait has a tint that depends on its cause and is lighter than any action. Idle
-time without a recorded wait is grey.
+The lightness of an action depends on the index of its chunk, from dark (chunk 0) to light. The hues
+can be distinguished with the common kinds of colour blindness, in which blue stays blue and this
+green looks yellow-brown. The tint of a wait depends on its cause and is lighter than any action.
+Idle time without a recorded wait is grey.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ WAIT_NAMES = {
     "group": "wait for group",
     "": "wait, cause unknown",
 }
-"""Legend text for each cause of a wait (``Span.reason``). The empty key means any other cause."""
+"""Legend text for each cause of a wait (``Span.reason``). The empty key stands for any other cause.
+"""
 WAIT_COLORS = {
     "input": "F6C9C9",
     "memory": "D6C4EE",
@@ -45,14 +46,14 @@ OTHER_COLORS = {
 }
 OTHER_NAMES = {"data": "reading data", "reduce": "gradient reduction"}
 LEGEND_CHUNKS = 4
-"""Maximum number of chunks in the legend; if there are more, it lists evenly spaced chunks."""
+"""Maximum number of chunks in the legend. If there are more, it lists evenly spaced chunks."""
 
 _HUES = {"F": (0.585, 0.72), "B": (0.350, 0.52), "W": (0.095, 0.85)}
 _DARK, _LIGHT, _SINGLE = 0.33, 0.78, 0.44
 
 
 def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
-    """Returns an action's fill colour as ``RRGGBB``, different for up to about a hundred chunks."""
+    """Returns an action's fill colour as ``RRGGBB``, which is unique for up to about 100 chunks."""
     hue, saturation = _HUES[action]
     if num_chunks <= 1:
         lightness = _SINGLE
@@ -65,12 +66,12 @@ def chunk_color(action: str, chunk: int, num_chunks: int) -> str:
 
 
 def cause_of(wait: Span) -> str:
-    """Returns the cause of a wait; empty if the cause does not have its own colour."""
+    """Returns the cause of a wait; empty if the cause does not have a colour."""
     return wait.reason if wait.reason in WAIT_NAMES else ""
 
 
 def fill_of(span: Span | None, num_chunks: int) -> str:
-    """Returns a span's fill colour as ``RRGGBB``, or the colour of idle time for ``None``."""
+    """Returns a span's fill colour as ``RRGGBB``. For ``None``, it is the colour of idle time."""
     if span is None:
         return IDLE
     if span.action == "wait":
@@ -88,14 +89,14 @@ def text_color(fill: str) -> str:
 
 @dataclass(frozen=True)
 class Category:
-    """Describes a category: spans that are drawn in the same colour.
+    """Describes a category, which consists of spans drawn in the same colour.
 
     Attributes:
-        name: Text of the category in the legend.
+        name: Text for the category in the legend.
         color: Colour in CSS syntax.
         kind: Kind of span from ``trace_format.KINDS``, or ``other``.
-        chunk: Index of the chunk for an action, -1 for other spans.
-        cause: Cause for a wait, empty for other spans.
+        chunk: Index of the chunk for an action, or -1 for other spans.
+        cause: Cause of a wait; empty for other spans.
         in_legend: Whether the legend lists the category.
     """
 
@@ -108,7 +109,7 @@ class Category:
 
 
 def categories(num_chunks: int) -> list[Category]:
-    """Returns all categories of spans, in the order in which the legend lists them."""
+    """Returns all categories of spans, in the order of the legend."""
     shown = {round(i * (num_chunks - 1) / (LEGEND_CHUNKS - 1)) for i in range(LEGEND_CHUNKS)}
     listed = [
         Category(

@@ -3,15 +3,16 @@
 In these viewers, each rank appears as a process, with threads for the step, computations,
 collectives, data, waits, inputs and sends. A flow (an arrow) leads from each send to the input at
 the receiver. The last thread shows the computations of the ideal step, in which no rank is slower
-than others. Layers and collectives whose times were recorded appear within the computations, each
-collective with its wait and its transfer. Counters show the size of the activations in bytes, the
+than the others. Layers and collectives with recorded times appear within the computations, with the
+wait and the transfer of each collective. Counters show the size of the activations in bytes, the
 microbatches in flight and the queued inputs. Times are in microseconds on the run's common clock,
 and the first span starts at 0.
 
 The format has the following rules. Slices (drawn spans) of a thread must nest, so spans that
-overlap without nesting are on additional threads of the same name. The end of a flow is attached to
-the slice that is open on its thread at that time. So a slice lasts at least a nanosecond and is
-written before its flow. Process and thread ids are above 0, because 0 is the idle process.
+overlap without nesting are put on additional threads with the same name. The end of a flow is
+attached to the slice that is open on its thread at that time, so a slice lasts at least a
+nanosecond and is written before its flow. Process and thread IDs are above 0, because 0 is the idle
+process.
 
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -42,7 +43,7 @@ from megatron.adaptive.trace.views.palette import ACTION_NAMES
 from megatron.adaptive.trace.whatif.operations import ideal_steps
 
 MAX_SPANS = 1_500_000
-"""Maximum number of spans in a file, so that viewers in a browser can open it."""
+"""Maximum number of spans in a file, so that browser-based viewers can open it."""
 
 NS_PER_US = 1000
 THREADS: dict[str, tuple[str, ...]] = {
@@ -56,7 +57,7 @@ THREADS: dict[str, tuple[str, ...]] = {
 }
 """Kinds of spans on each thread. Viewers show the threads in this order."""
 LANES = 10_000
-"""Number of thread ids that each rank reserves per entry of :data:`THREADS`."""
+"""Number of thread IDs that each rank reserves per entry of :data:`THREADS`."""
 
 
 Event = dict[str, Any]
@@ -68,22 +69,22 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Writes the spans of the given iterations; replaces an existing file.
+    """Writes the spans of the given iterations, and replaces an existing file.
 
-    The file is compressed if its name ends in ``.gz``.
+    The file is compressed if its name ends with ``.gz``.
 
     Args:
         run: Trace of the run.
         target: Path of the file, ``.json.gz`` or ``.json``.
         iterations: Numbers of the iterations to write.
-        dp_rank: Data-parallel replica whose ranks are written; ``None`` for all.
+        dp_rank: Data-parallel replica whose ranks are written, or ``None`` for all.
 
     Returns:
-        Lines that list what was omitted to stay within :data:`MAX_SPANS` spans.
+        Lines that describe what was omitted to stay within :data:`MAX_SPANS` spans.
 
     Raises:
-        TraceError: If an iteration or the replica does not exist or has no spans, or the file
-            cannot be written.
+        TraceError: An iteration or the replica does not exist or has no spans, or the file cannot
+            be written.
     """
     chosen, ranks, notes = _within_limit(run, iterations, dp_rank)
     with replaced(target) as temporary:
@@ -102,7 +103,7 @@ def perfetto_events(
     Args:
         run: Trace of the run.
         iterations: Numbers of the iterations to convert.
-        ranks: Global ranks to convert; ``None`` for all.
+        ranks: Global ranks to convert, or ``None`` for all.
 
     Yields:
         Events. The events of a thread are ordered by time, and a slice comes before the slices
@@ -141,13 +142,13 @@ def perfetto_events(
 
 
 def _by_start(table: TraceTable | None) -> list[Span]:
-    """Returns spans ordered by start; of spans with the same start, the longest comes first."""
+    """Returns spans ordered by start, with the longest first among spans that start together."""
     spans = () if table is None else table.spans()
     return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
 
 
 def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> None:
-    """Writes the JSON text of a file, one event per line."""
+    """Writes the JSON text of a file, with one event per line."""
     about = {
         "run": run.run,
         "iterations": describe_numbers(iterations),
@@ -167,7 +168,7 @@ def _write(file: TextIO, run: RunTrace, iterations: Sequence[int], ranks: Sequen
 def _within_limit(
     run: RunTrace, iterations: Sequence[int], dp_rank: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the iterations and ranks within the limit of spans, and notes on omissions."""
+    """Returns the iterations and ranks that stay within the limit, and notes on what is omitted."""
     for iteration in iterations:
         run.require_iteration(iteration)
     chosen = sorted(set(iterations))
@@ -194,7 +195,7 @@ def _within_limit(
 
 
 def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
-    """Returns the approximate number of slices of some ranks by iteration."""
+    """Returns the approximate number of slices of the given ranks by iteration."""
     counts = {iteration: run.num_spans([iteration], ranks) for iteration in iterations}
     for rank in ranks:
         trace = run.ranks[rank]
@@ -208,7 +209,7 @@ def _num_slices(run: RunTrace, iterations: Sequence[int], ranks: Sequence[int]) 
 
 
 def _names_of(run: RunTrace, trace: RankTrace, index: int) -> Iterator[Event]:
-    """Yields the events that name a rank's process and set its position, ``index``."""
+    """Yields the events that set the name of a rank's process and its position, ``index``."""
     header = trace.header
     name = f"rank {header.rank}: {stages_text(header, header.pp_rank)}"
     if any(t.header.dp_rank for t in run.ranks.values()):
@@ -229,13 +230,13 @@ def _metadata(event_name: str, rank: int, tid: int, **arguments: Any) -> Event:
 
 
 def _tid(rank: int, number: int) -> int:
-    """Returns a thread id that differs from all process ids and other processes' thread ids."""
+    """Returns a thread ID that differs from all process IDs and other processes' thread IDs."""
     return (rank + 1) * (len(THREADS) + 1) * LANES + number
 
 
 _IDEAL = "ideal: nobody slower than others"
 _SIDE_BY_SIDE = ("inputs", "sends", _IDEAL)
-"""Threads on which overlapping spans are independent, so that they are never nested."""
+"""Threads whose overlapping spans are independent, and are therefore never nested."""
 
 
 def _thread(
@@ -246,15 +247,15 @@ def _thread(
     origin_ns: int,
     flows: dict[tuple[Any, ...], Event],
 ) -> Iterator[Event]:
-    """Yields the slices and flows of a thread, on several threads if slices overlap.
+    """Yields the slices and flows of a thread, distributed over several threads if slices overlap.
 
     Args:
         rank: Global rank.
         number: Index of the thread in :data:`THREADS`.
         name: Name of the thread.
-        slices: Spans in the order of :func:`_by_start`, each with its name, category, arguments.
-        origin_ns: Time at the file's time 0, in nanoseconds.
-        flows: Flows that have not been yielded yet; this function removes the flows it yields.
+        slices: Spans in the order of :func:`_by_start`, each with its name, category and arguments.
+        origin_ns: Time in nanoseconds that corresponds to the file's time 0.
+        flows: Flows that have not been yielded yet. This function removes the flows that it yields.
     """
     spans = [span for span, _ in slices]
     lanes = _lanes(spans, may_nest=name not in _SIDE_BY_SIDE)
@@ -279,13 +280,13 @@ def _ideal(span: Span, num_slices: SliceCounts) -> Event:
 
 
 def _slice(span: Span, lengths: Lengths, num_slices: SliceCounts) -> Event:
-    """Returns the name, category and arguments with which viewers show a span.
+    """Returns the name, category and arguments under which viewers show a span.
 
     Args:
         span: Span to show.
         lengths: Sizes of the microbatches in the span's iteration; empty if all microbatches have
             the same size.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 if microbatches are not split.
     """
     kind = span.action
     arguments: dict[str, Any] = {"iteration": span.iteration}
@@ -330,14 +331,14 @@ def _name(span: Span, num_slices: SliceCounts) -> str:
 
 
 def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
-    """Assigns each span to the first lane (thread) in which it overlaps no span or nests in one.
+    """Assigns each span to the first lane (thread) in which it overlaps no span or can be nested.
 
     Args:
         spans: Spans in the order of :func:`_by_start`.
         may_nest: Whether a span may nest in another span of the same lane.
     """
     lanes: list[int] = []
-    # For each lane, the end times of the open spans; the innermost span is last.
+    # End times of the open spans in each lane, with the innermost span last.
     ends_of: list[list[int]] = []
     for span in spans:
         stop = max(span.end_ns, span.start_ns + 1)
@@ -356,11 +357,10 @@ def _lanes(spans: Sequence[Span], *, may_nest: bool) -> list[int]:
 
 
 def _microseconds(times_ns: Sequence[int]) -> list[float]:
-    """Converts nanoseconds to microseconds, so that a viewer gets the same nanoseconds back.
+    """Converts nanoseconds to microseconds so that viewers recover the exact nanoseconds.
 
-    After division by 1000, a time may be slightly too small as a float. If a viewer truncates it,
-    the slice begins a nanosecond early and overlaps the previous slice. Viewers discard such
-    slices.
+    A time divided by 1000 may be slightly too small as a float. If a viewer truncates it, the slice
+    begins a nanosecond early and overlaps the previous slice. Viewers discard such slices.
     """
     ns = np.array(times_ns, dtype=np.int64)
     values = ns / NS_PER_US
@@ -410,7 +410,7 @@ def _counters(rank: int, actions: Sequence[Span], origin_ns: int) -> Iterator[Ev
 
 
 Slice = tuple[Span, Event]
-"""A time span, and the name, category and arguments with which viewers show it."""
+"""Span, with the name, category and arguments under which viewers show it."""
 
 _PASSES = ("forward", "backward")
 
@@ -428,7 +428,7 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
             passes.sort(key=lambda row: row[2])
             ends_ns = [row[3] for row in passes]
             # A backward pass may begin slightly before the previous layer's pass ends. Slices must
-            # nest, so end the previous pass at that time.
+            # nest, so the previous pass is cut off at that time.
             for index, (row, following) in enumerate(pairwise(passes)):
                 if row[2] < following[2] < ends_ns[index] < following[3]:
                     ends_ns[index] = following[2]
@@ -439,10 +439,10 @@ def _layer_slices(trace: RankTrace, iterations: Sequence[int]) -> Iterator[Slice
 
 
 def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterator[Slice]:
-    """Yields a rank's collectives whose times all members recorded, with wait and transfer.
+    """Yields a rank's collectives with times from all members, with the wait and the transfer.
 
     Args:
-        joined: Collectives of all groups, from ``join_collectives``.
+        joined: Collectives of all groups, as returned by ``join_collectives``.
         rank: Global rank.
     """
     for group in joined:
@@ -491,7 +491,8 @@ def _kernel_slices(
         for kernel, action in zip(step.kept, actions_of(of_step, step.kept), strict=True):
             end_ns = kernel.end_ns
             if action is not None:
-                # The clocks of action and profiler differ by microseconds, so clip the kernel.
+                # The clocks of the action and the profiler differ by microseconds, so clip the
+                # kernel.
                 end_ns = max(kernel.start_ns, min(end_ns, action.end_ns))
             kind = OUTSIDE if action is None else action.action
             arguments = {"iteration": step.iteration, "action": kind}

@@ -1,6 +1,6 @@
-"""Draws pictures of a step, with one row per rank and time to the right, and maps of lost time.
+"""Draws pictures of steps, with one row per rank and time to the right, and maps of lost time.
 
-Waits have a tint that depends on their cause; other idle time is grey.
+The tint of a wait depends on its cause. Other idle time is grey.
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ DPI = 150
 WIDTH_IN = 14.0
 MAX_WIDTH_IN = 22.0
 FORWARD_IN = 0.13
-"""Desired width of a short action in inches. The picture gets wider, up to ``MAX_WIDTH_IN``."""
+"""Desired width in inches of a short action. The picture gets wider for it, up to ``MAX_WIDTH_IN``.
+"""
 AROUND_IN = 1.5
 """Total height in inches of the parts of the picture above and below the rows."""
 ROW_IN_FEW = 0.62
 ROW_IN_MANY = 0.36
 MANY_ROWS = 8
-"""Maximum number of rows with the height ``ROW_IN_FEW``; if there are more, rows are lower."""
+"""Maximum number of rows with the height ``ROW_IN_FEW``. If there are more, rows are lower."""
 MAX_ROWS_IN = 100.0
-"""Maximum total height of the rows in inches, because viewers are limited to 65,536 pixels."""
+"""Maximum total height of the rows in inches, because viewers support at most 65,536 pixels."""
 BAR = 0.80
-"""Height of a bar as a fraction of its row; the rest is the gap to the next row's bar."""
+"""Height of a bar as a fraction of its row. The rest is the gap to the next bar."""
 INK = "#1F2328"
 FAINT = "#6B6B70"
 DIGIT_EM = 0.64
 """Width of a digit as a multiple of the font size."""
 DIGIT_HEIGHT_EM = 1.15
 SMALLEST_PT = 4.5
-"""Minimum font size of the text in a bar, in points; smaller text is omitted."""
+"""Minimum font size in points of the text in a bar. Smaller text is omitted."""
 UPRIGHT_BELOW_PT = 5.5
 """Font size in points below which the text in bars is rotated by 90 degrees."""
 POINTS_PER_IN = 72
 VISIBLE = 2000
-"""Ratio of the step time to the shortest wait whose cause is listed in the legend."""
+"""Ratio of the step time to the shortest wait whose cause appears in the legend."""
 
 
 def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
@@ -68,10 +69,10 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
 
     Args:
         step: Step to draw.
-        path: Path of the file. Its suffix, such as ``.png``, determines the format.
+        path: Path of the file, whose suffix (such as ``.png``) determines the format.
 
     Raises:
-        TraceError: If the file cannot be written.
+        TraceError: The file cannot be written.
     """
     row_in = ROW_IN_FEW if step.num_ranks <= MANY_ROWS else ROW_IN_MANY
     row_in = min(row_in, MAX_ROWS_IN / step.num_ranks)
@@ -87,11 +88,12 @@ def write_picture(step: PipelineStep, path: str | os.PathLike[str]) -> None:
     causes = {cause_of(wait) for row in step.waits for wait in row if wait.duration_ns > long_ns}
     _draw_legend(figure, step.num_chunks, step.actions, causes)
     figure.draw_without_rendering()
-    # The bars and texts drawn below lie within the axes, so the layout need not be computed again.
+    # The bars and texts drawn below lie within the axes, so the layout does not have to be computed
+    # again.
     figure.set_layout_engine("none")
     points = axes.get_window_extent().width / DPI * POINTS_PER_IN
     points_per_ns = points / max(step.step_ns, 1)
-    # Use edges that are much thinner than the bars, because they would hide the bars of a dense
+    # Make edges much thinner than the bars, because they would otherwise hide the bars of a dense
     # chart.
     edge_pt = min(0.5, 0.05 * durations[len(durations) // 2] * points_per_ns)
     _draw_rows(axes, step, edge_pt)
@@ -147,7 +149,7 @@ def _draw_rows(axes: Axes, step: PipelineStep, edge_pt: float) -> None:
 def _draw_bars(
     axes: Axes, row: int, bars: Sequence[tuple[float, float, str]], edge_pt: float = 0
 ) -> None:
-    """Draws bars (start, length, colour ``RRGGBB``) with white edges in a row."""
+    """Draws bars, given as (start, length, colour ``RRGGBB``), with white edges into a row."""
     axes.broken_barh(
         [(start, length) for start, length, _ in bars],
         (row - BAR / 2, BAR),
@@ -162,9 +164,9 @@ def _write_texts(
 ) -> None:
     """Writes ``chunk-microbatch`` into the bars that are wide enough.
 
-    With slices a text is, for example, ``0-3.5``: chunk 0, microbatch 3, slice 5. All texts of a
-    kind of action have the same font size and direction. Texts that would be too small are rotated
-    by 90 degrees.
+    If microbatches are split into slices, a text is, for example, ``0-3.5`` for chunk 0, microbatch
+    3, slice 5. All texts of a kind of action have the same font size and direction. Texts that
+    would be too small are rotated by 90 degrees.
     """
     height_pt = row_in * BAR * POINTS_PER_IN
     for action in step.actions:
@@ -209,7 +211,7 @@ def _write_title(figure: Figure, axes: Axes, step: PipelineStep) -> None:
 def _draw_legend(
     figure: Figure, num_chunks: int, actions: Collection[str], causes: Collection[str]
 ) -> None:
-    """Draws the legend: the colours of actions by chunk, of waits by cause, and of idle time."""
+    """Draws a legend with the colours of actions by chunk, of waits by cause, and of idle time."""
     patches = [
         Patch(color=category.color, label=category.name)
         for category in categories(num_chunks)
@@ -224,14 +226,14 @@ PANEL_ROW_IN, PANEL_TITLE_IN = 0.16, 0.42
 
 
 def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.PathLike[str]) -> None:
-    """Writes a picture with a panel for each simulated step; replaces an existing file.
+    """Writes a picture with a panel for each simulated step, and replaces an existing file.
 
     Args:
         steps: Title and simulated step of each panel, from top to bottom.
-        path: Path of the file. Its suffix, such as ``.png``, determines the format.
+        path: Path of the file, whose suffix (such as ``.png``) determines the format.
 
     Raises:
-        TraceError: If the file cannot be written.
+        TraceError: The file cannot be written.
     """
     heights = [PANEL_ROW_IN * result.placement.num_ranks + PANEL_TITLE_IN for _, result in steps]
     figure = _figure(WIDTH_IN, sum(heights) + 0.7, 110)
@@ -259,7 +261,7 @@ def write_comparison(steps: Sequence[tuple[str, SimResult]], path: str | os.Path
 
 
 MAX_HEAT_ROWS = 64
-"""Maximum number of ranks in a map of lost time; if there are more, the slowest are drawn."""
+"""Maximum number of ranks in a map of lost time. If there are more, the slowest are shown."""
 
 
 def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> None:
@@ -271,7 +273,7 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
         path: Path of the ``.png`` file, which is replaced if it exists.
 
     Raises:
-        TraceError: If the file cannot be written.
+        TraceError: The file cannot be written.
     """
     where = answers.where
     steps = answers.iterations.tolist()
@@ -281,7 +283,8 @@ def write_heat(run: RunTrace, answers: WhatIf, path: str | os.PathLike[str]) -> 
     figure = _figure(WIDTH_IN * 0.8, height, DPI * 2 // 3)
     whole, part = figure.subplots(1, 2, width_ratios=(3, 1))
     for axes, values in ((whole, ranks[shown]), (part, stages)):
-        # Values are durations divided by the mean. White is the mean, red slower, blue faster.
+        # Values are durations divided by the mean. White is the mean, red is slower, blue is
+        # faster.
         image = axes.imshow(
             values, aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest"
         )

@@ -1,9 +1,9 @@
-"""Defines views of a trace, which are the values of ``trace --format``, and finds views by name.
+"""Defines the views of a trace, which are the values of ``trace --format``, and their lookup.
 
-A view is a function decorated with :func:`trace_view`. The modules of the folder ``formats``
-contain the views of this package, which need no registration. Your own view can be in any module:
-pass it as ``--format package.module:name``. A package can also publish its views as entry points of
-the group ``megatron_adaptive.views``; pass the name of such an entry point to ``--format``.
+A view is a function decorated with :func:`trace_view`. The modules in the folder ``formats``
+contain the views of this package, which need no registration. A user's own view may be in any
+module, and is passed as ``--format package.module:name``. A package can also publish its views as
+entry points of the group ``megatron_adaptive.views``. Their names can be passed to ``--format``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ALL = "all"
 """Value of ``--format`` that selects all views of this package."""
 
 ENTRY_POINTS = "megatron_adaptive.views"
-"""Name of the group of entry points by which installed packages provide views."""
+"""Name of the group of entry points through which installed packages provide views."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewInput:
-    """Contains the input of a view: the run, iterations and ranks that the user chose.
+    """Contains the input of a view, which is the run, iterations and ranks that the user chose.
 
     Attributes:
         run: Trace of the run.
         step: Actions and waits of the iteration to draw.
-        iterations: Numbers of the iterations in ``figures``, ascending, including the iteration to
-            draw.
-        dp_rank: Data-parallel replica that the user chose. ``None`` if the user did not choose; in
-            this case, the first replica is drawn.
+        iterations: Numbers of the iterations in ``figures`` in ascending order, including the
+            iteration to draw.
+        dp_rank: Data-parallel replica that the user chose, or ``None`` if the user did not choose.
+            The first replica is drawn in this case.
     """
 
     run: RunTrace
@@ -49,7 +49,7 @@ class ViewInput:
 
     @cached_property
     def figures(self) -> RunFigures:
-        """Statistics of the drawn replica's ranks; computed from the trace on first use."""
+        """Statistics of the drawn replica's ranks, computed from the trace on first use."""
         from megatron.adaptive.trace.metrics import run_figures
 
         traces = self.run.replica(self.step.dp_rank)
@@ -64,10 +64,11 @@ class View:
     Attributes:
         name: Name of the view on the command line.
         ending: End of the file name, such as ``.xlsx``. The files of all views of a run have the
-            same name before the ending. Empty if the view is printed instead of written to a file.
+            same name before the ending. Empty if the view is printed instead of being written to a
+            file.
         summary: Short description of the view for help texts.
-        function: Function that writes or returns the view; see :func:`trace_view`.
-        is_own: Whether the view was defined by a user and is not part of this package.
+        function: Function that writes or returns the view, see :func:`trace_view`.
+        is_own: Whether the view was defined by a user instead of this package.
     """
 
     name: str
@@ -77,17 +78,17 @@ class View:
     is_own: bool = False
 
     def show(self, shown: ViewInput, stem: Path) -> str:
-        """Writes the view to its file, and returns a description and notes, one line each.
+        """Writes the view to its file, and returns a description and notes, one per line.
 
         If the view has no file, its text is returned instead.
 
         Args:
             shown: Run, iterations and ranks that the user chose.
-            stem: Path of the file without its ending.
+            stem: Path of the file without the ending.
 
         Raises:
-            TraceError: The run lacks data that the view needs, the file cannot be written, or a
-                user's own function raised an error.
+            TraceError: The run does not contain data that the view needs, the file cannot be
+                written, or a user's own function raised an error.
         """
         path = Path(f"{stem}{self.ending}")
         try:
@@ -111,17 +112,17 @@ class View:
 def trace_view(
     *, ending: str, summary: str, name: str = ""
 ) -> Callable[[Callable[..., Any]], View]:
-    """Returns a decorator that makes a view from a function.
+    """Returns a decorator that turns a function into a view.
 
     The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write. It
-    returns a line about the content of the file, such as ``iteration 5 drawn``, or several lines if
-    there are notes, or ``None``. With an empty ``ending``, the function takes only the
-    :class:`ViewInput`, and returns the text to print, or the lines of the text.
+    returns a line that describes the file, such as ``iteration 5 drawn``, a list that also contains
+    notes, or ``None``. With an empty ``ending``, the function takes only the :class:`ViewInput`,
+    and returns the text to print or its lines.
 
     Args:
         ending: End of the file name, such as ``.csv``; empty for a view that is printed.
         summary: Short description of the view for help texts.
-        name: Name of the view on the command line; only for views of this package.
+        name: Name of the view on the command line, only for views of this package.
     """
     return lambda function: View(
         name=name or f"{function.__module__}:{function.__name__}",
@@ -133,7 +134,7 @@ def trace_view(
 
 
 def built_in_views() -> dict[str, View]:
-    """Returns the views of this package by name, from all modules of ``formats``."""
+    """Returns the views of this package by name, from all modules in ``formats``."""
     from megatron.adaptive.trace.views import formats
 
     values = [value for module in modules_in(formats) for value in vars(module).values()]
@@ -146,7 +147,7 @@ def find_views(names: Iterable[str]) -> tuple[View, ...]:
 
     Args:
         names: Names of views of this package, names of entry points, or ``package.module:name`` of
-            a user's own view; ``all`` for all views of this package.
+            a user's own view. ``all`` means all views of this package.
 
     Raises:
         ConfigError: A view does not exist, or its module cannot be imported.

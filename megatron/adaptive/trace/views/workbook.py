@@ -1,13 +1,13 @@
-"""Writes the trace of a pipeline as an Excel workbook with the following sheets.
+"""Writes the trace of a pipeline as an Excel workbook with several sheets.
 
-- *order*       the actions of one iteration in the order in which they ran, wide enough to read
+- *order*       actions of one iteration in the order in which they ran, wide enough to read
 - *time*        the same actions on a time scale
-- *summary*     per rank: busy time, waits by cause, bubble, durations of actions, peaks, bytes;
-                first for the drawn iteration, then the mean over all iterations of the workbook
-- *iterations*  per iteration: step time, bubble, waits
-- *charts*      Excel charts of the last two sheets, which are updated if cells change
+- *summary*     busy time, waits by cause, bubble, durations of actions, peaks and bytes of each
+                rank, first for the drawn iteration, then averaged over the workbook's iterations
+- *iterations*  step time, bubble and waits of each iteration
+- *charts*      Excel charts of the last two sheets, which are updated when cells change
 
-The workbook shows one replica, and states its number if there are several. Columns, merged cells
+The workbook shows one replica, and names the replica if there are several. Columns, merged cells
 and styles are written in ways that are fast even for charts with hundreds of thousands of cells.
 """
 
@@ -50,11 +50,11 @@ TITLE_ROW = 1
 TIME_ROW = 2
 FIRST_ROW = 3
 PATCH_COLUMNS = 8
-"""Width of a colour sample in the legend, as a number of columns."""
+"""Width of a colour sample in the legend in columns."""
 MAX_COLUMNS = 16_384
 GRID_COLUMNS = MAX_COLUMNS - LABEL_COLUMNS
 FORWARD_COLUMNS = 4
-"""Width in columns of a short action in the sheet *order*, so that most actions fit their text."""
+"""Width in columns of a short action in the sheet *order*, which fits the text of most actions."""
 MAX_BINS = 600
 """Maximum number of time columns in the sheet *time*."""
 
@@ -64,7 +64,7 @@ SEPARATOR = Border(left=Side(style="thin", color="FFFFFF"))
 _FAINT = Font(size=8, color="6B6B70")
 BOLD = Font(bold=True)
 MAX_ITERATIONS = 20_000
-"""Maximum number of rows in the sheet *iterations*; a longer run shows every n-th iteration."""
+"""Maximum number of rows in the sheet *iterations*. Longer runs show every n-th iteration."""
 MAX_RANK_COLUMNS = 256
 """Maximum number of ranks in the sheet *iterations*, which has a column for each rank."""
 
@@ -73,9 +73,9 @@ COUNT = "#,##0"
 SHARE = "0.0%"
 HEAD_ROW = 2
 HEAD_HEIGHT = 44
-"""Height of a header row in points, enough for three lines of text."""
+"""Height in points of a header row, which is enough for three lines of text."""
 PART_COLUMN = 5
-"""Number of the first column of the sheet *summary* that shows a part of the step."""
+"""Number of the first column of the sheet *summary* that contains a part of the step."""
 
 PART_COLORS = {
     "busy": chunk_color("F", 0, 1),
@@ -86,17 +86,17 @@ PART_COLORS = {
 }
 
 _Column = tuple[str, str, Floats]
-"""Column of the sheet *summary*: header, number format, and a value for each rank."""
+"""Column of the sheet *summary*, with its header, its number format, and a value for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartCell:
-    """Describes a range of columns in a row, which shows one action, wait or idle time.
+    """Describes a range of columns in a row that shows one action, one wait or idle time.
 
     Attributes:
-        start: First column of the range; 0 is the first time column.
+        start: First column of the range, where 0 is the first time column.
         end: Column after the last column of the range.
-        span: Action or wait to show, ``None`` for other idle time.
+        span: Action or wait to show, or ``None`` for other idle time.
     """
 
     start: int
@@ -106,14 +106,13 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class Chart:
-    """Contains a step drawn on a grid, in which every column stands for the same time.
+    """Contains a step drawn on a grid in which every column represents the same amount of time.
 
     Attributes:
-        unit_ns: Time per column, in nanoseconds.
-        num_columns: Number of columns in the longest row. The rows of other ranks with a trace are
-            padded to this length.
-        rows: Cells of each pipeline rank, without gaps between them; empty for a rank without a
-            trace.
+        unit_ns: Time per column in nanoseconds.
+        num_columns: Number of columns in the longest row. The rows of all other ranks with a trace
+            are padded to this length.
+        rows: Cells of each pipeline rank, without gaps; empty for a rank without a trace.
     """
 
     unit_ns: int
@@ -124,17 +123,17 @@ class Chart:
 def write_workbook(
     run: RunTrace, step: PipelineStep, figures: RunFigures, target: str | os.PathLike[str]
 ) -> None:
-    """Writes the workbook of a run; replaces an existing file.
+    """Writes the workbook of a run, and replaces an existing file.
 
     Args:
-        run: Trace of the run. Its notes (caveats) are written below the summary.
+        run: Trace of the run, whose notes (caveats) are written below the summary.
         step: Step (iteration) to draw.
         figures: Statistics of the ranks in the step's pipeline for all iterations that the workbook
             covers, including ``step.iteration``.
         target: Path of the ``.xlsx`` file.
 
     Raises:
-        TraceError: If the file cannot be written.
+        TraceError: The file cannot be written.
     """
     workbook = Workbook()
     title = (
@@ -159,10 +158,11 @@ def write_workbook(
 
 
 def lay_out(step: PipelineStep) -> Chart:
-    """Places a step on a grid of columns, wide enough for the text of most actions.
+    """Places a step on a grid whose columns are wide enough for the text of most actions.
 
     Up to a tenth of the actions may be narrower than :data:`FORWARD_COLUMNS` columns. Each action
-    has at least one column. So if many actions are shorter than a column, a row is too long.
+    occupies at least one column, so a row becomes too long if many actions are shorter than a
+    column.
     """
     durations = sorted(span.duration_ns for row in step.rows for span in row)
     short_ns = durations[len(durations) // 10]
@@ -173,8 +173,8 @@ def lay_out(step: PipelineStep) -> Chart:
 def fill_bins(step: PipelineStep) -> Chart:
     """Draws a step on a grid of at most :data:`MAX_BINS` columns of equal time.
 
-    The time per column is 1, 2 or 5 times a power of ten, in nanoseconds. A column shows the action
-    or wait that is running at the middle of the column's time.
+    The time per column is 1, 2 or 5 times a power of ten in nanoseconds. A column shows the action
+    or wait that is running in the middle of the column's time.
     """
     powers = (10**power for power in range(19))
     units = (factor * power for power in powers for factor in (1, 2, 5))
@@ -192,7 +192,7 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
     Args:
         rows: Spans of each rank, ordered by start.
-        unit_ns: Time per column, in nanoseconds.
+        unit_ns: Time per column in nanoseconds.
         num_columns: Minimum number of columns in the chart.
         least: Minimum number of columns per span.
     """
@@ -206,7 +206,7 @@ def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least
 
 
 def _cells(row: Sequence[Span], unit_ns: int, least: int) -> Iterator[ChartCell]:
-    """Yields the cells of a row: one cell per span, and idle cells between spans."""
+    """Yields the cells of a row, which are one cell per span, and idle cells between spans."""
     column = 0
     for span in row:
         start = max(column, round(span.start_ns / unit_ns))
@@ -253,15 +253,15 @@ def _draw(
     column_width: float,
     tick: int,
 ) -> int:
-    """Draws a chart into a sheet, with a row per rank and time to the right.
+    """Draws a chart on a sheet, with a row per rank and time from left to right.
 
     Args:
         sheet: Sheet to fill.
         step: Step that the chart shows.
         chart: Grid of cells that shows the step.
         title: Text in the first row of the sheet.
-        about: Explanation of the cells, for the first line of the legend.
-        column_width: Width of a time column, in characters.
+        about: Explanation of the cells, which is the first line of the legend.
+        column_width: Width of a time column in characters.
         tick: Number of columns between two times in the header.
 
     Returns:
@@ -271,7 +271,7 @@ def _draw(
     sheet.sheet_view.showGridLines = False
     sheet.freeze_panes = f"B{FIRST_ROW}"
     sheet.column_dimensions["A"].width = max(12, *map(len, map(step.label, range(step.num_ranks))))
-    # Set the width of all columns with one record for the range, to avoid up to 16,384 records.
+    # Set the width of all columns with one record for the range instead of up to 16,384 records.
     columns = sheet.column_dimensions["B"]
     columns.min, columns.max, columns.width = 2, LABEL_COLUMNS + width, column_width
     sheet.cell(TITLE_ROW, 1, title).font = Font(bold=True, size=12)
@@ -333,8 +333,8 @@ def _merge(sheet: Worksheet, row: int, start: int, end: int) -> None:
     """Merges columns ``start .. end - 1`` of a row.
 
     The range is added directly to the sheet's set of merged ranges. openpyxl's ``merge_cells()``
-    makes an object for each covered cell and compares every pair of ranges, which takes minutes for
-    a wide chart.
+    creates an object for each covered cell and compares every pair of ranges, which takes minutes
+    for a wide chart.
     """
     if end - start > 1:
         first, last = LABEL_COLUMNS + 1 + start, LABEL_COLUMNS + end
@@ -372,7 +372,7 @@ def _add_summary(workbook: Workbook, step: PipelineStep, figures: RunFigures) ->
 
 
 def _add_iterations(workbook: Workbook, step: PipelineStep, figures: RunFigures) -> int:
-    """Adds the sheet *iterations* and returns the number of iterations on it."""
+    """Adds the sheet *iterations*, and returns the number of iterations that it shows."""
     sheet = workbook.create_sheet("iterations")
     total = len(figures.iterations)
     stride = -(-total // MAX_ITERATIONS)
@@ -411,7 +411,7 @@ def _add_charts(workbook: Workbook, step: PipelineStep, num_iterations: int) -> 
     bars = _bars(workbook["summary"], step)
     sheet.add_chart(bars, "B2")
     if num_iterations > 1:
-        # Place the second chart below the first chart; a row is about half a centimetre high.
+        # Place the second chart below the first chart. Rows are about half a centimetre high.
         row = 4 + int(bars.height / 0.5)
         sheet.add_chart(_curves(workbook["iterations"], num_iterations), f"B{row}")
 
@@ -435,7 +435,7 @@ def _bars(sheet: Worksheet, step: PipelineStep) -> BarChart:
         chart.series[-1].graphicalProperties.solidFill = PART_COLORS[part]
         chart.series[-1].graphicalProperties.line.solidFill = "FFFFFF"
     chart.set_categories(Reference(sheet, min_col=1, min_row=HEAD_ROW + 1, max_row=last))
-    # Excel draws the first row at the bottom, so reverse the axis to put the first rank on top.
+    # Excel draws the first row at the bottom, so reverse the axis to put the first rank at the top.
     chart.x_axis.scaling.orientation = "maxMin"
     chart.x_axis.delete = chart.y_axis.delete = False
     chart.y_axis.number_format = "0"
@@ -477,7 +477,7 @@ def _curves(sheet: Worksheet, num_iterations: int) -> LineChart:
 
 
 def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
-    """Returns the columns of *summary*: each rank's means and maxima over the given iterations."""
+    """Returns the columns of *summary*, which are means and maxima over the given iterations."""
 
     def mean(values: Floats) -> Floats:
         is_recorded = figures.num_actions[rows] > 0
@@ -508,7 +508,7 @@ def _columns(figures: RunFigures, rows: list[int]) -> list[_Column]:
 
 
 def _times(figures: RunFigures, rows: list[int]) -> Iterator[_Column]:
-    """Yields columns with mean and standard deviation of the times of F, B and W in each chunk."""
+    """Yields columns with the mean and standard deviation of the times of F, B and W by chunk."""
     number = figures.count[rows].astype(np.float64)
     means = np.nan_to_num(figures.mean_ns[rows])
     spreads = np.nan_to_num(figures.std_ns[rows])
@@ -531,7 +531,7 @@ def _block(
     figures: RunFigures,
     columns: Sequence[_Column],
 ) -> int:
-    """Writes a titled table into a sheet and returns the number of the row below it."""
+    """Writes a titled table into a sheet, and returns the number of the row below it."""
     sheet.cell(first_row, 1, text)
     for number, (name, _, _) in enumerate(columns, start=2):
         sheet.cell(first_row + 1, number, name)
@@ -558,7 +558,7 @@ def _style_head(sheet: Worksheet, title_row: int) -> None:
 
 
 def _mean(values: Floats) -> float:
-    """Returns the mean of the values that are not NaN."""
+    """Returns the mean of the values, ignoring NaN."""
     numbers = values[~np.isnan(values)]
     return float(numbers.mean()) if len(numbers) else float("nan")
 

@@ -1,4 +1,4 @@
-"""Defines the settings that make a repair, for each program that writes traces."""
+"""Defines the settings that perform a repair, for each program that writes traces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.adaptive.trace.trace_format import TraceHeader
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Contains a program's settings, or advice, for each repair.
+    """Contains a program's setting, or advice, for each repair.
 
     Attributes:
-        slow_rank: Setting that moves work off a slow rank.
+        slow_rank: Setting that moves work away from a slow rank.
         slow_replica: Setting that gives a slow replica less work; empty if there is no setting.
-        partition: Beginning of the setting of a partition.
+        partition: First part of the setting for a partition.
         links: Advice for faster messages.
         one_length: Setting that makes microbatches equally long in a run without replicas.
         lengths: Setting that makes microbatches equally long in a run with replicas.
@@ -32,7 +32,7 @@ class Advice:
     no_trace: str
 
     def of_partition(self, partition: str) -> str:
-        """Returns the setting of a partition, such as ``3-4-5``."""
+        """Returns the setting for a partition such as ``3-4-5``."""
         return f"{self.partition}{partition}" + ('"' if self.partition.endswith('"') else "")
 
 

@@ -1,19 +1,19 @@
 """Reports how much time a run loses, which ranks cause the loss, and what each repair would save.
 
-Every figure comes from a simulation of the recorded steps in which some durations are replaced. The
+All figures come from simulations of the recorded steps in which some durations are replaced. The
 ``ideal`` duration of a computation is the mean over replicas, stages and steps for its kind
-(forward, backward and so on). The ideal duration of a message or collective is the median of its
-kind. In the ideal step all durations are ideal, so no rank is slower than others. The slowdown that
-a group (such as a rank) causes is a ratio of two simulated step times. In the first simulation, the
-group has its recorded durations, and all other operations have ideal durations. The second
-simulation is the ideal step. The gain of a repair is the fraction of the step time that is saved if
-only the durations that the repair changes are replaced. In the simulation, an operation starts when
-all operations that it depends on have finished. Delays of the host (CPU) between operations are not
-simulated.
+(forward, backward and so on). The ideal duration of a message or collective is the median for its
+kind. In the ideal step, all durations are ideal, so no rank is slower than the others. The slowdown
+caused by a group (such as a rank) is the ratio of two simulated step times. In the first
+simulation, the group has its recorded durations, and all other operations have ideal durations. The
+second simulation is the ideal step. The gain of a repair is the fraction of the step time that is
+saved if only the durations affected by the repair are replaced. In the simulation, an operation
+starts when all operations that it depends on have finished. Delays of the host (CPU) between
+operations are not simulated.
 
-Source: arXiv 2505.05713, sections 3 and 4. The paper finds by correlation which microbatches have
-long sequences. Here the length of a microbatch is the time of its actions relative to the usual
-time, as the median over stages and kinds of work. Lengths are treated like any other group.
+Source: arXiv 2505.05713, sections 3 and 4. The paper uses correlation to find which microbatches
+have long sequences. Here, the length of a microbatch is the time of its actions relative to the
+usual time, as the median over stages and kinds of work. Lengths are treated like any other group.
 """
 
 from __future__ import annotations
@@ -59,29 +59,30 @@ from megatron.adaptive.trace.whatif.result import SHOWN, SLOW, Repair, WhatIf
 from megatron.adaptive.trace.whatif.slice_tokens import token_repairs
 
 SPANS_AT_ONCE = 1_000_000
-"""Maximum number of trace spans that are read at once, unless one step has more."""
+"""Maximum number of trace spans that are read at once, unless a single step has more."""
 SETS_AT_ONCE = 8
 """Number of sets of durations with which the steps are simulated at the same time."""
 SLOWEST_WORKERS = 0.03
-"""Fraction of all ranks that are counted as the slowest ranks; at least one rank is counted."""
+"""Fraction of all ranks that count as the slowest ranks, at least one rank."""
 CAUSE_SHARE = 0.3
 """Minimum fraction of the slowdown that a cause must explain to be reported."""
 WORTH = 0.002
 """Minimum fraction of the step time that a repair must save to be listed."""
 SLICES = 8
-"""Number of slices with which recorded steps of whole microbatches are simulated."""
+"""Number of slices used to simulate recorded steps of whole microbatches."""
 SLICES_TEXT = f"sequences in {SLICES} slices that cost nothing more"
 SLICES_FLAG = f"--sequence-slices {SLICES}"
 _EVEN = "stages of equal work"
 """Repair that is omitted if other partitions were simulated with the times of single segments."""
 MOST_GROUPS = 64
-"""Maximum number of stages, and of replicas, to simulate; if there are more, the worst are used."""
+"""Maximum number of stages, and of replicas, to simulate. If there are more, the slowest are used.
+"""
 MOST_SPANS = 8_000_000
-"""Maximum number of spans to analyze; for a longer run, evenly spaced iterations are used."""
+"""Maximum number of spans to analyze. For a longer run, evenly spaced iterations are used."""
 REPLAYED = 4
-"""Maximum number of steps that are simulated under each other schedule."""
+"""Maximum number of steps to simulate under each other schedule."""
 RECORDED_SPAN_S = 1e-6
-"""CPU time in seconds to record and write one trace span, measured with the trace recorder."""
+"""CPU time in seconds that the trace recorder needs per span, including writing (measured)."""
 
 CAUSES = ("worker", "last stage", "sequence lengths")
 
@@ -103,9 +104,9 @@ class _Part:
     length: Floats = field(default_factory=lambda: np.zeros(0))
 
     def column(self, group: str) -> Ints:
-        """Returns ``[operations]``: index of each operation's stage, replica, rank, kind or link.
+        """Returns ``[operations]``, index of each operation's stage, replica, rank, kind or link.
 
-        Operations other than messages have the link -1.
+        The link of operations other than messages is -1.
         """
         ops = self.ops
         where = ops.where
@@ -116,7 +117,7 @@ class _Part:
         return {"stage": ops.stage, "rank": ops.worker, "kind": ops.kind}[group]
 
     def number_of_step(self, rows: slice | Mask = slice(None)) -> Ints:
-        """Returns the index of each operation's step among the steps of this part."""
+        """Returns the index of each operation's step among the steps in this part."""
         _, step = np.unique(self.ops.iteration[rows], return_inverse=True)
         return step
 
@@ -126,11 +127,11 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
 
     Args:
         run: Trace of the run.
-        iterations: Numbers of the iterations (steps) to analyze. ``None`` for all iterations in
+        iterations: Numbers of the iterations (steps) to analyze, or ``None`` for all iterations in
             which the first replica's trace is complete.
 
     Raises:
-        TraceError: If no step can be simulated, or the trace's order of operations is impossible.
+        TraceError: No step can be simulated, or the trace's order of operations is impossible.
     """
     where = pipelines_of(run)
     chosen = sorted(set(run.iterations if iterations is None else iterations))
@@ -143,7 +144,8 @@ def what_if(run: RunTrace, iterations: Iterable[int] | None = None) -> WhatIf:
         chosen = list(whole) or chosen
     if not chosen:
         raise TraceError(
-            f"{run.origin} does not contain iterations, because the run ended before its first"
+            f"{run.origin} does not contain iterations, because the run ended before its first "
+            "iteration"
         )
     sample = thinned(np.array(chosen), run.num_spans(chosen, where.ranks.tolist()), MOST_SPANS)
     if len(sample) < len(chosen):
@@ -168,17 +170,17 @@ def what_if_table(table: Any) -> Any:
     """Computes the what-if analysis of a table of operations instead of a trace.
 
     Args:
-        table: Pandas ``DataFrame``, or dict of columns by name. The columns are those of
+        table: Pandas ``DataFrame``, or dict of columns by name, with the columns of
             ``imports.published.COLUMNS``.
 
     Returns:
-        A table with one row per result. Its columns are ``what`` (``slowdown``, ``launch``,
+        Table with one row per result. Its columns are ``what`` (``slowdown``, ``launch``,
         ``share``, ``stage``, ``repair``, ...), ``name``, ``value`` (a slowdown, a fraction of it,
         or the gain of a repair) and ``flag``. The table is a ``DataFrame`` if the input is one,
-        else a dict of lists.
+        otherwise a dict of lists.
 
     Raises:
-        TraceError: If a column is missing, or the table contradicts itself.
+        TraceError: A column is missing, or the table contradicts itself.
     """
     answers = what_if(run_of_columns(table, Path("the table")))
     rows = [
@@ -201,7 +203,7 @@ def what_if_table(table: Any) -> Any:
 
 
 def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable[list[int]]:
-    """Splits the iterations into groups of at most :data:`SPANS_AT_ONCE` spans each."""
+    """Splits the iterations into groups with at most :data:`SPANS_AT_ONCE` spans each."""
     ranks = where.ranks.tolist()
     group: list[int] = []
     spans = 0
@@ -217,13 +219,13 @@ def _in_turn(run: RunTrace, where: Pipelines, chosen: Sequence[int]) -> Iterable
 
 
 Durations = Callable[[_Part], Floats]
-"""Function that returns durations in seconds, ``[operations]``, with some of them replaced."""
+"""Function that returns durations in seconds, ``[operations]``, some of which are replaced."""
 
 
 def _by_length(part: _Part, durations_s: Floats, power: int) -> Floats:
     """Multiplies (``power`` 1) or divides (-1) computing times by the lengths of microbatches.
 
-    The results are then scaled, so that the total computing time of each step stays the same.
+    The results are then scaled so that the total computing time of each step stays the same.
     """
     times = durations_s * part.length**power
     rows = slice(0, part.ops.num_computes)
@@ -239,14 +241,14 @@ def _only(group: str, value: int) -> Durations:
 
 
 def _without(group: str, values: Sequence[int]) -> Durations:
-    """Returns ideal durations for the given stages, ranks or kinds, and recorded for the rest."""
+    """Returns ideal durations for some stages, ranks or kinds, and recorded durations otherwise."""
     return lambda part: np.where(
         np.isin(part.column(group), values), part.ideal_s, part.ops.duration_s
     )
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs in descending order of the saved time."""
+    """Returns the repairs in descending order of the time saved."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -269,7 +271,7 @@ class _Answers:
             part.length = self._lengths(part.ops)
 
     def all(self, notes: list[str]) -> WhatIf:
-        """Runs all simulations and returns the whole analysis.
+        """Runs all simulations, and returns the whole analysis.
 
         Args:
             notes: Caveats about the result, one line each.
@@ -368,7 +370,7 @@ class _Answers:
         return shares
 
     def _repaired_s(self, whole: float, durations: Durations, steps: Floats) -> float:
-        """Returns the mean step time with a repair, in seconds.
+        """Returns the mean step time with a repair in seconds.
 
         Under a run-time scheduling rule, a repair also changes the order of actions.
         """
@@ -398,8 +400,8 @@ class _Answers:
             np.add.at(total, cell, part.ops.duration_s[: part.ops.num_computes])
             np.add.at(number, cell, 1)
         self._cells: Floats = total / np.maximum(number, 1)
-        # If all ranks of a replica take longer, the reason is long microbatches. Divide by this
-        # factor to get the speed of the ranks.
+        # If all ranks of a replica take longer, the reason is long microbatches. Dividing by this
+        # factor gives the speed of the ranks.
         cell_sum_s = self._cells.sum(axis=(1, 2))
         ratio = cell_sum_s / self._stage_sum_s()[self._where.pp_rank]
         replica_factor = np.ones(int(self._where.replica.max()) + 1)
@@ -410,18 +412,18 @@ class _Answers:
         self._own_cells: Floats = self._cells / replica_factor[self._where.replica][:, None, None]
 
     def _stage_sum_s(self) -> Floats:
-        """Returns each pipeline rank's time for one F, B and W in seconds: median over replicas."""
+        """Returns each pipeline rank's time for one F, B and W in seconds, as replicas' median."""
         pp_rank = self._where.pp_rank
         number = np.bincount(pp_rank, minlength=len(self._where.stages))
         return medians(pp_rank, self._cells.sum(axis=(1, 2)), number)
 
     def _cell(self, ops: Operations) -> tuple[Ints, Ints, Ints]:
-        """Returns the index in ``[ranks, chunks, 3]`` of each computation's mean time."""
+        """Returns the index of each computation's mean time in ``[ranks, chunks, 3]``."""
         rows = slice(0, ops.num_computes)
         return ops.worker[rows], ops.chunk[rows], ops.kind[rows]
 
     def _lengths(self, ops: Operations) -> Floats:
-        """Returns the relative length of each operation's microbatch; 1 for operations without one.
+        """Returns the relative length of each operation's microbatch, or 1 if it has none.
 
         A length of 2 means that the microbatch takes twice as long as usual.
         """
@@ -437,7 +439,7 @@ class _Answers:
         return length
 
     def _worst_links(self) -> list[int]:
-        """Returns the links with the largest total delay, as indices that ``_Part.column`` uses."""
+        """Returns the links with the largest total delay, as indices used by ``_Part.column``."""
         late: dict[int, float] = {}
         for part in self._parts:
             links, index = np.unique(part.column("link"), return_inverse=True)
@@ -448,7 +450,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns the stages or replicas to simulate alone: all, or the ones that lose most time.
+        """Returns the stages or replicas to simulate alone: all, or those that lose the most time.
 
         Args:
             group: ``stage`` or ``replica``.
@@ -463,10 +465,10 @@ class _Answers:
         return sorted(np.argsort(-late_s, kind="stable")[:MOST_GROUPS].tolist())
 
     def _by_score(self, slow: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Returns the indices of all ranks, the slowest first.
+        """Returns the indices of all ranks, with the slowest first.
 
-        A rank's score is the slowdown of its replica or of its stage, whichever is smaller. A stage
-        or replica that was not simulated alone counts as the fastest.
+        A rank's score is the smaller of the slowdowns of its replica and of its stage. A stage or
+        replica that was not simulated alone counts as the fastest.
         """
         where = self._where
         scores = [
@@ -520,13 +522,13 @@ class _Answers:
         return repairs
 
     def _scaled(self, factors: Floats) -> Durations:
-        """Returns recorded durations, with computing times multiplied by a factor per rank."""
+        """Returns recorded durations with computing times multiplied by a factor per rank."""
         return lambda part: (
             part.ops.duration_s * np.where(part.ops.kind <= WEIGHT, factors[part.ops.worker], 1.0)
         )
 
     def _partition(self, usual: Floats) -> tuple[str, Floats]:
-        """Returns the flag for equal stages, and each rank's factor of computing time."""
+        """Returns the flag for equal stages, and the factor of each rank's computing time."""
         header = self._header
         layers = np.array(header.layers, dtype=np.float64)
         if self._where.stages.shape[1] > 1 or len(layers) != len(usual) or not layers.all():
@@ -545,12 +547,13 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds the step times of a ``Pipeline`` with another order, dealing or partition.
+        """Adds the step times of a ``Pipeline`` with another order, distribution or partition.
 
         Args:
-            repaired_s: Mean step time in seconds, by description and flag of the repair.
-            whole: Mean simulated step time in seconds, without a repair.
-            notes: Caveats about the result; a caveat about the added times is appended.
+            repaired_s: Mean step time in seconds by description and flag of the repair.
+            whole: Mean simulated step time in seconds without a repair.
+            notes: Caveats about the result, to which a caveat about the added times may be
+                appended.
         """
         content = content_answers(self._run, [part.ops for part in self._parts])
         left_out = _EVEN if content.covers_partitions else ""
@@ -572,8 +575,8 @@ class _Answers:
             return self._sliced(simulated)
         steps = np.concatenate([np.unique(part.ops.iteration) for part in self._parts]).tolist()
         by_length = [step for _, step in sorted(zip(simulated.tolist(), steps, strict=True))]
-        # Choose short and long steps: the middle step of each quarter, with the steps sorted by
-        # duration.
+        # Choose short and long steps: with the steps sorted by duration, use the middle step of
+        # each quarter.
         count = steps_at_most(self._parts[-1].ops, REPLAYED)
         quantiles = (np.arange(count) + 0.5) * len(by_length) / count
         chosen = {by_length[int(index)] for index in quantiles} & set(times.steps)
@@ -584,7 +587,7 @@ class _Answers:
             return float(np.mean([times.step_s(step, schedule) for step in chosen]))
 
         fixed = "seq-1f1b" if times.is_cut else "1f1b"
-        # Fixed orders need equal numbers of slices.
+        # Schedules with a fixed order require equal numbers of slices.
         follows_rule = header.schedule == "adaptive" or times.is_unequal
         present = "adaptive" if follows_rule else fixed
         replayed_s = mean_s(OtherSchedule(present, 1))
@@ -608,7 +611,7 @@ class _Answers:
         }
 
     def _sliced(self, simulated: Floats) -> dict[tuple[str, str], float]:
-        """Simulates steps under ``adaptive`` with several chunks per rank, cut into slices.
+        """Simulates steps under ``adaptive`` with several chunks per rank, split into slices.
 
         Returns:
             Mean step time in seconds, by description and flag of the repair.
@@ -631,7 +634,7 @@ class _Answers:
         return {("tracing off", self._advice.no_trace): whole_s - spans * RECORDED_SPAN_S}
 
     def _recorded(self) -> Floats:
-        """Returns ``[steps]``: recorded time in seconds from the first start to the last end."""
+        """Returns the time in seconds from the first start to the last end, ``[steps]``."""
         steps = []
         for part in self._parts:
             is_row = part.ops.source < 0
@@ -651,14 +654,14 @@ class _Answers:
         slowest: int,
         repairs: Sequence[Repair],
     ) -> str:
-        """Returns the cause whose repair would remove most of the slowdown; ``none`` or ``mixed``.
+        """Returns the cause whose repair would remove most of the slowdown, ``none`` or ``mixed``.
 
         Args:
-            whole: Mean simulated step time, in seconds.
-            base: Mean ideal step time, in seconds.
+            whole: Mean simulated step time in seconds.
+            base: Mean ideal step time in seconds.
             shares: Fraction of the slowdown that each cause in :data:`CAUSES` explains.
             slowest: Index of the slowest rank.
-            repairs: All repairs, with their gains.
+            repairs: All repairs with their gains.
         """
         largest = int(np.argmax(shares))
         if whole >= SLOW * base:

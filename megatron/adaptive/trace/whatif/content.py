@@ -1,4 +1,4 @@
-"""Simulates a ``Pipeline`` run whose unequal microbatches are ordered or distributed differently.
+"""Simulates a ``Pipeline`` run with unequal microbatches ordered or distributed differently.
 
 Recorded steps are simulated under the run's own schedule::
 
@@ -6,8 +6,9 @@ Recorded steps are simulated under the run's own schedule::
                         └───────────────────────────────────┴──> ordered by cost ──> step time
     recorded segments ──> another partition (each stage's time divided among its segments)
 
-All ranks are assumed to be equally fast, as ``order`` and ``dealing`` of ``Pipeline`` do. A
-microbatch takes as long on another replica, and a segment as long on another rank.
+All ranks are assumed to be equally fast, as the settings ``order`` and ``dealing`` of ``Pipeline``
+assume too. A microbatch takes equally long on any replica, and a segment (a part of a stage) on any
+rank.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from megatron.adaptive.trace.whatif.replay import ALIKE, RecordedStep, recorded_
 STEPS = 4
 """Maximum number of steps that are simulated."""
 UNEQUAL = 0.05
-"""Minimum relative spread of the microbatches' costs to simulate another order or dealing.
+"""Minimum relative spread of the microbatches' costs to simulate a different order or distribution.
 
 Smaller differences are noise.
 """
 _MOST_SEGMENTS = 1 << 12
-"""Maximum number of segments of a run for which another partition is searched."""
+"""Maximum number of segments in a run for which other partitions are searched."""
 _ROUNDS = 4
-"""Maximum number of segments that are moved one by one to improve a partition."""
+"""Maximum number of segments that are moved one at a time to improve a partition."""
 _TEXTS = {"order": "ordered", "dealing": "dealt over replicas"}
 
 
@@ -49,7 +50,7 @@ class Treatment:
     Attributes:
         is_dealt: Whether microbatches are distributed over replicas by their cost.
         is_ordered: Whether each replica runs its microbatches in the order of their cost.
-        partition: Number of segments in each stage; empty for the recorded partition.
+        partition: Number of segments in each stage; empty to keep the recorded partition.
     """
 
     is_dealt: bool = False
@@ -59,7 +60,7 @@ class Treatment:
 
 @dataclass(frozen=True, eq=False)
 class ContentAnswers:
-    """Contains the step times that a ``Pipeline`` would have with other settings.
+    """Contains the time that a step of a ``Pipeline`` would save with other settings.
 
     Attributes:
         saved_s: Seconds that a step would save, by description and settings.
@@ -73,15 +74,15 @@ class ContentAnswers:
 
 
 def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswers:
-    """Simulates steps of a ``Pipeline`` run with another order, dealing and partition.
+    """Simulates steps of a ``Pipeline`` run with a different order, distribution and partition.
 
     Args:
         run: Trace of the run.
-        parts: Operations of the steps, one entry per group of steps read at once.
+        parts: Operations of the steps, with one entry per group of steps read together.
     """
     header = next(iter(run.ranks.values())).header
     if len(header.layers) != parts[0].where.num_stages or sum(header.layers) > _MOST_SEGMENTS:
-        # Without the sizes of its stages, no other partition of the run can be simulated.
+        # Without the sizes of the stages, other partitions cannot be simulated.
         header = replace(header, layers=())
     steps: list[list[RecordedStep]] = []
     error = 0.0
@@ -108,9 +109,9 @@ def content_answers(run: RunTrace, parts: Sequence[Operations]) -> ContentAnswer
 
 
 def _segment_shares(run: RunTrace, header: TraceHeader) -> Floats:
-    """Returns each segment's fraction of the time of its stage.
+    """Returns the fraction that each segment contributes to the time of its stage.
 
-    Measured times of segments are used if the trace has them, otherwise the counted work.
+    Measured times of segments are used if the trace contains them, otherwise the estimated work.
     """
     count = sum(header.layers)
     times = np.zeros(count)
@@ -140,7 +141,7 @@ class _Simulation:
     Args:
         header: Trace header of any rank.
         steps: Steps of all replicas.
-        shares: Fraction of each segment in the time of its stage.
+        shares: Fraction that each segment contributes to the time of its stage.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class _Simulation:
 
     @property
     def covers_partitions(self) -> bool:
-        """Returns whether the sizes of all stages are known, so that segments can be moved."""
+        """Whether the sizes of all stages are known, so that segments can be moved."""
         return bool(self._header.layers) and 0 not in self._header.layers
 
     def answers(self) -> dict[tuple[str, str], float]:
@@ -166,7 +167,8 @@ class _Simulation:
             "dealing": is_unequal and header.dealing == "turns" and len(self._steps[0]) > 1,
         }
         open_settings = [name for name, is_open in settings.items() if is_open]
-        # If the run ordered its microbatches, it would also order them after another dealing.
+        # If the run ordered its microbatches, it would also order them if they were distributed
+        # differently.
         was_ordered = header.order not in ("", "given")
         partition = self._best_partition()
         saved: dict[tuple[str, str], float] = {}
@@ -221,10 +223,10 @@ class _Simulation:
         return replace(step, durations_s=np.stack(stages, axis=1))
 
     def _best_partition(self) -> tuple[int, ...]:
-        """Returns the partition with the shortest simulated steps; empty for the recorded one.
+        """Returns the partition with the shortest steps; empty if that is the recorded partition.
 
-        The search starts at the recorded partition, or at the partition whose largest stage is the
-        smallest. It moves single segments while this makes the steps shorter.
+        The search starts from the better of the recorded partition and the most even partition. It
+        moves single segments as long as this makes the steps shorter.
         """
         recorded = self._header.layers
         stages = len(recorded)
@@ -270,7 +272,7 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns all partitions in which one segment is in the next or the previous stage."""
+    """Returns all partitions that differ by moving one segment between neighboring stages."""
     partitions = []
     for stage in range(len(partition) - 1):
         for step in (1, -1):
@@ -283,7 +285,7 @@ def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
-    """Returns the partition whose largest stage costs least."""
+    """Returns the partition whose most expensive stage has the lowest cost."""
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     count = len(costs)
     largest = np.full((stages + 1, count + 1), np.inf)
@@ -305,7 +307,7 @@ def _even_partition(costs: Floats, stages: int) -> tuple[int, ...]:
 def _described(
     names: Sequence[str], partition: tuple[int, ...], layers: Sequence[int]
 ) -> tuple[str, str]:
-    """Returns the text for a change of settings, and the settings."""
+    """Returns a text that describes a change of settings, and the settings."""
     texts = [_TEXTS[name] for name in names]
     settings = [f'{name}="time"' for name in names]
     text = f"microbatches {' and '.join(texts)} by cost" if texts else ""

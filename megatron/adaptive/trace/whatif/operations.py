@@ -1,19 +1,19 @@
-r"""Reads the operations of some iterations as arrays, and simulates them with any durations.
+r"""Reads the operations of some iterations as arrays, and simulates them with given durations.
 
-This module finds the kind and stage of each operation, and splits each message or collective into
-waiting and transfer. The transfer begins when the last participating rank has joined. The trace may
-be one that this project recorded, or an imported one.
+This module determines the kind and stage of each operation, and splits each message or collective
+into waiting and transfer. The transfer begins when the last participating rank has joined. The
+trace may have been recorded by this project or imported.
 
 An operation starts when all operations that it depends on have finished:
 
-- the previous computation of its rank
+- the previous computation on its rank
 - the message with its input, or the computation that produced its input if it ran on the same rank
-- the previous collective or optimizer step of its rank
-- for collectives, optimizer steps and computations that overlap with others of their rank: the last
-  computation of the rank that had finished when the operation started in the recorded run
+- the previous collective or optimizer step on its rank
+- for collectives, optimizer steps and computations that overlap with others on their rank: the last
+  computation on the rank that had finished when the operation started in the recorded run
 
 A collective starts when its last participating rank joins. The all-gather of a chunk's parameters
-comes before the chunk's first forward pass.
+precedes the chunk's first forward pass.
 
 ::
 
@@ -23,8 +23,8 @@ comes before the chunk's first forward pass.
 
 All steps are simulated at once, with several sets of durations. The graph is processed level by
 level in topological order. The level of a node is the length of the longest path to it from a node
-without predecessors. A node with more than two predecessors gets helper nodes, so that a level
-takes only two array look-ups, a maximum and a sum.
+without predecessors. Nodes with more than two predecessors get helper nodes, so that a level
+requires only two array look-ups, a maximum and a sum.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis", arXiv 2505.05713,
 section 3. The kinds of work have the same names as in the traces published with the paper.
@@ -72,7 +72,7 @@ NAMES = (
     "reduce",
     *COLLECTIVES,
 )
-"""Names of the kinds of work. The first five are computations, the rest are communication."""
+"""Names of the kinds of work. The first five are computations, and the rest are communication."""
 FIRST_COMM = FORWARD_COMM
 _COLLECTIVE = len(NAMES) - len(COLLECTIVES)
 
@@ -81,28 +81,28 @@ _FAR = np.iinfo(np.int64).max
 
 
 class StepSlices(Protocol):
-    """Function that returns the number of slices of each microbatch of a replica's step."""
+    """Function that returns the number of slices of each microbatch in a replica's step."""
 
     def __call__(self, iteration: int, replica: int) -> SliceCounts:
-        """Returns the numbers of slices for an iteration and a data-parallel replica."""
+        """Returns the number of slices for an iteration and a data-parallel replica."""
 
 
 def whole(iteration: int, replica: int) -> SliceCounts:
-    """Returns 1, for runs whose microbatches are whole."""
+    """Returns 1, for runs whose microbatches are not split."""
     return 1
 
 
 @dataclass(frozen=True, eq=False)
 class Pipelines:
-    """Contains the pipeline rank, replica and stages of each recorded rank (worker).
+    """Describes the pipeline rank, replica and stages of each recorded rank (worker).
 
     Attributes:
         ranks: ``[workers]``, global rank of each worker.
         pp_rank: ``[workers]``, pipeline rank of each worker.
         replica: ``[workers]``, index of each worker's data-parallel replica, without gaps.
         stages: ``[pipeline ranks, chunks]``, index of the stage that each chunk of a rank computes.
-        slices: Function that takes the numbers of an iteration and a replica. It returns the number
-            of slices of each microbatch; 1 for whole microbatches.
+        slices: Function that returns the number of slices of each microbatch, given the numbers of
+            an iteration and a replica. It returns 1 if microbatches are not split.
     """
 
     ranks: Ints
@@ -113,11 +113,11 @@ class Pipelines:
 
     @property
     def num_stages(self) -> int:
-        """Returns the number of stages of the model."""
+        """Number of stages of the model."""
         return self.stages.size
 
     def name(self, worker: int) -> str:
-        """Returns the display name of a worker: rank, stages, and replica if there are several."""
+        """Returns a worker's display name with rank, stages, and replica if there are several."""
         stages = self.stages[self.pp_rank[worker]].tolist()
         text = f"rank {self.ranks[worker]} (stage{'s' * (len(stages) > 1)} "
         text += ", ".join(map(str, stages))
@@ -135,27 +135,27 @@ class Operations:
     Attributes:
         where: Maps each worker to its pipeline rank, replica and stages.
         iteration: Iteration number (training step).
-        worker: Index of the rank in ``where.ranks``; for a message, the receiving rank.
+        worker: Index of the rank in ``where.ranks``. For a message, this is the receiving rank.
         kind: Kind of work, as an index into :data:`NAMES`.
-        chunk: Index of the chunk on its rank; -1 for operations that belong to no chunk.
-        stage: Index of the stage; for operations without a chunk, the stage of the rank's first
-            chunk.
-        microbatch: Index of the microbatch, or of the slice if microbatches are cut (see
-            ``SpanRow``); -1 for none.
+        chunk: Index of the chunk on its rank, or -1 for operations without a chunk.
+        stage: Index of the stage. For operations without a chunk, this is the stage of the rank's
+            first chunk.
+        microbatch: Index of the microbatch, or of the slice if microbatches are split (see
+            ``SpanRow``), or -1 if there is none.
         start_ns: Start time in nanoseconds on the run's common clock.
         end_ns: End time in nanoseconds on the run's common clock.
-        duration_s: Duration in seconds; for communication, without the time spent waiting for other
-            ranks.
-        group: Index of the collective that the operation is part of; -1 for none.
-        source: Index of the rank that sent the message; -1 for operations other than messages.
-        input: Row of the computation that produced the input of this computation, or the content of
-            this message; -1 for none.
-        message: ``[computations]``, row of the message that brought the computation's input; -1 for
-            none.
-        is_posted: Whether receives are posted one at a time, so that a rank gets the messages of
-            each direction in order.
+        duration_s: Duration in seconds. For communication, it excludes the time spent waiting for
+            other ranks.
+        group: Index of the collective that the operation is part of, or -1 if there is none.
+        source: Index of the rank that sent the message, or -1 for operations other than messages.
+        input: Row of the computation that produced the input of this computation or the content of
+            this message, or -1 if there is none.
+        message: ``[computations]``, row of the message with the computation's input, or -1 if there
+            is none.
+        is_posted: Whether receives are posted one at a time, so that a rank receives the messages
+            of each direction in order.
         num_computes: Number of computations.
-        orphans: Number of computations whose input no recorded computation produced.
+        orphans: Number of computations whose input was not produced by any recorded computation.
     """
 
     where: Pipelines
@@ -181,7 +181,7 @@ class Operations:
         return len(self.kind)
 
     def whole_microbatches(self, rows: slice) -> Ints:
-        """Returns the microbatch of some operations; a slice belongs to a microbatch."""
+        """Returns the microbatches of some operations; slices are mapped to their microbatches."""
         replica = self.where.replica[self.worker[rows]]
         iteration, microbatch = self.iteration[rows], self.microbatch[rows].astype(np.int64)
         for number, chosen in rows_by_value(replica):
@@ -190,7 +190,7 @@ class Operations:
         return microbatch
 
     def describe(self, row: int) -> str:
-        """Returns the display name of an operation: its rank, kind of work and microbatch."""
+        """Returns the display name of an operation, with its rank, kind of work and microbatch."""
         text = f"{self.where.name(int(self.worker[row]))}: {NAMES[self.kind[row]]}"
         if self.microbatch[row] >= 0:
             replica = int(self.where.replica[self.worker[row]])
@@ -203,11 +203,11 @@ class Operations:
 
 
 def pipelines_of(run: RunTrace, ranks: Iterable[int] | None = None) -> Pipelines:
-    """Returns the ranks to simulate: the first rank of each tensor-parallel group.
+    """Returns the ranks to simulate, which are the first rank of each tensor-parallel group.
 
     Args:
         run: Trace of the run.
-        ranks: Global ranks to choose from; ``None`` for all recorded ranks.
+        ranks: Global ranks to choose from, or ``None`` for all recorded ranks.
     """
     headers = [run.ranks[rank].header for rank in (run.ranks if ranks is None else ranks)]
     first = min(header.tp_rank for header in headers)
@@ -247,7 +247,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
         iterations: Numbers of the iterations to read.
 
     Raises:
-        TraceError: If a file is damaged, nothing was recorded, or a backward pass began before its
+        TraceError: A file is damaged, nothing was recorded, or a backward pass began before its
             forward pass.
     """
     chosen = list(iterations)
@@ -256,7 +256,9 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
     worker = np.repeat(np.arange(len(tables)), [len(part) for part in tables])
     computes = _in_order(table, worker, table.where(*DRAWN_ACTIONS))
     if not len(computes):
-        raise TraceError(f"{run.origin} does not contain F, B or W in the requested iterations")
+        raise TraceError(
+            f"{run.origin} does not contain F, B or W actions in the requested iterations"
+        )
     others = _in_order(table, worker, table.where("reduce", "optimizer", "collective"))
     both = np.concatenate([computes, others])
     kind = _kinds(table.take(both))
@@ -299,7 +301,7 @@ def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) 
 
 
 def _in_order(table: TraceTable, worker: Ints, mask: Mask) -> Ints:
-    """Returns the rows in which ``mask`` is true, ordered by iteration, worker and start."""
+    """Returns the rows where ``mask`` is true, ordered by iteration, worker and start."""
     rows = np.flatnonzero(mask)
     keys = (table.start_ns[rows], worker[rows], table.iteration[rows])
     ordered: Ints = rows[np.lexsort(keys)]
@@ -326,7 +328,7 @@ def _kinds(table: TraceTable) -> Ints:
 def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> tuple[Ints, int]:
     """Returns the row that produced each computation's input, and the number of missing producers.
 
-    The row is -1 if no recorded computation produced the input. It is also -1 for forward passes of
+    The row is -1 if no recorded computation produced the input. It is also -1 for forward passes in
     the first stage, which are not counted as missing.
     """
     is_f = actions.kind == KIND["F"]
@@ -347,7 +349,7 @@ def _inputs(actions: TraceTable, stage: Ints, where: Pipelines, owner: Ints) -> 
 def _transfers(
     table: TraceTable, worker: Ints, actions: TraceTable, owner: Ints, came: Ints, where: Pipelines
 ) -> tuple[Floats, Ints, bool]:
-    """Returns the messages that brought the inputs of the computations ``came``.
+    """Returns the messages that carried the inputs of the computations ``came``.
 
     If the arrival of a message was not observed, its transfer time is assumed to be the median of
     the other messages in its direction.
@@ -363,7 +365,8 @@ def _transfers(
         actions.chunk[came],
         actions.microbatch[came],
     ]
-    # Unknown peers (-1) read the extra last element, which stays -1, so they get no worker.
+    # Unknown peers (-1) read the extra last element, which stays -1, so they are not mapped to a
+    # worker.
     worker_of_rank = np.full(int(where.ranks.max()) + 2, -1)
     worker_of_rank[where.ranks] = np.arange(len(where.ranks))
 
@@ -401,16 +404,16 @@ def _transfers(
 
 
 def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> Ints:
-    """Returns the index of the collective that each operation is part of; -1 for none.
+    """Returns the index of the collective that each operation is part of, or -1 if there is none.
 
     Operations are part of the same collective if they have the same iteration, kind and lowest
-    rank, and if each is the n-th such operation of its rank, for the same n.
+    rank, and if each is the n-th such operation on its rank for the same n.
     """
     is_reduce = table.kind == KIND["reduce"]
     root = np.where(is_reduce, where.pp_rank[worker], table.peer)
     if is_reduce.any():
-        # If all ranks end their gradient reduction at the same time, it is one collective.
-        # Otherwise each stage has its own reduction.
+        # If all ranks finish their gradient reduction at the same time, it is a single collective.
+        # Otherwise, each stage has its own reduction.
         _, step = np.unique(table.iteration, return_inverse=True)
         last, first, least = (np.full(int(step.max()) + 1, bound) for bound in (0, _FAR, _FAR))
         np.maximum.at(last, step[is_reduce], table.end_ns[is_reduce])
@@ -422,8 +425,8 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
     keys = [column[rows] for column in (table.iteration, kind, root, worker)]
     group = np.full(len(table), -1)
     if len(rows):
-        # Rows are ordered by start time, and a stable sort keeps that order. So nth_of_equal()
-        # numbers each rank's collectives in the order in which they began.
+        # Rows are ordered by start time, and a stable sort keeps that order. nth_of_equal()
+        # therefore numbers each rank's collectives in the order in which they began.
         order = np.argsort(row_keys(keys), kind="stable")
         keys[3][order] = nth_of_equal([key[order] for key in keys])
         _, group[rows] = np.unique(row_keys(keys), return_inverse=True)
@@ -431,7 +434,7 @@ def _groups(table: TraceTable, worker: Ints, where: Pipelines, kind: Ints) -> In
 
 
 def _waits(table: TraceTable, group: Ints) -> Floats:
-    """Returns the time in seconds that each rank waited for the last rank of a collective, or 0."""
+    """Returns the time in seconds for which each rank waited for a collective's last rank, or 0."""
     waited = np.zeros(len(table))
     rows = np.flatnonzero(group >= 0)
     if len(rows):
@@ -443,7 +446,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
 
 
 def _check_own_order(operations: Operations, actions: TraceTable) -> None:
-    """Raises a ``TraceError`` if an action B began before its action F, or a W before its B."""
+    """Raises ``TraceError`` if an action B began before its action F, or a W before its B."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
         columns = [
@@ -469,20 +472,21 @@ _ENDED = 0.05
 """Maximum fraction of a computation that may overlap with the next operation.
 
 Consecutive operations overlap slightly because of rounding and differences between the clocks of
-GPU and host. Without this tolerance, these operations would be treated as concurrent.
+GPU and host. Without this tolerance, such operations would be treated as concurrent.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Contains the dependencies of the operations of some iterations.
+    """Contains the dependencies between the operations of some iterations.
 
     Attributes:
         node: ``[operations]``, index of the operation's node.
-        before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the step's start.
-        levels: ``[levels + 1]``, index of the first node of each topological level, then the number
-            of nodes.
-        final: Indices of the nodes on which no other node depends, ordered by step.
+        before: ``[2, nodes]``, up to two predecessors of each node. Node 0 is the start of the
+            step.
+        levels: ``[levels + 1]``, index of the first node of each topological level, followed by the
+            number of nodes.
+        final: Indices of the nodes that no other node depends on, ordered by step.
         final_step: ``[steps]``, position in ``final`` of each step's first node.
     """
 
@@ -496,7 +500,7 @@ class Graph:
         """Simulates all steps once for each set of durations.
 
         Args:
-            durations_s: Sets of durations; each has the duration of every operation in seconds.
+            durations_s: Sets of durations, each with the duration of every operation in seconds.
 
         Returns:
             Time of each step in seconds, ``[steps, sets]``.
@@ -506,7 +510,7 @@ class Graph:
         return steps
 
     def ends_s(self, durations_s: Floats) -> Floats:
-        """Returns ``[operations]``: seconds from the step's start to the end of each operation."""
+        """Returns the seconds from the step's start to each operation's end, ``[operations]``."""
         ends: Floats = self._ends(durations_s[:, None])[self.node, 0]
         return ends
 
@@ -522,14 +526,14 @@ class Graph:
 
 
 def build_graph(operations: Operations) -> Graph:
-    """Finds the dependencies between the operations and sorts them topologically.
+    """Determines the dependencies between the operations and sorts them topologically.
 
     Raises:
-        TraceError: If operations depend on each other in a cycle, so that the recorded order is
-            impossible. The message names the earliest of these operations.
+        TraceError: Operations depend on each other in a cycle, so the recorded order is impossible.
+            The message names the earliest of these operations.
     """
     sources, targets, count = _edges(operations)
-    # All node numbers are raised by 1, because node 0 is the start of every step.
+    # All node numbers are increased by 1, because node 0 is the start of every step.
     before = _two_each(sources + 1, targets + 1, count + 1)
     level, is_known = _levels(before)
     if not is_known.all():
@@ -562,9 +566,9 @@ def ideal_steps(
     """Simulates iterations on the given ranks with the ideal duration for every kind of work.
 
     Returns:
-        Computations of the ideal steps, in which no rank is slower than others, by global rank.
-        Each ideal step begins when the recorded step did. ``None`` if the trace lacks operations or
-        its order is impossible.
+        Computations of the ideal steps, in which no rank is slower than the others, by global rank.
+        Each ideal step begins when the recorded step began. ``None`` if operations are missing in
+        the trace or its order is impossible.
     """
     try:
         ops = read_operations(run, pipelines_of(run, ranks), iterations)
@@ -596,7 +600,8 @@ def ideal_steps(
 def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
     """Returns the source and target nodes of every dependency, and the number of nodes.
 
-    Each operation has a node. Each collective has one more node, which waits for all its ranks.
+    Each operation has a node. Each collective has one additional node, which waits for all its
+    ranks.
     """
     computes = np.arange(ops.num_computes)
     messages = np.flatnonzero(ops.source >= 0)
@@ -608,8 +613,9 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         same = segment[rows[1:]] == segment[rows[:-1]]
         pairs.append((rows[:-1][same], rows[1:][same]))
 
-    # Computations of a rank may overlap in time. An overlapping computation depends on the last
-    # computation that finished before its start, not on the last computation that started before.
+    # Computations on a rank may overlap in time. An overlapping computation depends on the last
+    # computation that finished before its start, not on the last computation that started before
+    # it.
     span = ops.end_ns[computes] - ops.start_ns[computes]
     ended = ops.end_ns[computes] - (span * _ENDED).astype(np.int64)
     overlaps = (np.diff(rank[computes]) == 0) & (ops.start_ns[computes][1:] < ended[:-1])
@@ -626,7 +632,7 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
         follow(messages[np.lexsort((ops.end_ns[messages], way[messages]))], way)
     pairs += _around(ops, rank, ended, computes[overlaps], others)
     sources, targets = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    # A collective begins when all ranks have joined. So a dependency of one member becomes a
+    # A collective begins when all ranks have joined. A dependency of one member therefore becomes a
     # dependency of the collective's own node, on which all members depend.
     group = ops.group[targets]
     targets = np.where(group >= 0, len(ops) + group, targets)
@@ -639,14 +645,14 @@ def _edges(ops: Operations) -> tuple[Ints, Ints, int]:
 def _around(
     ops: Operations, rank: Ints, ended_ns: Ints, overlapping: Ints, others: Ints
 ) -> list[tuple[Ints, Ints]]:
-    """Returns which earlier operation each overlapping computation and each collective waits for.
+    """Returns the operation that each overlapping computation and each collective waits for.
 
     Args:
         ops: Operations of the iterations.
         rank: ``[operations]``, index of the operation's (iteration, rank) pair.
-        ended_ns: ``[computations]``, time in nanoseconds from which each computation counts as
-            finished.
-        overlapping: Rows of computations that overlap in time with another computation of their
+        ended_ns: ``[computations]``, time in nanoseconds from which each computation is considered
+            to be finished.
+        overlapping: Rows of computations that overlap in time with another computation on their
             rank.
         others: Rows of collectives and optimizer steps.
 
@@ -692,9 +698,10 @@ def _around(
 
 
 def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
-    """Returns ``[2, nodes]``: up to two predecessors of each node; 0 if there are fewer.
+    """Returns up to two predecessors of each node, ``[2, nodes]``, or 0 if there are fewer.
 
-    A node with more than two predecessors gets helper nodes in between, each with at most two.
+    A node with more than two predecessors gets helper nodes in between, each with at most two
+    predecessors.
     """
     while True:
         order = np.argsort(targets, kind="stable")
@@ -714,7 +721,7 @@ def _two_each(sources: Ints, targets: Ints, count: int) -> Ints:
 
 
 def _levels(before: Ints) -> tuple[Ints, Ints]:
-    """Returns each node's topological level, and whether it has one; nodes in a cycle have none."""
+    """Returns each node's topological level, and whether it has one. Nodes in a cycle have none."""
     count = before.shape[1]
     waits = (before > 0).sum(axis=0).astype(np.int8)
     targets = np.concatenate([np.flatnonzero(before[0]), np.flatnonzero(before[1])])

@@ -1,12 +1,11 @@
-"""Simulates recorded microbatches under another schedule, or assigned to other replicas.
+"""Simulates recorded microbatches under another schedule, or on other replicas.
 
 A recorded duration is split into three factors: the usual duration of the stage (the median of its
-replicas), the slowdown of the rank relative to its peers, and a remaining factor. The remaining
-factor depends on the length of the microbatch or on chance. If a stage is cut in two, each half
-takes half as long. A rank keeps its factor for any work, and a microbatch keeps its factor on any
-replica.
+replicas), the slowdown of the rank relative to its peers, and a remaining factor that depends on
+the length of the microbatch or on chance. If a stage is split in two, each half takes half as long.
+A rank keeps its factor for any work, and a microbatch keeps its factor on any replica.
 
-Under a run-time scheduling rule the order of actions depends on the durations, so the rule is
+Under a run-time scheduling rule, the order of actions depends on the durations, so the rule is
 simulated too.
 """
 
@@ -44,36 +43,39 @@ from megatron.adaptive.trace.whatif.operations import (
 )
 
 Counts: TypeAlias = tuple[int, ...]
-"""Number of slices of each microbatch of a step."""
+"""Number of slices of each microbatch in a step."""
 
 RULE_STEPS = 3
 """Maximum number of steps that are simulated under the run's own scheduling rule."""
 MOST_PIPELINES = 256
-"""Maximum number of pipelines (steps times replicas) to simulate under a rule, unless a single step
-has more."""
+"""Maximum number of pipelines (steps times replicas) to simulate under a rule.
+
+At least one step is simulated, even if it has more pipelines.
+"""
 ALIKE = 0.1
 """Maximum relative difference between the simulated and the recorded step time.
 
-Both use the recorded durations. A larger difference means that the simulated rule had another limit
-on activation memory than the run, or that the trace's spans do not cover all the time of the step.
+Both times are based on the recorded durations. A larger difference means that the simulated rule
+had a different limit on activation memory than the run, or that the trace's spans do not cover the
+whole step.
 """
 
 
 @dataclass(frozen=True)
 class OtherSchedule:
-    """Describes a schedule with which a recorded step is simulated.
+    """Describes a schedule under which a recorded step is simulated.
 
     Attributes:
         name: Name of the schedule: ``1f1b``, ``seq-1f1b`` or ``adaptive``.
         chunks: Number of chunks per rank. With ``adaptive``, two chunks are placed in a V (down the
             ranks and back up). With one chunk, the backward pass is not split.
         is_dealt: Whether to assign each microbatch to the replica that would finish it first, and
-            to order a replica's microbatches to suit its pipeline. Otherwise microbatches stay on
+            to order a replica's microbatches to suit its pipeline. Otherwise, microbatches stay on
             the replica that recorded them.
-        slices: Number of slices into which recorded whole microbatches are cut. All slices of a
-            microbatch are assumed to take equally long, and cutting is assumed to take no time.
-        pieces: Number of pieces into which each weight-gradient action (W) is cut, if the schedule
-            splits the backward pass.
+        slices: Number of slices into which recorded whole microbatches are split. It is assumed
+            that all slices of a microbatch take equally long, and that splitting has no cost.
+        pieces: Number of pieces into which each weight-gradient action (W) is split, if the
+            schedule splits the backward pass.
     """
 
     name: str
@@ -85,17 +87,17 @@ class OtherSchedule:
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Contains each microbatch's forward and backward times in some steps, with one stage per rank.
+    """Contains the forward and backward times of each microbatch, with one stage per rank.
 
     Attributes:
-        steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``: times in
-            seconds of the forward pass and of the whole backward pass. With slices, the last axis
-            has the slices of all microbatches.
-        transfer_s: Median transfer time of a message, in seconds.
+        steps: Maps each iteration to one array per replica, ``[2, stages, microbatches]``, with the
+            times in seconds of the forward pass and of the whole backward pass. If microbatches are
+            split, the last axis contains the slices of all microbatches.
+        transfer_s: Median transfer time of a message in seconds.
         work: Computing cost of each stage in any unit; empty if unknown. With fewer than three
             replicas, only these costs distinguish a slow rank from a stage with more work.
-        slices: Function that takes the numbers of an iteration and a replica. It returns the number
-            of slices of each recorded microbatch; 1 for whole microbatches.
+        slices: Function that returns the number of slices of each recorded microbatch, given the
+            numbers of an iteration and a replica. It returns 1 if microbatches are not split.
     """
 
     steps: Mapping[int, tuple[Floats, ...]]
@@ -105,12 +107,12 @@ class RecordedTimes:
 
     @cached_property
     def is_cut(self) -> bool:
-        """Whether any recorded microbatch is cut into several slices."""
+        """Whether any recorded microbatch is split into several slices."""
         return any(max(counts) > 1 for counts in self._all_counts)
 
     @cached_property
     def is_unequal(self) -> bool:
-        """Whether microbatches of a step have different numbers of slices."""
+        """Whether the microbatches of a step have different numbers of slices."""
         return any(len(set(counts)) > 1 for counts in self._all_counts)
 
     @property
@@ -120,13 +122,13 @@ class RecordedTimes:
                 yield self.counts(iteration, replica)
 
     def counts(self, iteration: int, replica: int) -> Counts:
-        """Returns the number of slices of each microbatch of a replica's step."""
+        """Returns the number of slices of each microbatch in a replica's step."""
         items = self.steps[iteration][replica].shape[2]
         return counts_of(items, self.slices(iteration, replica))
 
     @cached_property
     def stage_s(self) -> Floats:
-        """Returns the usual time of F and B per stage in seconds, ``[2, stages]``.
+        """Usual time of F and B per stage in seconds, ``[2, stages]``.
 
         The usual time is the median over replicas of the mean over steps and microbatches.
         """
@@ -135,9 +137,9 @@ class RecordedTimes:
 
     @cached_property
     def rank_factor(self) -> Floats:
-        """Returns ``[replicas, stages]``: each rank's time divided by the usual time of its peers.
+        """Time of each rank divided by the usual time of its peers, ``[replicas, stages]``.
 
-        Peers are the ranks that hold the same stage in other replicas.
+        Peers are the ranks with the same stage in other replicas.
         """
         rank_s = self._means.sum(axis=1)
         stage = self.stage_s.sum(axis=0)
@@ -159,7 +161,7 @@ class RecordedTimes:
         return part
 
     def step_s(self, iteration: int, schedule: OtherSchedule) -> float:
-        """Simulates a step and returns the time of its slowest replica, in seconds.
+        """Simulates a step, and returns the time in seconds of its slowest replica.
 
         Args:
             iteration: Iteration to simulate.
@@ -193,8 +195,8 @@ class RecordedTimes:
             counts: Number of slices of each microbatch.
 
         Returns:
-            Times of the microbatches assigned to each replica, in the same form, and their numbers
-            of slices.
+            Times of the microbatches assigned to each replica, in the same form as ``durations_s``,
+            and their numbers of slices.
         """
         of_slices = durations_s
         ends = np.cumsum(counts)
@@ -202,8 +204,8 @@ class RecordedTimes:
         durations_s = np.stack(
             [of_slices[:, :, a:b].sum(axis=2) for a, b in zip(begins, ends, strict=True)], axis=2
         )
-        # A replica is as fast as its slowest rank, so compare microbatches by their cost on this
-        # rank.
+        # A replica is as fast as its slowest rank, so microbatches are compared by their cost on
+        # that rank.
         slowest = [
             int(np.argmax(durations_s.sum(axis=(0, 2)) * factor)) for factor in self.rank_factor
         ]
@@ -232,10 +234,10 @@ class RecordedTimes:
         slices: int,
         actions: int,
     ) -> float:
-        """Simulates the pipeline of one replica and returns its step time in seconds.
+        """Simulates the pipeline of one replica, and returns its step time in seconds.
 
-        ``counts`` has the number of slices of each microbatch. ``slices`` is the number of slices
-        into which the recorded messages are cut.
+        ``counts`` is the number of slices of each microbatch. ``slices`` is the number of slices
+        into which the recorded messages are split.
         """
         ranks, count = durations_s.shape[1:]
         placement = candidate.placement
@@ -253,10 +255,10 @@ class RecordedTimes:
 
 
 def counts_of(num_items: int, slices: SliceCounts) -> Counts:
-    """Returns the number of slices of each microbatch of a step as a tuple.
+    """Returns the number of slices of each microbatch in a step as a tuple.
 
     Args:
-        num_items: Number of slices of all microbatches.
+        num_items: Total number of slices of all microbatches.
         slices: Number of slices of each microbatch, as in the trace.
     """
     return each_count(num_items // slices, slices) if isinstance(slices, int) else slices
@@ -270,15 +272,15 @@ def candidate_for(
     pieces: int,
     kind: PlacementKind | None = None,
 ) -> Candidate:
-    """Returns a schedule with the default limit on activations for a step's slices.
+    """Returns a schedule with the default limit on activations, for the slices of a step.
 
     Args:
         name: Name of the schedule or rule.
-        num_ranks: Number of ranks of the pipeline.
+        num_ranks: Number of ranks in the pipeline.
         num_chunks: Number of chunks per rank.
         counts: Number of slices of each microbatch.
-        pieces: Number of W actions per weight gradient, 0 for none.
-        kind: Placement of stages; ``None`` for the default.
+        pieces: Number of W actions per weight gradient, or 0 if the backward pass is not split.
+        kind: Placement of stages, or ``None`` for the default.
     """
     is_equal = len(set(counts)) == 1
     candidate = make_candidate(
@@ -292,7 +294,7 @@ def candidate_for(
     )
     if is_equal or candidate.cap is None:
         return candidate
-    # Raise the cap to the size of the largest microbatch, as a real step does.
+    # Raise the limit to the size of the largest microbatch, as a real step does.
     cap = default_cap(candidate.placement, len(counts), mean_slices(counts))
     return replace(candidate, cap=max(cap, *whole_sizes([1.0] * sum(counts), counts)))
 
@@ -300,14 +302,14 @@ def candidate_for(
 def simulated_s(
     candidate: Candidate, durations_s: Floats, delays_ps: Ints, counts: Counts, actions: int
 ) -> float:
-    """Simulates a step and returns its time in seconds.
+    """Simulates a step, and returns its time in seconds.
 
     Args:
         candidate: Schedule of the step.
         durations_s: ``[3, stages, slices]``, times of F, B and W in seconds.
-        delays_ps: ``[2, stages, slices]``, times of the messages after F and B, in picoseconds.
+        delays_ps: ``[2, stages, slices]``, times of the messages after F and B in picoseconds.
         counts: Number of slices of each microbatch.
-        actions: Number of actions of all steps that are simulated.
+        actions: Total number of actions in all simulated steps.
     """
     ranks = candidate.placement.num_ranks
     slices: SliceCounts = counts[0] if len(set(counts)) == 1 else counts
@@ -326,28 +328,28 @@ def simulated_s(
 class RuleReplay:
     """Simulates the last recorded steps under ``adaptive``, the run's own scheduling rule.
 
-    The rule chooses another order of actions if durations change, so the rule itself is simulated.
-    The recorded steps are simulated once. With changed durations, only replicas whose durations
-    changed are simulated again.
+    The rule chooses a different order of actions if durations change, so the rule itself is
+    simulated. The recorded steps are simulated once. With changed durations, only the affected
+    replicas are simulated again.
 
     Args:
         header: Trace header of any rank, which contains the settings of the run.
-        ops: Recorded operations. Of its iterations, the last :data:`RULE_STEPS` are simulated.
+        ops: Recorded operations, of which the last :data:`RULE_STEPS` iterations are simulated.
     """
 
     def __init__(self, header: TraceHeader, ops: Operations) -> None:
         self._header, self._ops = header, ops
 
     def saved_s(self, then_s: Floats, *, slices: int = 1) -> float | None:
-        """Returns the time in seconds that a step saves with changed durations.
+        """Returns the time in seconds that a step would save with changed durations.
 
         Args:
             then_s: Changed durations in seconds, ``[operations]``.
-            slices: Number of slices into which recorded whole microbatches are cut for the changed
-                step.
+            slices: Number of slices into which recorded whole microbatches are split for the
+                changed step.
 
         Returns:
-            Mean time saved per step. ``None`` under another schedule, if a rank's actions are
+            Mean time saved per step. It is ``None`` under another schedule, if a rank's actions are
             missing, or if the simulation with the recorded durations differs from the recorded step
             time by more than :data:`ALIKE`.
         """
@@ -368,7 +370,7 @@ class RuleReplay:
 
     @cached_property
     def _recorded(self) -> list[list[_RecordedReplica]] | None:
-        """Recorded steps of all replicas; ``None`` if they cannot be simulated."""
+        """Recorded steps of all replicas, or ``None`` if they cannot be simulated."""
         if self._header.schedule != "adaptive" or self._ops.where.num_stages == 1:
             return None
         recorded = []
@@ -395,7 +397,7 @@ class RuleReplay:
 
 @dataclass(frozen=True, eq=False)
 class _RecordedReplica:
-    """Contains a replica's part of a recorded step.
+    """Contains one replica's part of a recorded step.
 
     Attributes:
         rows: Indices of the step's operations.
@@ -407,20 +409,20 @@ class _RecordedReplica:
 
 
 def steps_at_most(ops: Operations, most: int) -> int:
-    """Returns how many steps to simulate, at most ``most`` and :data:`MOST_PIPELINES` pipelines."""
+    """Returns how many steps to simulate, limited by ``most`` and by :data:`MOST_PIPELINES`."""
     replicas = int(ops.where.replica.max()) + 1
     return max(1, min(most, MOST_PIPELINES // replicas))
 
 
 def _rows_by_replica(ops: Operations, iterations: Ints) -> dict[int, list[Ints]]:
-    """Returns the indices of the operations of each replica in some iterations.
+    """Returns the indices of each replica's operations in the given iterations.
 
     Args:
         ops: Recorded operations.
-        iterations: Numbers of the iterations, ascending.
+        iterations: Numbers of the iterations in ascending order.
 
     Returns:
-        Indices by iteration and then by replica, ascending.
+        Indices in ascending order, by iteration and then by replica.
     """
     replicas = int(ops.where.replica.max()) + 1
     rows = np.flatnonzero(np.isin(ops.iteration, iterations))
@@ -446,11 +448,12 @@ class RecordedStep:
 
     Attributes:
         durations_s: ``[3, stages, microbatches]``, times of F, B and W in seconds.
-        delays_ps: ``[2, stages, microbatches]``, times of the messages after F and B, in
+        delays_ps: ``[2, stages, microbatches]``, times of the messages after F and B in
             picoseconds.
-        pieces: Number of actions W of a microbatch in a stage, 0 if backward passes are whole.
-        slices: Number of slices of each microbatch. The last axis of both arrays then has the
-            slices of all microbatches.
+        pieces: Number of W actions of a microbatch in a stage, or 0 if backward passes are not
+            split.
+        slices: Number of slices of each microbatch. If microbatches are split, the last axis of
+            both arrays contains the slices of all microbatches.
     """
 
     durations_s: Floats
@@ -460,7 +463,7 @@ class RecordedStep:
 
     @property
     def costs_s(self) -> list[float]:
-        """Returns the time of each microbatch over all stages, in seconds."""
+        """Time of each microbatch over all stages in seconds."""
         return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
@@ -468,11 +471,11 @@ class RecordedStep:
         return RecordedStep(self.durations_s[:, :, order], self.delays_ps[:, :, order], self.pieces)
 
     def simulated_s(self, header: TraceHeader, slices: int = 1) -> float:
-        """Simulates the step under the run's schedule and returns its time in seconds.
+        """Simulates the step under the run's schedule, and returns its time in seconds.
 
         Args:
             header: Trace header of any rank, which contains the settings of the run.
-            slices: Number of slices of equal time into which each microbatch is cut.
+            slices: Number of slices of equal time into which each microbatch is split.
         """
         counts = counts_of(self.durations_s.shape[2], self.slices)
         counts = tuple(slices * count for count in counts)
@@ -491,7 +494,7 @@ class RecordedStep:
 
 
 def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep | None:
-    """Returns the times of one replica's step; ``None`` if actions are missing.
+    """Returns the times of one replica's step, or ``None`` if actions are missing.
 
     Args:
         ops: Recorded operations.
@@ -526,7 +529,7 @@ def recorded_step(ops: Operations, rows: Ints, times_s: Floats) -> RecordedStep 
 
 
 def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
-    """Returns the number of slices of each microbatch of the step that ``rows`` belong to."""
+    """Returns the number of slices of each microbatch in the step that ``rows`` belong to."""
     if not len(rows):
         return 1
     replica = int(ops.where.replica[ops.worker[rows[0]]])
@@ -534,14 +537,14 @@ def _slices_of(ops: Operations, rows: Ints) -> SliceCounts:
 
 
 def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedStep, float]] | None:
-    """Returns each replica's step, and its recorded time in seconds.
+    """Returns the step of each replica and its recorded time in seconds.
 
     Args:
         ops: Recorded operations.
         iteration: Iteration number.
 
     Returns:
-        ``None`` if actions are missing.
+        List with an entry per replica, or ``None`` if actions are missing.
     """
     replicas = []
     for rows in _rows_by_replica(ops, np.array([iteration]))[iteration]:
@@ -559,12 +562,12 @@ def recorded_times(
     """Collects the time that each microbatch took in each stage.
 
     Args:
-        parts: Operations of the iterations, one entry per group of iterations read at once.
+        parts: Operations of the iterations, with one entry per group of iterations read together.
         work: Computing cost of each stage in any unit; empty if unknown.
 
     Returns:
-        Times of the steps in which every rank ran each microbatch of its replica. ``None`` if there
-        is no such step, or if ranks have several stages each.
+        Times of the steps in which every rank ran each microbatch of its replica, or ``None`` if
+        there is no such step or if ranks have several stages each.
     """
     where = parts[0].where
     if where.stages.shape[1] > 1:
@@ -583,7 +586,7 @@ def recorded_times(
 
 
 def _step_durations(ops: Operations, rows_of: Sequence[Ints]) -> tuple[Floats, ...] | None:
-    """Returns ``[2, stages, microbatches]`` in seconds per replica; ``None`` if incomplete.
+    """Returns ``[2, stages, microbatches]`` in seconds per replica, or ``None`` if incomplete.
 
     Args:
         ops: Recorded operations.

@@ -1,4 +1,4 @@
-"""Defines the results of a what-if analysis, and their forms as text and as JSON."""
+"""Defines the results of a what-if analysis, and their text and JSON formats."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron.adaptive.trace.span_columns import Ints
 from megatron.adaptive.trace.whatif.operations import Floats, Pipelines
 
 SHOWN = 5
-"""Number of the worst ranks, and of the worst links, whose slowdown is computed."""
+"""Number of slowest ranks, and of slowest links, whose slowdown is computed."""
 SLOW = 1.05
-"""Minimum slowdown for the report to print a cause and each cause's share."""
+"""Minimum slowdown at which the report names a cause and the share of each cause."""
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Describes a change that would make the run faster, and the time it would save.
+    """Describes a change that would make the run faster, and the time that it would save.
 
     Attributes:
         description: Short text that describes the change.
         flag: Command-line flags that make the change, or advice if there are no flags.
-        step_s: Mean step time with the change, in seconds.
+        step_s: Mean step time with the change in seconds.
         gain: Fraction of the simulated step time that the change saves.
     """
 
@@ -40,15 +40,15 @@ class WhatIf:
     Attributes:
         where: Maps each recorded rank to its pipeline rank, replica and stages.
         iterations: ``[steps]``, number of each analyzed step (iteration).
-        recorded_s: ``[steps]``, recorded time of each step in seconds, from the start of the first
-            operation to the end of the last.
+        recorded_s: ``[steps]``, recorded time of each step in seconds, from the start of its first
+            operation to the end of its last operation.
         simulated_s: ``[steps]``, time of each step in seconds, simulated with the recorded
-            durations but without delays of the host between operations.
+            durations but without host delays between operations.
         ideal_s: ``[steps]``, time of each step in seconds, simulated with the ideal durations.
-        slowdowns: Slowdown caused by each group, by type and then name of the group. Types are
+        slowdowns: Slowdown caused by each group, by type and name of the group. Types are
             ``stage``, ``replica``, ``rank``, ``kind`` of work, ``link``, and ``length`` of
             microbatches.
-        by_step: ``[steps]``, slowdown in each step, by type and then name of the group. Types are
+        by_step: ``[steps]``, slowdown in each step, by type and name of the group. Types are
             ``stage``, ``replica`` and ``kind``.
         worker_share: Fraction of the slowdown that would vanish if the slowest ranks were as fast
             as the other ranks (Mw in the paper).
@@ -58,9 +58,9 @@ class WhatIf:
             long.
         slowest: Indices into ``where.ranks`` of the slowest ranks, on which ``worker_share`` is
             based.
-        cause: Main cause of the slowdown, from :data:`CAUSES`; ``none`` if little time is lost,
-            ``mixed`` if no single cause explains enough of the slowdown.
-        repairs: Possible repairs, in descending order of the saved time.
+        cause: Main cause of the slowdown, one of :data:`CAUSES`. It is ``none`` if little time is
+            lost, or ``mixed`` if no single cause explains enough of the slowdown.
+        repairs: Possible repairs, in descending order of the time saved.
         notes: Caveats about the result, one line each.
     """
 
@@ -81,15 +81,15 @@ class WhatIf:
 
     @property
     def slowdown(self) -> float:
-        """Returns the mean simulated step time divided by the mean ideal step time (paper: S)."""
+        """Mean simulated step time divided by the mean ideal step time (S in the paper)."""
         return float(self.simulated_s.mean() / self.ideal_s.mean())
 
     @property
     def launch_slowdown(self) -> float:
-        """Returns the mean recorded step time divided by the mean simulated step time.
+        """Mean recorded step time divided by the mean simulated step time.
 
-        A value other than 1 is the error of the simulation, mainly because delays of the host are
-        not simulated.
+        The difference from 1 is the error of the simulation, which mainly comes from host delays
+        that are not simulated.
         """
         return float(self.recorded_s.mean() / self.simulated_s.mean())
 
@@ -161,7 +161,7 @@ class WhatIf:
         return "\n".join(lines)
 
     def _format_shares(self) -> str:
-        """Returns a line of text that states how much of the slowdown each repair would remove."""
+        """Returns a line with the part of the slowdown that each repair would remove."""
         if self.slowdown < SLOW and self.cause != "none":
             return "  compared with the mean there is no slowdown to divide; see the repairs below"
         if self.slowdown < SLOW:
@@ -174,10 +174,11 @@ class WhatIf:
 
 
 def _format_share(share: float) -> str:
-    """Returns a fraction as a percentage, or ``none`` if it is 0 or less, ``all`` if 1 or more.
+    """Formats a fraction as a percentage, ``none`` if it is at most 0, or ``all`` if at least 1.
 
-    Fractions outside 0 to 1 occur because a repair replaces durations by the mean of the whole run.
-    So a repaired step may be slower than the recorded step, or faster than the ideal step.
+    Fractions outside 0 to 1 occur because a repair replaces durations with the mean of the whole
+    run. A repaired step may therefore be slower than the recorded step, or faster than the ideal
+    step.
     """
     if round(share, 2) <= 0:
         return "none"

@@ -1,11 +1,11 @@
-"""Simulates recorded steps with slices of another length (``--slice-tokens``).
+"""Simulates recorded steps with slices of a different length (``--slice-tokens``).
 
-The trace has the lengths of all documents of a step, and the number of slices of each microbatch.
-The time per token and per pair of tokens that attend to each other are fitted to the recorded
-slices for each stage and kind of action. The documents are then packed again for slices of another
-length, and the step is simulated with the fitted times. Slices are assumed to have no additional
-cost. All recorded slices have the same number of tokens, so a fixed time per action cannot be
-separated from the time of its tokens.
+The trace contains the lengths of all documents in a step, and the number of slices of each
+microbatch. The time per token, and per pair of tokens that attend to each other, are fitted to the
+recorded slices for each stage and kind of action. The documents are then packed again for slices of
+a different length, and the step is simulated with the fitted times. Slices are assumed to have no
+additional cost. All recorded slices have the same number of tokens, so a fixed time per action
+cannot be distinguished from the time of its tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megatron.adaptive.trace.whatif.replay import (
 
 _MOST_TOKENS = 1 << 40
 _RULES = ("adaptive", "auto")
-"""Schedules whose steps are simulated with slices of another length."""
+"""Schedules whose steps are simulated with slices of a different length."""
 
 
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Simulates a run's last steps with shorter and with longer slices.
+    """Simulates a run's last steps with shorter and longer slices.
 
     Args:
         run: Trace of the run.
@@ -54,7 +54,7 @@ def token_repairs(
             is appended.
 
     Returns:
-        Mean step time in seconds with slices of another length, by description and flag.
+        Mean step time in seconds with slices of a different length, by description and flag.
     """
     header = next(iter(run.ranks.values())).header
     iterations = np.unique(ops.iteration)[-RULE_STEPS:].tolist()
@@ -88,7 +88,7 @@ def token_repairs(
     now_s = model.mean_s(tokens)
     repairs = {}
     for n in others:
-        # A run with this length would end with the same error, so it is no repair.
+        # A run with this length would stop with the same error, so this length is not a repair.
         with contextlib.suppress(ConfigError):
             names = f"slices of {n} tokens that cost nothing more", f"--slice-tokens {n}"
             repairs[names] = whole_s - now_s + model.mean_s(n)
@@ -100,9 +100,9 @@ class _Row:
     """Describes a recorded microbatch.
 
     Attributes:
-        positions: Number of its tokens, with padding.
-        documents: Number of tokens of each of its documents.
-        slices: Number of its slices.
+        positions: Number of tokens in the microbatch, including padding.
+        documents: Number of tokens in each document of the microbatch.
+        slices: Number of slices of the microbatch.
     """
 
     positions: int
@@ -111,9 +111,9 @@ class _Row:
 
     @property
     def is_sound(self) -> bool:
-        """Whether slices are equally long, and each has a token of a document.
+        """Whether all slices are equally long, and each contains a token of a document.
 
-        A damaged file may contain other numbers.
+        Damaged files may contain other numbers.
         """
         of_slice, rest = divmod(self.positions, self.slices)
         before_last = self.positions - of_slice
@@ -122,7 +122,7 @@ class _Row:
 
 
 def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
-    """Returns the microbatches of each replica; empty lists without lengths."""
+    """Returns the microbatches of each replica, as empty lists if their lengths are unknown."""
     replicas = []
     for replica in range(int(ops.where.replica.max()) + 1):
         worker = int(np.flatnonzero(ops.where.replica == replica)[0])
@@ -136,9 +136,10 @@ def _rows(run: RunTrace, ops: Operations, iteration: int) -> list[list[_Row]]:
 
 
 def _tokens(steps: Iterable[Sequence[Sequence[_Row]]]) -> int | None:
-    """Returns the number of tokens of all slices.
+    """Returns the number of tokens per slice.
 
-    The result is ``None`` if the number differs, if nothing is cut, or if a file is damaged.
+    The result is ``None`` if slices have different numbers of tokens, if no microbatch is split, or
+    if a file is damaged.
     """
     rows = [row for step in steps for replica in step for row in replica]
     if not all(row.is_sound for row in rows):
@@ -154,7 +155,7 @@ class _Step:
     """Contains a recorded step.
 
     Attributes:
-        documents: Number of tokens of each document, on all replicas.
+        documents: Number of tokens in each document, on all replicas.
         replicas: Recorded times of each replica, and its recorded step time in seconds.
         cuts: Microbatches of each replica.
     """
@@ -165,7 +166,7 @@ class _Step:
 
     @classmethod
     def of(cls, ops: Operations, iteration: int, rows: Sequence[Sequence[_Row]]) -> _Step | None:
-        """Returns the step of an iteration; ``None`` if actions are missing."""
+        """Returns the step of an iteration, or ``None`` if actions are missing."""
         replicas = recorded_replicas(ops, iteration)
         if replicas is None:
             return None
@@ -179,13 +180,13 @@ class _Step:
 
 
 def _cut(tokens: int, documents: Sequence[int]) -> Cut:
-    """Returns the positions at which a row of documents is cut into slices of ``tokens`` tokens."""
+    """Returns the positions that split a row of documents into slices of ``tokens`` tokens."""
     rule = SliceRule(slices=1, tokens=tokens, is_packed=True, varies=True)
     return rule.cut(-(-sum(documents) // tokens) * tokens, documents)
 
 
 def _work(cuts: Sequence[Cut]) -> Floats:
-    """Returns the number of tokens and of token pairs of each slice, ``[slices, 2]``."""
+    """Returns the number of tokens and of token pairs in each slice, ``[slices, 2]``."""
     work = [cut.work(index) for cut in cuts for index in range(len(cut.ends))]
     return np.array(work, dtype=np.float64)
 
@@ -196,7 +197,7 @@ class _Model:
     Args:
         header: Trace header of any rank, with the rule to simulate.
         steps: Recorded steps.
-        tokens: Number of tokens of the recorded slices.
+        tokens: Number of tokens per recorded slice.
     """
 
     def __init__(self, header: TraceHeader, steps: Sequence[_Step], tokens: int) -> None:
@@ -226,8 +227,8 @@ class _Model:
     def miss(self) -> float:
         """Largest relative difference between a recorded step and its simulations.
 
-        One simulation has the recorded durations, and the other has fitted durations and the same
-        length of slices.
+        One simulation uses the recorded durations, and the other uses fitted durations and the same
+        slice length.
         """
         misses = []
         for step in self._steps:
@@ -239,7 +240,7 @@ class _Model:
         return max(misses)
 
     def mean_s(self, tokens: int) -> float:
-        """Returns the mean step time with slices of a number of tokens, in seconds.
+        """Returns the mean step time in seconds with slices of ``tokens`` tokens.
 
         Raises:
             ConfigError: A step has too few documents for such slices.
@@ -247,7 +248,7 @@ class _Model:
         return float(np.mean([self._step_s(step, tokens) for step in self._steps]))
 
     def _step_s(self, step: _Step, tokens: int) -> float:
-        """Packs a step's documents for slices of a length, and simulates its slowest replica."""
+        """Packs a step's documents for a slice length, and simulates its slowest replica."""
         documents, replicas = step.documents, len(step.replicas)
         rows = first_fit(documents, tokens, replicas, replicas)
         cuts = [_cut(tokens, [documents[number] for number in row]) for row in rows]

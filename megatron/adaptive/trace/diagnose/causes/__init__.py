@@ -1,4 +1,4 @@
-"""Contains the causes that a diagnosis searches for; each module has a subclass of ``Cause``.
+"""Contains the causes that a diagnosis searches for. Each module defines subclasses of ``Cause``.
 
-A new module here needs no registration.
+New modules in this folder need no registration.
 """

@@ -1,6 +1,7 @@
 """Finds machines on which all ranks wait, for example because other programs use the processors.
 
-All ranks of such a machine are equally slow, so a comparison of its ranks does not find the cause.
+All ranks on such a machine are equally slow, so comparing them with each other does not find the
+cause.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.adaptive.trace.diagnose.machine_reasons import COUNTS, reason_by, 
 from megatron.adaptive.trace.diagnose.samples import Floats, Measured, best_interval, chance, noise
 
 SURE = 3.2
-"""Minimum rise of the waits to report a part of the run, as a number of standard errors."""
+"""Minimum rise of the waits in a part of the run, in standard errors, to report this part."""
 
 MOST_OF = 0.75
 """Minimum fraction of iterations with a wait for the wait to be considered permanent."""
@@ -58,7 +59,7 @@ class BusyMachineCause(Cause):
 
 
 def _busy_machine(m: Measured, columns: Sequence[int]) -> Finding | None:
-    """Returns a finding about the ranks of a machine; ``None`` if the ranks hardly wait."""
+    """Returns a finding about the ranks on a machine, or ``None`` if they hardly wait."""
     for counter, series in waits_of(m, columns):
         period = _period(series)
         if period is None:
@@ -82,11 +83,11 @@ def _period(series: Floats) -> tuple[slice, str | None] | None:
     """Returns the iterations in which ranks wait, and the kind of the period.
 
     Args:
-        series: ``[iterations]``, fraction of each iteration that the ranks waited.
+        series: ``[iterations]``, fraction of each iteration for which the ranks waited.
 
     Returns:
-        Indices of the iterations, and the kind of :class:`Period` (``None`` for a part of the run);
-        ``None`` if the ranks hardly wait.
+        Indices of the iterations, and the kind of :class:`Period` (``None`` for a part of the run),
+        or ``None`` if the ranks hardly wait.
     """
     everything = slice(0, len(series))
     if len(series) and float(np.mean(series >= COUNTS)) >= MOST_OF:

@@ -1,6 +1,6 @@
-"""Finds late members of process groups, and groups whose transfers take longer.
+"""Finds late members of process groups, and groups whose transfers take longer than usual.
 
-Both causes need the times of collectives (``--trace-detail collectives``). A rank is reported as
+Both causes require the times of collectives (``--trace-detail collectives``). A rank is reported as
 late only in groups whose members do the same work at the same time. In other groups, such as
 data-parallel groups, waits show that a whole replica is late, which other causes explain. In groups
 of experts, the rank with the most tokens arrives last (``overloaded_experts``).
@@ -35,26 +35,26 @@ IN_STEP = (*EQUAL_WORK, "expert")
 """Kinds of groups whose members run the same actions at the same time."""
 
 OF_STEP = 0.05
-"""Minimum time that a finding costs in each step, as a fraction of the step."""
+"""Minimum cost of a finding per step, as a fraction of the step time."""
 
 ERRORS = 5.0
-"""Minimum time that a finding costs in each step, as a number of standard errors."""
+"""Minimum cost of a finding per step, in standard errors."""
 
 CHANGE_SURE = 7.0
-"""Minimum score, in standard errors, of a change during the run to be reported."""
+"""Minimum score in standard errors for a change during the run to be reported."""
 
 TIMES = 1.7
-"""Minimum ratio of a group's transfer time to that of other groups or other iterations."""
+"""Minimum ratio of a group's transfer time to the transfer time of other groups or iterations."""
 
 FEWEST_GROUPS = 2
-"""Minimum number of other groups that are needed for a comparison."""
+"""Minimum number of other groups that is required for a comparison."""
 
 _LEAST_LEFT = 0.1
 """Minimum fraction of an operation's duration that remains after a delay is subtracted."""
 
 
 class SlowMember(Cause):
-    """Describes a rank for which the other members of its process group wait."""
+    """Describes a rank that the other members of its process group wait for."""
 
     name = "slow collective member"
     order = 25
@@ -107,8 +107,8 @@ class CongestedCollectives(Cause):
         hosts = ", ".join(dict.fromkeys(finding.hosts))
         return (
             f"{finding.detail.partition(':')[0]} of ranks {describe_numbers(finding.ranks)} "
-            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_ms:.3g} ms of "
-            "a step more"
+            f"({hosts}) transfers {finding.factor:.2f} times as long, {finding.delay_ms:.3g} ms "
+            "of a step more"
         )
 
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
@@ -150,12 +150,12 @@ def _shortened(steps: RecordedSteps, chosen: Mask) -> Floats64:
 
 
 def _per_step(joined: JoinedCollectives, values_ns: Floats, iterations: Ints) -> Floats:
-    """Returns ``[iterations, ...]``, the time of an iteration's collectives in ns.
+    """Returns the total time in ns of each iteration's collectives, ``[iterations, ...]``.
 
     Args:
         joined: Collectives of a group.
         values_ns: ``[collectives, ...]``, time in ns of each collective.
-        iterations: Numbers of the iterations. An iteration without collectives has the time 0.
+        iterations: Numbers of the iterations. The time of an iteration without collectives is 0.
     """
     totals = [
         values_ns[inside].mean(axis=0)
@@ -195,12 +195,12 @@ def _slow_member(
 
 
 def _congestion(m: Measured, joined: JoinedCollectives, others: Floats) -> Finding | None:
-    """Returns a finding if the transfers of a group take too long; otherwise ``None``.
+    """Returns a finding if the transfers of a group take too long, otherwise ``None``.
 
     Args:
         m: Measured times of the run.
         joined: Collectives of the group.
-        others: ``[groups]``, median time in ns of a transfer in each other group with the same
+        others: ``[groups]``, median transfer time in ns of each other group with the same
             collectives, size and number of machines.
     """
     transfer_ns = joined.transfer_ns.min(axis=1).astype(np.float64)
@@ -247,8 +247,7 @@ def _period(
 
     Returns:
         Numbers of the iterations, additional time in ns, number of standard errors of this time,
-        and the reference of the comparison. ``None`` if the time is too short or may be a random
-        effect.
+        and reference of the comparison. ``None`` if the time is too short or may be random.
     """
     change = best_interval(series_ns, 0.1 * least_ns, rise=least_ns, score=CHANGE_SURE)
     if change is not None:
@@ -266,8 +265,8 @@ def _least_ns(m: Measured, ranks: Sequence[int], number: float) -> float:
 
     Args:
         m: Measured times of the run.
-        ranks: Global ranks of a group.
-        number: Number of the group's collectives in a step.
+        ranks: Global ranks of the group.
+        number: Number of the group's collectives per step.
     """
     clocks = {m.headers[m.column[rank]].clock for rank in ranks}
     error_ns = 3 * m.clock_error_ns * number if len(clocks) > 1 else 0.0

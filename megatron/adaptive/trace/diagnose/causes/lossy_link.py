@@ -1,9 +1,8 @@
 """Finds links with packet loss, on which some messages are late because of retransmissions.
 
-Most messages of such a link are as fast as the messages of other links, so that a comparison of
-links finds nothing. The late messages occur in iterations in which the machine retransmitted more
-TCP segments than in other iterations. Links within a machine are skipped, unless all messages are
-known to use TCP.
+Most messages on such a link are as fast as on other links, so a comparison of links finds nothing.
+The late messages occur in iterations in which the machine retransmitted more TCP segments than in
+other iterations. Links within a machine are skipped, unless all messages are known to use TCP.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ LATE_FEWEST = 3
 """Minimum number of late messages to report a link."""
 
 LATE_OF_STEP = 0.03
-"""Minimum total lateness of a link's messages in a step, as a fraction of the step."""
+"""Minimum total lateness of a link's messages per step, as a fraction of the step time."""
 
 LATE_TOGETHER = 0.8
-"""Minimum fraction of the total lateness in iterations with retransmitted segments."""
+"""Minimum fraction of the total lateness that must be in iterations with retransmitted segments."""
 
 RANDOMLY = 0.02
-"""Maximum probability that late messages coincide with lost segments by chance."""
+"""Maximum probability that late messages and retransmitted segments coincide by chance."""
 
 DRAWS = 1000
-"""Number of random permutations of the iterations, to estimate that probability."""
+"""Number of random permutations of the iterations that are used to estimate the probability."""
 
 LINK_FEWEST = 20
-"""Minimum number of messages needed to judge a link."""
+"""Minimum number of messages that is required to judge a link."""
 
 
 class LossyLink(Cause):
-    """Describes a link on which some messages are late, because their packets were lost."""
+    """Describes a link on which some messages are late because packets were lost."""
 
     name = "lossy link"
     order = 25
@@ -61,15 +60,15 @@ class LossyLink(Cause):
             if finding.cause == "slow link" and finding.reason is not None
         }
         if explained:
-            return []  # lost packets are counted per machine, so the slow link may explain them
+            return []  # lost packets are counted per machine, so they may belong to the slow link
         return find_lossy_links(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
         source, target = finding.ranks
         hosts = " to ".join(dict.fromkeys(finding.hosts))
         return (
-            f"rank {source} to rank {target} ({hosts}) some messages are {finding.delay_ms:.3g} ms"
-            " late"
+            f"some messages from rank {source} to rank {target} ({hosts}) are "
+            f"{finding.delay_ms:.3g} ms late"
         )
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
@@ -89,11 +88,11 @@ class _Link:
     """Holds the late messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and of the receiver.
-        count: Number of all messages.
+        ends: Columns of the sender and the receiver.
+        count: Total number of messages.
         late_ns: ``[late messages]``, time in ns beyond the link's median.
         rows: ``[late messages]``, index of each message's iteration.
-        reason: Reason for the lateness: packets lost on the link's machines.
+        reason: Reason for the lateness, which is packet loss on the link's machines.
     """
 
     ends: tuple[int, int]
@@ -104,7 +103,7 @@ class _Link:
 
 
 def find_lossy_links(m: Measured) -> list[Finding]:
-    """Returns a finding about the link whose late messages cost most; empty if no link is lossy."""
+    """Returns a finding about the link whose late messages cost most; empty if there is none."""
     links = _lossy_links(m)
     worst = max(links, key=lambda link: float(link.late_ns.sum()), default=None)
     if worst is None:
@@ -159,7 +158,7 @@ def _lossy_links(m: Measured) -> list[_Link]:
 
 
 def _chance_of_meeting(late_ns: Floats64, lost: Floats64) -> float:
-    """Returns the probability that late messages coincide with lost segments by chance alone.
+    """Returns the probability that late messages and lost segments coincide by chance alone.
 
     Args:
         late_ns: ``[iterations]``, total lateness in ns.
@@ -175,7 +174,7 @@ def _is_starved(m: Measured, ends: tuple[int, int], affected: Ints, late_ns: flo
 
     Args:
         m: Measured times of the run.
-        ends: Columns of the sender and of the receiver.
+        ends: Columns of the sender and the receiver.
         affected: Indices of the iterations with late messages.
         late_ns: Total lateness in ns.
     """

@@ -1,4 +1,4 @@
-"""Finds ranks whose experts receive so many tokens that other ranks wait."""
+"""Finds ranks whose experts receive so many tokens that other ranks have to wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class OverloadedExperts(Cause):
         return f"{finding.culprit} has {finding.factor:.2f} times the mean number of tokens"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
-        # All ranks with the same pipeline rank wait for the overloaded rank, so all become faster.
+        # All ranks with the same pipeline rank wait for the overloaded rank, so all of them become
+        # faster.
         m = steps.evidence.measured
         column = m.column[finding.ranks[0]]
         workers = steps.workers_at(m.headers[column].pp_rank)
@@ -42,8 +43,8 @@ class OverloadedExperts(Cause):
     def advise(self, finding: Finding, evidence: Evidence) -> Remedy:
         return Remedy(
             (
-                "balance the router: a larger --moe-aux-loss-coeff, or "
-                "--moe-router-enable-expert-bias with --moe-router-score-function sigmoid",
+                "balance the router with a larger --moe-aux-loss-coeff, or with "
+                "--moe-router-enable-expert-bias and --moe-router-score-function sigmoid",
                 "limit the tokens of an expert (--moe-expert-capacity-factor 1.25), which drops "
                 "further tokens",
             )
@@ -51,13 +52,14 @@ class OverloadedExperts(Cause):
 
 
 OVERLOADED = 1.1
-"""Minimum ratio of a rank's number of tokens to the mean over ranks, to report the rank."""
+"""Minimum ratio of a rank's number of tokens to the mean over ranks for the rank to be reported."""
 
 OVERLOAD_OF_STEP = 0.01
 """Minimum fraction of the step time that the overload must cost to be reported."""
 
 OVERLOAD_ERRORS = 3.0
-"""Minimum excess of other ranks' waiting time over the rank's own, in standard errors."""
+"""Minimum excess of other ranks' waiting time over the rank's own waiting time, in standard errors.
+"""
 
 
 def find_overloaded_experts(m: Measured) -> list[Finding]:
@@ -65,8 +67,8 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
     most tokens is the last to reach the all-to-all exchange after the experts, in which the other
-    ranks wait. The cost is the waiting time of the other ranks minus that of this rank, but at most
-    the time that its additional tokens can take.
+    ranks wait. The cost is the waiting time of the other ranks minus the waiting time of this rank,
+    but at most the time that its additional tokens can take.
     """
     layouts = [next((_layout(marker) for marker in markers.values()), ()) for markers in m.experts]
     layers = [tuple(layer for layer, *_ in layout) for layout in layouts]

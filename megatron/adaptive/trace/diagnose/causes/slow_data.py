@@ -1,4 +1,4 @@
-"""Finds ranks that lose time when they read training data."""
+"""Finds ranks that lose time reading training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.adaptive.trace.whatif.operations import FORWARD
 
 
 class SlowData(Cause):
-    """Describes a rank that needs a long time to read a microbatch's data."""
+    """Describes a rank that takes a long time to read the data of a microbatch."""
 
     name = "slow data"
     order = 30
@@ -25,7 +25,7 @@ class SlowData(Cause):
         return find_slow_reading(evidence.measured)
 
     def describe(self, finding: Finding) -> str:
-        return f"{finding.culprit} reading takes each microbatch {finding.delay_ms:.3g} ms more"
+        return f"{finding.culprit} takes {finding.delay_ms:.3g} ms longer to read each microbatch"
 
     def without(self, finding: Finding, steps: RecordedSteps) -> Floats64:
         ops, duration_s = steps.operations, steps.duration_s
@@ -48,21 +48,21 @@ READING_TIMES = 1.5
 """Minimum ratio of a slow read's time to the time on other ranks or in other iterations."""
 
 READING_CHANGE_SURE = 6.0
-"""Minimum score, in standard errors, of a change in read times during the run to be reported."""
+"""Minimum score in standard errors for a change in read times during the run to be reported."""
 
 
 READING_SURE = 3.0
 """Minimum excess of a slow read's time in standard errors."""
 
 READS_FEWEST = 16
-"""Minimum number of reads that are needed to judge a rank's reads."""
+"""Minimum number of reads that is required to judge a rank."""
 
 READING_ITERATIONS = 4
-"""Minimum number of iterations with reads that are needed to judge a rank's reads."""
+"""Minimum number of iterations with reads that is required to judge a rank."""
 
 
 def find_slow_reading(m: Measured) -> list[Finding]:
-    """Returns findings for ranks that lose time when they read training data, the worst first."""
+    """Returns findings for ranks that lose time reading training data, with the worst first."""
     each = np.where(m.reads > 0, m.read_ns / np.maximum(1, m.reads), np.nan)
     shares = m.read_ns / np.maximum(1, m.step_ns)[:, None]
     levels = middle(each, axis=0)
@@ -85,11 +85,11 @@ def find_slow_reading(m: Measured) -> list[Finding]:
             against = "history"
             chosen, series = chosen[change.inside], series[change.inside]
         level, share = float(np.median(series)), float(np.median(shares[chosen, column]))
-        # If a rank hardly gets a processor, its reads take long even from a fast disk.
+        # If a rank rarely gets a processor, its reads take long even from a fast disk.
         ready = 1 - starved(m, column, chosen)
         if share * ready < READING_OF_STEP or level * ready < READING_TIMES * before:
             # A rank that reads for twice the minimum fraction is reported even if all ranks read
-            # equally slowly. In this case, its whole read time is its delay.
+            # equally slowly. In this case, its delay is the whole read time.
             if share * ready < 2 * READING_OF_STEP:
                 continue
             before = 0.0

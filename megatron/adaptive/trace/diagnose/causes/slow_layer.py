@@ -1,14 +1,14 @@
-"""Finds single layers that take longer than others, in traces with the times of layers.
+"""Finds single layers that take longer than others, in traces that contain the times of layers.
 
-``--trace-detail layers`` records these times. Without these times, a slow layer appears as a slow
-rank or as uneven stages.
+These times are recorded with ``--trace-detail layers``. Without them, a slow layer appears as a
+slow rank or as uneven stages.
 
 The layers of a model may be of several kinds. A segment of a ``Pipeline`` is compared only with
-segments that make the same calls; the header of the trace has the kind of each segment. Layers with
-experts and layers for multi-token prediction are not examined. Any other layer is reported only if
-its forward and its backward are both slow, because recomputation makes only the backward slower. A
-layer is also not reported if other layers are slow by about the same factor, because these layers
-may be of another kind (such as every fourth layer).
+segments that make the same calls; the header of the trace contains the kind of each segment. Layers
+with experts and layers for multi-token prediction are not examined. Any other layer is reported
+only if both its forward and its backward pass are slow, because recomputation slows down only the
+backward pass. If several layers are slow by about the same factor, none of them is reported,
+because they may be of another kind (such as every fourth layer).
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ SURE = 4.0
 """Minimum excess of a slow layer's time in standard errors."""
 
 FEWEST = 4
-"""Minimum number of timed layers in the run that are needed to know the usual time of a layer."""
+"""Minimum number of timed layers in the run that is required to determine the usual time."""
 
 MOST_SLOW = 0.25
-"""Maximum fraction of slow layers; more slow layers are assumed to be of another kind."""
+"""Maximum fraction of slow layers. If more layers are slow, they are assumed to be of another kind.
+"""
 
 
 SLOWER_PASS = 1.15
 """Minimum ratio of a slow layer's forward and backward times to the times of other layers."""
 
 SLOWER_LAST = 2.0
-"""Minimum ratio for the model's last layer, which often does work that other layers do not."""
+"""Minimum ratio for the model's last layer, which often does work that other layers do not do."""
 
 ALIKE = 1.25
-"""Maximum ratio of the times of two slow layers for which both are assumed to be another kind."""
+"""Maximum ratio between the times of two slow layers that are assumed to be of another kind."""
 
 FEWEST_SPACED = 3
 """Minimum number of evenly spaced slow layers that are assumed to be of another kind."""
 
 
 class SlowLayer(Cause):
-    """Describes a layer whose forward and backward take longer than those of other layers."""
+    """Describes a layer whose forward and backward passes take longer than in other layers."""
 
     name = "slow layer"
     order = 5
@@ -84,7 +85,7 @@ class _Layer:
     Attributes:
         column: Column of the rank.
         index: Index of the layer in the model.
-        passes_ns: ``[iterations, 2]``, time in ns of a forward and of a backward pass, NaN if
+        passes_ns: ``[iterations, 2]``, time in ns of a forward and of a backward pass, or NaN if
             unknown.
     """
 
@@ -94,12 +95,12 @@ class _Layer:
 
     @property
     def pass_ns(self) -> Floats:
-        """``[iterations]``, time in ns of both passes, NaN if unknown."""
+        """``[iterations]``, total time in ns of both passes, or NaN if unknown."""
         return np.asarray(self.passes_ns.sum(axis=1))
 
 
 def find_slow_layers(m: Measured) -> list[Finding]:
-    """Returns findings for layers that are slower than other layers of their rank and the run."""
+    """Returns findings for layers that are slower than the other layers of their rank and run."""
     by_kind: dict[int, list[_Layer]] = {}
     for layer in _layers(m):
         by_kind.setdefault(_kind(m, layer.index), []).append(layer)
@@ -107,7 +108,7 @@ def find_slow_layers(m: Measured) -> list[Finding]:
 
 
 def _kind(m: Measured, index: int) -> int:
-    """Returns the index of a layer's kind; -1 if the trace has no kind for the layer."""
+    """Returns the index of a layer's kind, or -1 if the trace does not contain it."""
     return m.layer_kinds[index] if index < len(m.layer_kinds) else -1
 
 
@@ -162,10 +163,9 @@ def _slow_of_kind(m: Measured, layers: Sequence[_Layer]) -> list[Finding]:
 
 
 def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
-    """Returns, for each layer, the median time in ns of the other layers of its rank.
+    """Returns, for each layer, the median time in ns of the other layers on its rank.
 
-    The result is infinite if the rank has no other layer, because the rank may be slow instead of
-    its layer.
+    The result is infinite if the rank has no other layer, because the rank itself may be slow.
     """
     of_rank: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -179,10 +179,10 @@ def _beside(layers: Sequence[_Layer], levels: Floats) -> list[float]:
 
 
 def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
-    """Returns the slow layers whose time differs from those of all other slow layers.
+    """Returns the slow layers whose time differs from the times of all other slow layers.
 
     Args:
-        slow: Numbers of all slow layers.
+        slow: Indices of all slow layers.
         levels: Time in ns of each layer.
     """
     ordered = sorted(slow, key=lambda number: levels[number])
@@ -196,15 +196,15 @@ def _alone(slow: Sequence[int], levels: Floats) -> set[int]:
 
 
 def _are_spaced(indices: Sequence[int]) -> bool:
-    """Returns whether at least three layers lie at equal distances in the model."""
+    """Returns whether at least three layers are evenly spaced in the model."""
     distances = np.diff(np.sort(indices))
     return len(indices) >= FEWEST_SPACED and len(np.unique(distances)) == 1
 
 
 def _layers(m: Measured) -> list[_Layer]:
-    """Returns the layers that can be compared and that were timed in most of the iterations.
+    """Returns the comparable layers that were timed in most of the iterations.
 
-    Layers with experts, and layers for multi-token prediction, which come last, are excluded.
+    Layers with experts, and layers for multi-token prediction (which come last), are excluded.
     """
     with_experts = {
         row[0] for of_rank in m.experts for marker in of_rank.values() for row in marker.tokens

@@ -1,4 +1,4 @@
-"""Finds links whose messages take longer than the messages of other links of the same kind."""
+"""Finds links whose messages take longer than messages on other links of the same kind."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SlowLink(Cause):
 
 
 LINK_FEWEST = 6
-"""Minimum number of messages needed to judge a link."""
+"""Minimum number of messages that is required to judge a link."""
 
 LINK_TIMES = 2.0
 """Minimum ratio of a slow link's message time to the message time of other links.
@@ -84,28 +84,28 @@ LINK_OF_AN_ACTION = 0.05
 """Minimum delay of a slow link's messages, as a fraction of the median duration of an action."""
 
 LINK_ERRORS = 5.0
-"""Minimum delay of a slow link's messages, as a number of standard deviations of their time."""
+"""Minimum delay of a slow link's messages, in standard deviations of their time."""
 
 LINK_ALONE = 0.25
 """Value that replaces ``LINK_OF_AN_ACTION`` if there are fewer than two other links."""
 
 LINK_STEADY = 0.4
-"""Minimum delay of a slow link's fastest messages, as a fraction of its median delay."""
+"""Minimum delay of a slow link's fastest messages, as a fraction of the link's median delay."""
 
 LINK_OF_WAITS = 3.0
 """Minimum ratio of a slow link's delay to the time that its ranks wait for a processor.
 
-The threads that send a message and that notice its arrival may have to wait for a processor first.
+Threads may have to wait for a processor before they send a message or notice its arrival.
 """
 
 MOST_COMPARED = 1000
-"""Maximum number of links to compare with; if there are more, every n-th link is used."""
+"""Maximum number of links to compare with. If there are more, every n-th link is used."""
 
 LINK_OF_STEP = 0.02
 """Minimum cost of a slow link to or from a slow rank, as a fraction of the step time."""
 
 LINK_CHANGE_SURE = 7.0
-"""Minimum score, in standard errors, of a link's change during the run to be reported."""
+"""Minimum score in standard errors for a link's change during the run to be reported."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +113,10 @@ class _Link:
     """Holds the messages from one rank to another.
 
     Attributes:
-        ends: Columns of the sender and of the receiver along the ranks' axis of ``Measured``.
+        ends: Columns of the sender and the receiver on the rank axis of ``Measured``.
         crosses: Whether the two ranks are on different machines.
         travel_ns: ``[messages]``, time in ns from the start of the send to the arrival.
-        iteration: ``[messages]``, number of the iteration.
+        iteration: ``[messages]``, iteration number.
     """
 
     ends: tuple[int, int]
@@ -128,7 +128,7 @@ class _Link:
         """Returns the median and the 10th percentile of the messages' travel times in ns.
 
         Args:
-            chosen: Numbers of the iterations to use; ``None`` for all.
+            chosen: Numbers of the iterations to use, or ``None`` for all.
         """
         travel_ns = self.travel_ns
         if chosen is not None:
@@ -137,7 +137,7 @@ class _Link:
 
 
 def find_slow_links(m: Measured) -> list[Finding]:
-    """Returns findings for slow links, slowest first; at most one direction per pair of ranks."""
+    """Returns findings for slow links, slowest first, with at most one per pair of ranks."""
     links = _links(m)
     action = float(middle(m.median_ns))
     compared = [
@@ -163,8 +163,8 @@ def _compared(links: Sequence[_Link]) -> tuple[Ints, Floats]:
         links: Links of one kind: all within machines, or all between machines.
 
     Returns:
-        Columns of the two ranks of each link, the lower first, ``[links, 2]``, and median and 10th
-        percentile of its travel time in ns, ``[links, 2]``.
+        Columns of the two ranks of each link, with the lower first, ``[links, 2]``, and median and
+        10th percentile of its travel time in ns, ``[links, 2]``.
     """
     links = links[:: max(1, -(-len(links) // MOST_COMPARED))]
     pairs = np.array([sorted(link.ends) for link in links], dtype=np.int64).reshape(-1, 2)
@@ -187,7 +187,7 @@ def _links(m: Measured) -> list[_Link]:
 
 
 def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding | None:
-    """Returns a finding if a link is slow in all or some iterations; else ``None``.
+    """Returns a finding if a link is slow in all or some iterations, otherwise ``None``.
 
     Args:
         m: Measured times of the run.
@@ -225,7 +225,7 @@ def _judge(m: Measured, link: _Link, others: Floats, action: float) -> Finding |
 def _slow_link(
     m: Measured, link: _Link, chosen: Ints, excess: float, sure: float, against: str
 ) -> Finding | None:
-    """Returns a finding about a link; ``None`` if waits for a processor may explain the delay."""
+    """Returns a finding about a link, or ``None`` if waits for a processor may explain it."""
     rows = np.flatnonzero(np.isin(m.iterations, chosen))
     if excess < LINK_OF_WAITS * turn_wait_ns(m, link.ends, rows):
         return None

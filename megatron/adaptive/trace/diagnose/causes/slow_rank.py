@@ -1,8 +1,8 @@
 """Finds ranks whose actions take longer than expected.
 
 ``baselines`` compares each rank with its peers, with the plan and with its own earlier times. The
-most likely slowdown is reported if it is significant and large enough to matter. Then the slowdown
-is removed from the data, and the search is repeated.
+most likely slowdown is reported if it is significant and large enough to matter. The slowdown is
+then removed from the data, and the search is repeated.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ class SlowRankCause(Cause):
 
 
 SLOW = math.log(1.05)
-"""Minimum slowdown to report, as a logarithm; equal machines often differ by less."""
+"""Minimum slowdown to report, as a logarithm. Equal machines often differ by less."""
 
 SURE = 3.2
-"""Minimum slowdown to report, as a number of standard errors; noise rarely reaches this value."""
+"""Minimum slowdown to report, in standard errors. Noise rarely reaches this value."""
 
 QUICKER = 0.7
 """Minimum ratio of the evidence for a slow rank to the evidence for a fast rank.
 
-If the ratio is lower, the fast rank is the exception, and other ranks only seem to be slow.
+If the ratio is lower, the fast rank is the exception, and other ranks only appear to be slow.
 """
 
 AGREE = 0.4
-"""Minimum fraction of a rank's slowdown that each kind of action (F, B, W) must have."""
+"""Minimum fraction of a rank's slowdown that must be present in each kind of action (F, B, W)."""
 
 OWN_CHANGE = 0.5
 """Minimum fraction of a temporary slowdown that must be visible in the rank's own times.
 
-The remaining fraction may be due to the ranks used for comparison.
+The rest may come from the ranks that are used for comparison.
 """
 
 OF_LAYER = 0.5
 """Minimum fraction of a slow rank's lost time that a slow layer must explain."""
 
 HOLDS_UP = 2.0
-"""Minimum ratio of the waits for a rank to the waits for any other member, to blame the rank."""
+"""Minimum ratio of the waits for a rank to the waits for any other member, to report the rank."""
 
 MOST_FOUND = 20
 """Maximum number of slow ranks to report."""
@@ -103,7 +103,7 @@ def _is_of_layer(m: Measured, finding: Finding, layer: Finding) -> bool:
 
 
 def find_slow_ranks(m: Measured) -> list[Finding]:
-    """Returns findings for ranks whose actions take longer than expected, the slowest first."""
+    """Returns findings for ranks whose actions take longer than expected, slowest first."""
     baselines = rank_baselines(m)
     with np.errstate(divide="ignore"):
         # Element [iteration, rank] is the logarithm of the rank's computing time per microbatch.
@@ -124,7 +124,8 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
         if _is_real(baselines, slow, log_work[:, slow.column]):
             finding = _slow_rank(m, baselines, slow)
             waited = starved(m, slow.column, slice(slow.first, slow.end))
-            # If ranks wait for processors most of the time, differences of their times are random.
+            # If ranks wait for processors most of the time, differences between their times are
+            # random.
             if finding.reason or (finding.factor or 0) >= 1 / (1 - waited):
                 findings.append(finding)
         baselines.remove(slow)
@@ -136,10 +137,10 @@ def find_slow_ranks(m: Measured) -> list[Finding]:
 def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]:
     """Returns one finding for all slow ranks of a tensor-parallel group.
 
-    The ranks of a group share each layer. If one rank is slow, the other ranks wait for it within
-    their actions, so that all ranks seem to be slow. The finding is about the rank whose machine
-    shows a reason, or otherwise the rank for which the other ranks' collectives wait. If neither is
-    known, the finding lists all ranks of the group.
+    The ranks of a group share each layer. If one rank is slow, the other ranks wait for it during
+    their actions, so all of them appear to be slow. The finding is about the rank whose machine
+    provides a reason, or otherwise the rank that the other ranks' collectives wait for. If neither
+    is known, the finding lists all ranks of the group.
     """
     groups: dict[tuple[int, int, int, int], list[Finding]] = {}
     for finding in findings:
@@ -164,11 +165,11 @@ def one_of_each_group(m: Measured, findings: Sequence[Finding]) -> list[Finding]
 
 
 def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
-    """Returns the rank for which the collectives of a group wait; ``None`` if unknown.
+    """Returns the rank that the collectives of a group wait for, or ``None`` if unknown.
 
     Args:
         m: Measured times of the run.
-        ranks: Slow global ranks of a tensor-parallel group.
+        ranks: Global ranks of a tensor-parallel group that are slow.
     """
     held_ns: dict[int, float] = dict.fromkeys(ranks, 0.0)
     for joined in m.collectives:
@@ -182,9 +183,9 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the shift of the rank most certainly faster than expected; ``None`` if there is none.
+    """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
-    The caller stops comparing other ranks with this rank, because all of these would seem slow.
+    The caller stops comparing other ranks with this rank, because they would all appear to be slow.
     """
     sizes, errors = baselines.errors()
     count, ranks = baselines.series.shape
@@ -200,7 +201,7 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
     """Returns whether a slowdown is visible in every kind of action and in the rank's own times.
 
-    Otherwise the slowdown is an effect of other ranks or of noise.
+    Otherwise, the slowdown is an effect of other ranks or of noise.
     """
     if any(size < AGREE * shift.size for size in baselines.kinds(shift).values()):
         return False

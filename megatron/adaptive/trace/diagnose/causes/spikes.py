@@ -53,31 +53,31 @@ SPIKE_LEAST = math.log(1.4)
 """Minimum ratio of a spike's duration to the usual duration of the action, as a logarithm."""
 
 SPIKE_SPREADS = 5.0
-"""Minimum distance of a spike from the usual duration of the action, in standard deviations."""
+"""Minimum distance between a spike and the usual duration of the action, in standard deviations."""
 
 SPIKE_FEWEST = 4
-"""Minimum number of spikes to report, because fewer may be due to chance."""
+"""Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that may be spikes; more would not be exceptions."""
+"""Maximum fraction of a rank's actions that may be spikes. More would not be exceptional."""
 
 SPIKE_BACKGROUND = 1e-3
-"""Assumed number of spikes per action on any rank; this prior counts as one observed spike."""
+"""Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
 
 SPIKE_RARE = 3e-4
-"""Maximum probability that a rank's spikes are due to chance alone, to report the rank."""
+"""Maximum probability that a rank's spikes are random, for the rank to be reported."""
 
 SPIKE_OF_STEP = 0.003
 """Minimum fraction of the step time that spikes must cost to be reported."""
 
 MOST_WITH_ALL = 3
-"""Maximum number of ranks for which a rank is compared with all other ranks.
+"""Maximum number of ranks at which each rank is compared with all other ranks.
 
-If there are more ranks, the other rank with the most spikes is left out of the comparison.
+If there are more ranks, the other rank with the most spikes is excluded from the comparison.
 """
 
 FEW_MICROBATCHES = 4
-"""Minimum number of microbatches per step to compare actions within an iteration.
+"""Minimum number of microbatches per step for comparing actions within an iteration.
 
 With fewer microbatches, actions are compared across all iterations.
 """
@@ -93,7 +93,7 @@ def find_spikes(m: Measured) -> list[Finding]:
     widths = spread(of_rank, axis=1)
     if not np.isfinite(widths).any():
         return []
-    # Use a higher limit for a rank whose times generally vary a lot.
+    # Use a higher limit for ranks whose times vary a lot in general.
     limits = np.maximum(SPIKE_LEAST, SPIKE_SPREADS * np.fmax(widths, np.nanmedian(widths)))
     totals = np.isfinite(of_rank).sum(axis=1).tolist()
     counts = (of_rank > limits[:, None]).sum(axis=1).tolist()
@@ -105,7 +105,7 @@ def find_spikes(m: Measured) -> list[Finding]:
             continue
         seen, actions = 1 + all_spikes - count, all_actions - total
         if len(counts) > MOST_WITH_ALL:
-            # Leave out the other rank with the most spikes, because it may be faulty too.
+            # Exclude the other rank with the most spikes, because it may be faulty too.
             worst = ordered[-1] if ordered[-1] != column else ordered[-2]
             seen, actions = seen - counts[worst], actions - totals[worst]
         part = total / (1 / SPIKE_BACKGROUND + actions)
@@ -119,11 +119,11 @@ def find_spikes(m: Measured) -> list[Finding]:
 def _oddness(m: Measured) -> Floats:
     """Returns the logarithm of the ratio of each action's duration to its usual duration.
 
-    If the pipeline has enough ranks, the part by which a microbatch takes longer on all ranks is
-    subtracted. Such a microbatch is larger than other microbatches, so no rank is the cause.
+    If the pipeline has enough ranks, the additional time that a microbatch takes on all ranks is
+    subtracted. Such a microbatch is larger than others, so no rank is the cause.
 
     Returns:
-        ``[iterations, ranks, chunks, 3, microbatches]``.
+        Array ``[iterations, ranks, chunks, 3, microbatches]``.
     """
     usual = m.median_ns[..., None]
     if m.action_ns.shape[-1] < FEW_MICROBATCHES:
@@ -156,7 +156,7 @@ def _spikes(m: Measured, odd: Floats, column: int, limit: float, expected: float
 
 
 def _tail(count: int, seen: float, part: float) -> float:
-    """Returns the probability that ``count`` or more spikes on a rank are due to chance alone.
+    """Returns the probability that ``count`` or more spikes on a rank are random.
 
     The distribution is negative binomial, because the rate of spikes is estimated from other ranks.
 

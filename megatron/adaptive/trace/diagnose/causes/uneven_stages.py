@@ -1,6 +1,6 @@
-"""Finds stages that take longer than other stages because the layers are divided unevenly.
+"""Finds stages that take longer than others because the layers are divided unevenly.
 
-``stage_costs`` finds the best partition of layers for the measured speeds.
+``stage_costs`` computes the best partition of layers for the measured speeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNEVEN = 0.10
 
 
 class UnevenStages(Cause):
-    """Describes a partition of layers into stages that does not suit the ranks' speeds."""
+    """Describes a partition of layers into stages that does not match the ranks' speeds."""
 
     name = "uneven stages"
     order = 60
@@ -39,7 +39,8 @@ class UnevenStages(Cause):
         return [
             finding
             for finding in find_uneven_stages(m, evidence.times)
-            # If ranks wait for processors most of the time, differences of their times are random.
+            # If ranks wait for processors most of the time, differences between their times are
+            # random.
             if (finding.factor or 0)
             >= 1 / (1 - max(starved(m, m.column[rank], slice(None)) for rank in finding.ranks))
         ]

@@ -25,7 +25,7 @@ function options() {
   };
 }
 
-// Returns the visible range. Without a zoom it begins shortly before the step and ends with it.
+// Returns the visible range. Without zoom, it begins shortly before the step and ends with it.
 function currentView() {
   const block = state.block;
   const names = PAGE.groups[state.group].rows;
@@ -53,7 +53,7 @@ function makeTraces(view) {
   if (arrows.inView > LIMITS.arrows) {
     said.push(`${arrows.inView.toLocaleString("en")} messages in view: zoom in for arrows`);
   }
-  if (chosen.simulated && !block.simulated_ms) said.push("this step has no ideal one");
+  if (chosen.simulated && !block.simulated_ms) said.push("there is no ideal step for this iteration");
   element("message").textContent = said.join("; ");
   return [
     idle, ...bars.traces, ...simulatedTraces(block, view, chosen, bars.labels), arrows.trace,

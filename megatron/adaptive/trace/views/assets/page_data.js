@@ -36,8 +36,8 @@ async function decodeBlock(block) {
   return block;
 }
 
-// Per bar, the latest end of it and of the bars before it in its row. A search for bars that are
-// open at some time begins there.
+// Latest end of each bar and of the bars before it in its row. A search for bars that are open at
+// some time begins there.
 function reachOf(block) {
   const reach = new Float64Array(block.start.length);
   for (let row = 0; row + 1 < block.offset.length; row++) {
@@ -66,7 +66,7 @@ function barsWithin(block, row, from, to) {
   return [lowerBound(block.reach, a, low, high), lowerBound(block.start, b, low, high)];
 }
 
-// Returns the bar at a time of a row, or the nearest one within `slack`; -1 for none.
+// Returns the bar of a row at a time, or the nearest bar within `slack`, or -1 if there is none.
 function barAt(block, row, time, slack) {
   const [low, high] = barsWithin(block, row, time - slack, time + slack);
   const unit = block.unit_ms;
@@ -85,7 +85,7 @@ function barAt(block, row, time, slack) {
   return best;
 }
 
-// Returns the wait that ended when an action began, -1 for none.
+// Returns the wait that ended when an action began, or -1 if there is none.
 function waitBefore(block, row, bar) {
   const action = CATEGORIES[block.category[bar]];
   const kind = PAGE.kinds.indexOf(action.kind);
@@ -117,7 +117,7 @@ function formatBytes(value) {
 
 const WORDS = { F: "forward", B: "backward", W: "weight gradient" };
 
-// Returns a microbatch as people read it: 3, or 3.5 for its slice 5. `slices` is the number of
+// Returns a microbatch as text: 3, or 3.5 for slice 5 of microbatch 3. `slices` is the number of
 // slices of each microbatch, or a list with a number for each microbatch.
 function itemText(kind, microbatch, slices) {
   if (kind === "data" || slices === 1) return `${microbatch}`;
@@ -139,7 +139,7 @@ function nameOf(kind, chunk, microbatch, piece, slices) {
   return piece > 0 ? `${text}, piece ${piece}` : text;
 }
 
-// Returns the label of a bar: its colour, a title, and pairs of name and value.
+// Returns the label of a bar, with its colour, a title, and pairs of name and value.
 function describeBar(block, group, row, bar) {
   const category = CATEGORIES[block.category[bar]];
   const lines = [["row", PAGE.groups[group].rows[row]]];

@@ -1,9 +1,9 @@
 "use strict";
-// Turns the visible part of a block into plotly traces: few of them, each with many bars.
+// Converts the visible part of a block into a few plotly traces, each with many bars.
 
 // Limits on the number of items that are drawn at a time.
 const LIMITS = {
-  bars: 9000,       // of more, which are too thin, shares of time are drawn
+  bars: 9000,       // if there are more, shares of time are drawn instead
   outlined: 2500,
   labels: 900,
   arrows: 300,
@@ -11,7 +11,7 @@ const LIMITS = {
 };
 const BAR = 0.4;             // half the height of a row
 
-// Vertical range of bars within a row, downwards from its middle.
+// Vertical range of bars within a row, measured downwards from the row's middle.
 function heights(withSimulated) {
   return withSimulated
     ? { top: -BAR, foot: 0.12, ghostTop: 0.17, ghostFoot: BAR }
@@ -73,7 +73,7 @@ function addBars(per, labels, block, view, row, low, high, place) {
     const from = block.start[i] * unit;
     const to = from + block.length[i] * unit;
     let [top, foot] = [row + place.top, row + place.foot];
-    // Data is read during an action, so it is a strip at the action's foot.
+    // Data is read during an action, so it is drawn as a strip at the bottom of the action.
     if (category.kind === "data") top = foot - 0.13 * (place.foot - place.top);
     if (category.kind === "wait") [top, foot] = [top + 0.1, foot - 0.1];
     per[block.category[i]].add(from, Math.max(to, from + 0.6 / perMs), top, foot);
@@ -165,7 +165,8 @@ function labelTrace(labels) {
   };
 }
 
-// Returns the arrows of the visible messages; if there are too many, none and their number.
+// Returns the arrows of the visible messages and their number. If there are too many messages,
+// there are no arrows.
 function arrowTrace(block, view, options) {
   const [x, y, size] = [[], [], []];
   const unit = block.unit_ms;
@@ -197,7 +198,7 @@ function arrowTrace(block, view, options) {
   };
 }
 
-// Returns the activation bytes of every row over time, with a few points per pixel at most.
+// Returns the activation bytes of every row over time, with at most a few points per pixel.
 function memoryTraces(block, group, view, options) {
   const names = PAGE.groups[group].rows;
   const unit = block.unit_ms;

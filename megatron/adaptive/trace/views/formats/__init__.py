@@ -1,5 +1,5 @@
-"""Contains the views of this package; each module has a function decorated with ``trace_view``.
+"""Contains the views of this package. Each module defines a function with ``trace_view``.
 
-A new module here needs no registration. To keep ``trace --help`` fast, a module imports drawing
-packages, such as openpyxl or matplotlib, only inside its function.
+New modules in this folder need no registration. To keep ``trace --help`` fast, modules import
+drawing packages such as openpyxl or matplotlib only inside functions.
 """

@@ -5,8 +5,9 @@
     <folder>/mean/events.out.tfevents.trace          mean over the ranks
     <folder>/rank 00003/events.out.tfevents.trace    one rank: its part of each step
 
-Every iteration is a point at the time of day at which it ran. TensorBoard's own writer writes the
-files. A file appears only when it is complete, and is replaced if the trace is written again.
+Every iteration is a point at the time of day at which the iteration ran. The files are written with
+TensorBoard's own writer. A file appears only when it is complete, and is replaced if the trace is
+written again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 FILE_NAME = "events.out.tfevents.trace"
 MEAN = "mean"
-"""Name of the folder with the curves of the means over ranks."""
+"""Name of the folder with the curves averaged over ranks."""
 
 
 @trace_view(name="tensorboard", ending="_tensorboard", summary="folder of curves per rank")
@@ -42,14 +43,14 @@ def write_scalars(
     Args:
         run: Trace of the run.
         figures: Statistics of the ranks to show, by iteration.
-        folder: Folder to pass to TensorBoard as ``--logdir``; files of an earlier call are
+        folder: Folder to pass to TensorBoard as ``--logdir``. Files from an earlier call are
             replaced.
 
     Returns:
         Names of the curves.
 
     Raises:
-        TraceError: If a file cannot be written.
+        TraceError: A file cannot be written.
     """
     # TensorBoard is slow to import, and only this function needs it.
     from tensorboard.compat.proto.event_pb2 import Event
@@ -59,8 +60,8 @@ def write_scalars(
     curves = {f"{tag}{run.bubble_note}": values for tag, values in _curves(figures)}
     is_recorded = figures.num_actions > 0
     header = next(iter(run.ranks.values())).header
-    # The times of a run with one clock are monotonic, and must be shifted to times of day. The
-    # times of a run with several clocks are times of day already.
+    # If the run has one clock, its times are monotonic and must be shifted to the time of day. If
+    # the run has several clocks, its times are already in the time of day.
     is_monotonic = len(run.alignment.clocks) == 1
     lead_ns = header.unix_ns - header.monotonic_ns if is_monotonic else 0
     moments_s = (figures.step_start_ns.max(axis=1) + lead_ns) / 1e9
@@ -87,7 +88,7 @@ def write_scalars(
 
 
 def _curves(figures: RunFigures) -> Iterator[tuple[str, Floats]]:
-    """Yields each curve's name, and its values per rank, ``[iterations, ranks]``."""
+    """Yields the name of each curve, and its values ``[iterations, ranks]``."""
     yield "pipeline/bubble fraction", figures.bubble_fraction
     yield "pipeline/step time ms", figures.step_ns / NS_PER_MS
     for number, part in enumerate(PARTS.values()):

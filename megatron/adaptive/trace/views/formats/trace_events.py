@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.adaptive.trace.views.view import ViewInput, trace_view
 
 EVENT_ITERATIONS = 20
-"""Maximum number of iterations in a file of events, because viewers are slow to open more."""
+"""Maximum number of iterations in a file of events, because viewers open larger files slowly."""
 
 
 @trace_view(
@@ -16,7 +16,7 @@ EVENT_ITERATIONS = 20
     summary=f"events of the last {EVENT_ITERATIONS} iterations for Perfetto and chrome://tracing",
 )
 def perfetto(shown: ViewInput, path: Path) -> list[str]:
-    """Writes the events, and returns a description and notes on omitted parts."""
+    """Writes the events, and returns a description followed by notes on omitted parts."""
     from megatron.adaptive.trace.read import describe_numbers
     from megatron.adaptive.trace.views.perfetto import write_perfetto
 
