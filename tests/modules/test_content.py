@@ -245,7 +245,7 @@ def test_what_the_sample_lacks_is_named(opened: list[Pipeline]) -> None:
     for items in ([1.0], [-1.0, 1.0], [float("nan"), 1.0], 3, ["x", 1]):
         with pytest.raises(ConfigError, match="num_items .* number for each of 2 microbatches"):
             pipeline.step([good, good], num_items=items)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="num_items is 0 for all"):
+    with pytest.raises(ConfigError, match="num_items must not be 0 for all"):
         pipeline.step([good], num_items=[0])
     for options, message in (
         ({"micro_batch_size": 2}, "remove micro_batch_size"),
@@ -491,7 +491,9 @@ def test_what_is_trained_stays_what_was_recorded(opened: list[Pipeline], trained
     opened.append(Pipeline(model, [part]))
     opened[0].step([part])
     model.first.weight.requires_grad_(trained)
-    with pytest.raises(ConfigError, match=f"requires_grad of first.weight is {trained}.*before"):
+    with pytest.raises(
+        ConfigError, match=f"requires_grad of first.weight is {trained}.*before you create"
+    ):
         opened[0].step([part])
 
 

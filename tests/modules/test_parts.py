@@ -69,7 +69,7 @@ def test_samples_that_are_none(sample: Any, size: int, message: str) -> None:
     [
         (["words.weight"], "a list of groups"),
         ([["words.wait"]], "'words.wait'"),
-        ([["words.weight", "mixer.weight"]], "the model has two"),
+        ([["words.weight", "mixer.weight"]], "they are two parameters"),
     ],
 )
 def test_groups_that_are_wrong(groups: Any, message: str) -> None:

@@ -165,14 +165,14 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
             1.8,
             0.05,
             False,
-            "is not judged, because the counted work of a step has changed by +100",
+            "cannot be judged, because the operation count of a step has changed by +100",
         ),
         (
             20,
             0.5,
             0.05,
             False,
-            "is not judged, because the counted work of a step has changed by -50",
+            "cannot be judged, because the operation count of a step has changed by -50",
         ),
     ],
 )

@@ -114,10 +114,10 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     other = write(tmp_path / "other.jsonl", TEXTS[:-1])
     errors = read_together([path, path, other])
     assert [error.partition(" ")[2] for error in errors] == [
-        "has other lines on rank 2 than on rank 0; give all processes the same file"
+        "differs between rank 2 and rank 0; give all processes the same file"
     ] * 3
     missing = tmp_path / "missing.jsonl"
-    error = f"{missing}: No such file or directory; pass a file of JSON lines"
+    error = f"{missing}: No such file or directory; pass a file in JSON Lines format"
     assert read_together([path, missing]) == [f"rank 1: {error}"] * 2
     assert read_together([missing] * 2) == [error] * 2
 

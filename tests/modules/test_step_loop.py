@@ -157,7 +157,7 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
     with pytest.raises(
-        ConfigError, match="local_folder x was given without folder.* pass folder to Pipeline.loop"
+        ConfigError, match="local_folder x requires folder.* pass folder to Pipeline.loop"
     ):
         trained().run(3, None, local_folder="x")
 
@@ -194,7 +194,7 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
         training.pipeline.loop(9)
     saved = trained()
     saved.run(1, tmp_path / "own")
-    with pytest.raises(CheckpointError, match="its steps have 4 samples, but those of the script"):
+    with pytest.raises(CheckpointError, match="was saved with 4 samples per step, but the script"):
         trained(8).run(2, tmp_path / "own")
 
 

@@ -365,23 +365,23 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         refused = require_refused
         shared = pipeline.share(text)
         other = pipeline.share(text if pipeline.replica else [*text, text[0]])
-        refused(lambda: pipeline.step(other), "ranks", "dealt different batches")
+        refused(lambda: pipeline.step(other), "ranks", "distributed different batches")
         shuffled = pipeline.share(text[::-1] if pipeline.replica else text)
-        refused(lambda: pipeline.step(shuffled), "ranks", "dealt different batches")
+        refused(lambda: pipeline.step(shuffled), "ranks", "distributed different batches")
         bad: Any = [] if rank == 3 else shared
         phrases = (
-            ("batch is empty",) if rank == 3 else ("rank 3 refuses its batch: batch is empty",)
+            ("batch is empty",) if rank == 3 else ("rank 3 rejected its batch: batch is empty",)
         )
         refused(lambda: pipeline.step(bad), *phrases)
         kind: Any = dictionary if pipeline.replica else shared
         refused(lambda: pipeline.step(kind), "have different kinds of batches")
         items = [1.0] * len(shared) if pipeline.replica else None
         refused(lambda: pipeline.step(shared, num_items=items), "disagree on num_items")
-        refused(lambda: pipeline.step(list(shared)), "was not made by share()")
+        refused(lambda: pipeline.step(list(shared)), "requires a list made by share()")
         parameter = next(pipeline.parameters())
         parameter.requires_grad_(rank != 2)
         phrases = (
-            ("requires_grad of",) if rank == 2 else ("rank 2 refuses its batch: requires_grad",)
+            ("requires_grad of",) if rank == 2 else ("rank 2 rejected its batch: requires_grad",)
         )
         refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
@@ -389,7 +389,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
-        refused(lambda: pipeline.share([1.0, 2.0]), "other objects than microbatches")
+        refused(lambda: pipeline.share([1.0, 2.0]), "accepts only microbatches")
         refused(lambda: pipeline.eval(shared) if rank else pipeline.step(shared), "different steps")
         assert pipeline.steps == 0
         loss, _ = pipeline.step(shared)
@@ -572,7 +572,7 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ):
             require_refused(lambda batch=batch: pipeline.step(batch), *phrases)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())
-        phrases = ["not of this process's stages", "pipeline.parameters()"]
+        phrases = ["do not belong to this process's stages", "pipeline.parameters()"]
         require_refused(lambda: pipeline.set_optimizer(foreign), *phrases)
         assert not pipeline.step(make_batch(2))[1]
 
@@ -588,7 +588,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
         assert losses == pytest.approx(reference(whole, batches, size=size)[0], rel=1e-5)
         require_same(pipeline.named_parameters(), whole)
         if replicas > 1:
-            require_refused(lambda: pipeline.share(make_batch(replicas + 1)), "does not divide")
+            require_refused(lambda: pipeline.share(make_batch(replicas + 1)), "cannot be divided")
         assert pipeline.pipeline_size * replicas == RANKS
         assert 16 % (replicas * size) == 0
         shape = [pipeline.pipeline_size, replicas, size, list(pipeline.partition)]
