@@ -52,7 +52,7 @@ class SecondOfTwo:
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a process without cache for samples, which encodes its samples again at each use."""
+    """Checks a process that does not cache samples, so it encodes them again at each use."""
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"text": "a" * (number + 2)}) for number in range(11)]
     path.write_text("\n".join(lines))

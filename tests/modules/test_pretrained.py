@@ -38,7 +38,7 @@ BATCH["labels"] = BATCH["input_ids"]
 
 
 def save_models(folder: Path) -> None:
-    """Saves models with random weights: tied weights in several files, and a model with experts."""
+    """Saves a model with tied weights in several files, and a model with experts."""
     torch.manual_seed(0)
     tied = transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(tied).save_pretrained(folder / "tied", max_shard_size="40KB")
@@ -72,7 +72,7 @@ def test_on_two_processes(folders: Path) -> None:
         world_size=RANKS,
         log=log,
         limit_s=LIMIT_S,
-        # A rank whose memory is measured imports its modules itself.
+        # A rank whose memory is measured must import its modules itself.
         modules=() if parameters else TRANSFORMERS,
     )
     for rank in range(RANKS):
@@ -263,7 +263,7 @@ def test_a_model_that_peft_has_wrapped_trains_its_adapters(
 def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
     with (
         Pipeline(Tower(), {"x": torch.ones(2, 16)}, micro_batch_size=1) as pipeline,
-        pytest.raises(AdaptiveError, match="writes models of transformers, but Tower is not one"),
+        pytest.raises(AdaptiveError, match="requires a model of transformers, got a Tower"),
     ):
         pipeline.save_pretrained(tmp_path / "tower")
     pipeline.close()
