@@ -1,8 +1,7 @@
 """Runs one of two ranks, which trains ``transformers`` models as pipelines and as whole models.
 
 Usage: ``family_worker.py FOLDER FAMILY ...``. Writes the names of the families whose results agree
-    to ``FOLDER/RANK.json``.
-``FOLDER/RANK.json``.
+to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations

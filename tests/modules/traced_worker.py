@@ -1,8 +1,7 @@
 """Runs one rank of a traced pipeline whose blocks sleep in proportion to their content.
 
 Usage: ``traced_worker.py FOLDER PROGRAM``. Blocks sleep, because sleeping takes equally long on a
-    busy machine. The only program, ``moves``, moves segments while the job is traced.
-The only program, ``moves``, moves segments while the job is traced.
+busy machine. The only program, ``moves``, moves segments while the job is traced.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Signature:
 
         Args:
             microbatch: Tensors of the microbatch, by name.
-            decisive_entries: Names of the entries whose values belong to the signature.
+            decisive_entries: Names of the entries whose values are part of the signature.
         """
         return cls(
             tuple(
@@ -87,7 +87,7 @@ class BatchShape:
         """Checks a batch and returns the number of its microbatches.
 
         Raises:
-            ConfigError: If ``batch`` is not a dictionary of tensors, does not divide into
+            ConfigError: If ``batch`` is not a dictionary of tensors, cannot be divided into
                 microbatches, or differs from the sample batch in entries or dtypes.
         """
         count = samples_in(batch, "batch")
@@ -111,7 +111,7 @@ class BatchShape:
         """Checks a batch and returns its microbatches as views of the batch.
 
         Raises:
-            ConfigError: If the batch is not valid, see :meth:`num_microbatches`.
+            ConfigError: If :meth:`num_microbatches` rejects the batch.
         """
         size = self.micro_batch_size
         return [

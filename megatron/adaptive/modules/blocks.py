@@ -4,9 +4,9 @@
 
     model
     ├── vision.layers       list of 24 blocks    ┐ a cut point after each block
-    ├── projector           plain layers         │ none: other lists have blocks
+    ├── projector           plain layers         │ no cut points: other lists have blocks
     └── language.layers     list of 32 blocks    ┘ a cut point after each block
-            └── experts     list within a block    none: only outermost lists count
+            └── experts     list within a block    no cut points: not an outermost list
 
 The search uses only the structure of the model, not the names of its classes. This module does not
 check that the forward pass calls each block exactly once; the recorder does.

@@ -60,7 +60,7 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Non-persistent buffers are not saved, as in state_dict() of a torch module.
+        # Non-persistent buffers are not saved, as in state_dict() of torch.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -99,7 +99,7 @@ class Checkpointer:
             state: Objects of the user with a ``state_dict``, by name.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written.
+            CheckpointError: If the checkpoint cannot be written.
             ConfigError: If ``keep`` is not a valid number of checkpoints.
         """
         return self.saver.save(
@@ -158,7 +158,7 @@ class Checkpointer:
 
         Args:
             step: Number of training steps so far.
-            seed: Seed of the random numbers that the model draws, as in dropout.
+            seed: Seed of the random numbers that the model draws, for example in dropout.
             extra: Numbers, strings, lists and dictionaries to save, such as a scheduler's state.
 
         Raises:
@@ -253,8 +253,7 @@ class Checkpointer:
 
         Returns:
             Optimizer state by parameter name. Each parameter's state maps keys such as ``exp_avg``
-                to values.
-            ``exp_avg``.
+            to values.
         """
         path = reader.path
         saved_tensors = reader.tensors

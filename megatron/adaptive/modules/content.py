@@ -68,7 +68,7 @@ class Digest:
 
     Attributes:
         kinds: Digest of names, shapes and dtypes of tensors, and of other objects; never 0.
-        read: Digest of the names of those tensors whose values were read.
+        read: Digest of the names of the tensors whose values were read.
         values: Digest of the values of these tensors.
     """
 
@@ -284,7 +284,7 @@ class ContentBalance:
     def use(self, partition: Sequence[int]) -> None:
         """Discards the measured costs, and estimates the costs of a new partition's stages.
 
-        Must be called on all ranks after the same step.
+        All ranks must call this after the same step.
 
         Args:
             partition: Number of segments in each stage.
@@ -297,7 +297,7 @@ class ContentBalance:
 
         Args:
             work: Operation count of each recording.
-            start: Indices of the content numbers with which the fit starts; empty for all.
+            start: Indices of the content numbers with which the fit starts; empty for all of them.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -408,7 +408,7 @@ class ContentBalance:
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns the index of each microbatch of this replica among those of all replicas.
+        """Returns each microbatch's index among the microbatches of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.

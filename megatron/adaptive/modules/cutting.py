@@ -93,7 +93,7 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     """Checks that there is one weight for each segment.
 
     Raises:
-        ConfigError: If the number of weights is not the number of segments.
+        ConfigError: If the number of weights differs from the number of segments.
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
@@ -173,8 +173,8 @@ class StagePlan:
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Tensors that the stage changes in place although it does not own them, so it must
-            copy them first.
+        copied: Tensors that the stage changes in place but does not own, so that it must copy them
+            first.
         result: Index of the loss on the tape in the last stage; ``None`` in other stages.
         segments: Indices of the stage's segments in the model.
     """
@@ -451,7 +451,7 @@ class _Slicer:
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is made after the change has the new content in any stage, so no check is
+        # A view that is created after the change has the new content in every stage, so no check is
         # needed.
         if (view == new and old != new) or value.made_by > number:
             return
@@ -475,7 +475,7 @@ class _Slicer:
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Checks that each group of ``shared_weights`` names a single parameter of the model.
+    """Checks that each group of ``shared_weights`` refers to a single parameter of the model.
 
     Args:
         model: The user's whole model.

@@ -152,11 +152,11 @@ class FakeRecorder(CallRecorder):
     """Records the torch calls of a model whose tensors are fakes.
 
     Args:
-        model: Model in which :meth:`Fakes.in_model` has put the fakes.
+        model: Model that contains fakes, from :meth:`Fakes.in_model`.
         inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
         freeze: Whether Python code may read tensor values, which are then assumed equal for every
             microbatch. Otherwise, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are the same
+        decisive: Names of the inputs whose values Python code may read, because they are equal
             whenever the recording is used.
         fakes: Fakes of the model and of the microbatch.
         may_miss: Whether the forward pass may skip cut points.

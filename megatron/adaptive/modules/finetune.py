@@ -238,8 +238,7 @@ def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: Sam
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
     The folder is renamed to its final name when it is complete. A job that loses a process before
-        this saves the model again after a restart.
-    a job that loses one afterwards has finished.
+    this saves the model again after a restart.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"
@@ -381,6 +380,7 @@ class _Run:
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
             # Each replica needs a sample, so repeat one if needed. Repeated samples count as 0
+            # Each replica needs a sample, so repeat a sample if needed. Repeated samples count as 0
             # items.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))

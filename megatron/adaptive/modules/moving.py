@@ -73,7 +73,7 @@ class _Parcel:
     Attributes:
         value: Values of the parameter or buffer.
         attributes: Python attributes of the tensor that have plain values, by name.
-        group: Index of the optimizer's parameter group; ``None`` if the tensor is in no group.
+        group: Index of the optimizer's parameter group; ``None`` if the tensor is not in a group.
         label: Name of the tensor in the group's ``param_names``; ``None`` if the group has no
             names.
         tensors: Tensors of the optimizer's state, by key.
@@ -238,7 +238,8 @@ class SegmentMover:
                 for position, of_rank in sorted(of_position.items())
                 if name in of_rank.held
             ]
-            # A buffer that changes is up to date only on the rank that uses it.
+            # A buffer that changes is up to date only on the rank that uses it, so send that rank's
+            # buffer.
             is_changed = name in use.changed and bool(use.ranks.get(name))
             source = min(use.ranks[name]) if is_changed else has[0]
             for position, of_rank in sorted(of_position.items()):

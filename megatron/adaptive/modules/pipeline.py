@@ -258,13 +258,13 @@ class Pipeline:
                 parameters.
             dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in ``config.json``.
             trust_remote_code: Whether Python code in the folder may be run.
-            settings: Other arguments of :class:`Pipeline`, by name.
+            settings: Additional arguments of :class:`Pipeline`, by name.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or does not fit ``config.json``.
             ConfigError: If the model cannot be built, or an argument is invalid.
         """
-        # Imported only when needed, because transformers and PEFT are optional.
+        # Import only when needed, because transformers and PEFT are optional.
         from megatron.adaptive.modules.pretrained import open_pretrained
 
         source = open_pretrained(
@@ -294,7 +294,7 @@ class Pipeline:
             ConfigError: If the model is not a model of ``transformers``, or the folder is not
                 empty.
         """
-        # Imported only when needed, because transformers is optional.
+        # Import only when needed, because transformers is optional.
         from megatron.adaptive.modules.pretrained_saving import save_pretrained
 
         path = Path(folder)
@@ -742,7 +742,7 @@ class Pipeline:
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # Imported only when needed, because the import is slow.
+        # Import only when needed, because the import is slow.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)

@@ -36,7 +36,7 @@ def transformers_module(name: str = "") -> Any:
     """Returns ``transformers`` or one of its modules.
 
     Raises:
-        ConfigError: If ``transformers`` is not installed, or its version lacks the module.
+        ConfigError: If ``transformers`` is not installed, or its version does not have the module.
     """
     try:
         return importlib.import_module(f"transformers{name and '.'}{name}")
@@ -201,7 +201,7 @@ class PretrainedWeights:
     """Reads tensors of a model from a folder of ``safetensors`` files.
 
     Args:
-        folder: Folder of the model.
+        model: Model from :func:`build_on_meta`, not yet changed.
         model: Model from :func:`build_on_meta`, not yet changed.
 
     Attributes:
@@ -347,7 +347,7 @@ class Pretrained:
 
     Attributes:
         model: Model on the ``meta`` device, with adapters if they are trained.
-        weights: Reader of the folder's tensors.
+        weights: Object that reads the folder's tensors.
         arguments: Keyword arguments of the model's ``forward`` for training.
         has_adapters: Whether only adapters are trained.
     """
@@ -358,7 +358,7 @@ class Pretrained:
     has_adapters: bool
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the user's settings of a pipeline, completed for this model.
+        """Returns the user's settings of a pipeline, with ``initialize`` and ``arguments`` added.
 
         Raises:
             ConfigError: If the settings contain ``initialize``.
@@ -395,7 +395,7 @@ def open_pretrained(
 
     Raises:
         CheckpointError: If a file is missing or damaged, or does not fit the configuration.
-        ConfigError: If the model is quantized or cannot be built, or the adapter does not fit.
+        ConfigError: If the model is quantized or cannot be built, or the adapter is not supported.
     """
     if dtype == "auto":
         dtype = None

@@ -59,7 +59,7 @@ def save_pretrained(
 
     Args:
         folder: Folder to write, new or empty.
-        model: Model of which each rank holds a part.
+        model: Model, a part of which is on each rank.
         held: Parameters and buffers of this rank, by name in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
         source: Folder from which tokenizer and generation settings are copied; ``None`` copies

@@ -31,7 +31,7 @@ _CORRECT = "save the folder again with save_pretrained of the processor"
 class VideoSettings(dict[str, Any]):
     """Replaces a video processor, and contains the settings of that processor."""
 
-    # Attributes that processors of transformers read from each of their parts.
+    # Define the attributes that processors of transformers read from each of their parts.
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
 
@@ -84,7 +84,7 @@ def _has(package: str) -> bool:
 
 def _reason(folder: Path, error: Exception) -> str:
     """Returns the reason why a folder's processor cannot be loaded."""
-    # For a missing folder, the message of transformers names its server, although nothing is
+    # For a missing folder, the error of transformers refers to its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():
         return "there is no such folder"

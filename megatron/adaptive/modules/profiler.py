@@ -198,7 +198,7 @@ class Profiler(SampledModel):
     def _part(self, job: Job, limit_bytes: float, most: int) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
-        Returns an error instead of raising it, so that all ranks can raise the error.
+        Errors are returned instead of raised, so that all ranks can raise the error.
         """
         device = job.accelerator.device
         model = self.model
@@ -289,7 +289,7 @@ class DeviceSamples:
             parameters.
         element_bytes: Size in bytes of an element of the model's most common parameter dtype.
         optimizer_s: Time of an optimizer step per parameter element, in seconds.
-        is_random: Whether the model draws random numbers, as for dropout.
+        is_random: Whether the model draws random numbers, for example in dropout.
     """
 
     gpu: str

@@ -469,9 +469,8 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the sum of the microbatches' losses, each multiplied by its weight and by
-    ``scale``.
-    :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
+    Gradients belong to the sum of the microbatches' losses, each multiplied by its weight and by
+    ``scale``. :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
         programs: Program of each chunk (stage) of this rank, for each microbatch.
@@ -559,8 +558,8 @@ class ProgramStages(SplitStages):
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if not self._factors[microbatch]:
-                # Skip a microbatch of weight 0: a mean over no items is NaN, and its gradient times
-                # zero is NaN too.
+                # Skip a microbatch with weight 0, because a mean over no items is NaN, and its
+                # gradient times zero is also NaN.
                 pass
             elif pending.loss is not None:
                 if pending.loss.requires_grad:
@@ -626,7 +625,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
+        """Returns the message with these tensors. ``None`` represents a tensor of zeros.
 
         Raises:
             ConfigError: If a tensor's shape or dtype differs from the recording.

@@ -2,7 +2,7 @@
 
 Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
 ``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
-inside the call. So running the recording gives the same gradients as the model.
+inside the call. So the recording has the same gradients as the model.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class CallRecorder(TorchFunctionMode):
         inputs: Tensors of the microbatch, by the name of their batch entry.
         freeze: Whether Python code may read tensor values, which are then assumed equal for every
             microbatch. Otherwise, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are the same
+        decisive: Names of the inputs whose values Python code may read, because they are equal
             whenever the recording is used.
         may_miss: Whether the forward pass may skip cut points.
     """
@@ -371,7 +371,7 @@ class CallRecorder(TorchFunctionMode):
         """Returns the result of a call.
 
         Args:
-            function: Function to write on the tape.
+            function: Function to record on the tape.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
             run: Function to call, which has the same result as ``function``.
@@ -428,7 +428,7 @@ class CallRecorder(TorchFunctionMode):
 
         Args:
             function: Function that was called.
-            template: Arguments of the call, with a :class:`Ref` in place of each tensor.
+            template: Arguments of the call, with a :class:`Ref` instead of each tensor.
             reads: Indices on the tape of the tensors in the arguments.
             made: New tensors, each with the indices and keys that lead to it in the call's result.
             changed: Arguments that the call changed in place.
@@ -534,8 +534,8 @@ class CallRecorder(TorchFunctionMode):
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
-        # After torch.export, a cut point is reached once for each of its tensors. Count only the
-        # first time.
+        # The exported module calls a cut point once for each of its tensors, so count only the
+        # first call.
         if passing == self._passing:
             return
         self._passing = passing

@@ -166,9 +166,9 @@ Settings = TypeVar("Settings", bound=SampledModel)
 
 
 def with_cut_points(settings: Settings) -> Settings:
-    """Adds cut points between repeated blocks to a model without cut points.
+    """Adds cut points between repeated blocks if the model has no cut points.
 
-    Returns the settings. For a model with added cut points whose ``forward`` has an argument
+    Returns the settings. If cut points were added and the model's ``forward`` has an argument
     ``use_cache``, the returned settings also set ``use_cache`` to false, because training never
     reads the cache of past tokens.
     """
@@ -308,9 +308,8 @@ class Forwards:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Random numbers depend on the positions of calls. Earlier versions exported models whose
-        # cut points the user had set. Export such models, so that their random numbers stay the
-        # same.
+        # Random numbers depend on the positions of calls. Earlier versions exported models with the
+        # user's own cut points. Export such models, so that their random numbers do not change.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -394,9 +393,9 @@ def _recorded(
         freeze: Whether Python code may read tensor values, which are then assumed equal for every
             microbatch. Otherwise, reading them is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. The recorder also
-    # identifies an input by its tensor object, but a microbatch may contain one object under two
-    # names.
+    # Copy the inputs, because the forward pass may change them in place. Another reason is that the
+    # recorder identifies an input by its tensor object, but a microbatch may contain the same
+    # object under two names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):

@@ -6,8 +6,8 @@
                         │ if new                                        ▲
                         └──> record the model ──> cut at the same points
 
-The sample batch fixes the cut points, the partition, and the parameters that each rank keeps.
-Later recordings can use only the parameters that the ranks keep.
+The sample batch determines the cut points, the partition, and the parameters that each rank keeps.
+Later recordings can use only these parameters.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record the microbatch with the most cut points again without may_miss, which raises an
-        # error if it does not pass all cut points.
+        # Record the microbatch with the most cut points again without may_miss. This raises an
+        # error if the microbatch does not pass all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -136,9 +136,9 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
     """Assigns the calls of a recording that skips cut points to the segments of all cut points.
 
-    A microbatch without images, for example, skips the cut points in the image encoder. Between the
+    A microbatch without images, for example, skips the cut points in the image encoder. Between two
     cut points that it passes, a call belongs to the segment that uses the call's parameter in other
-    recordings. A call without parameters belongs to the segment of the call before it.
+    recordings. A call without parameters belongs to the segment of the preceding call.
 
     Args:
         forwards: Recording to change.
@@ -233,7 +233,7 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Keeps track of the ranks that use each buffer in any recording.
+    """Records which ranks use each buffer in any recording.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -364,7 +364,7 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 class KeptPart:
     """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
 
-    The sample batch determines both.
+    Both are determined by the sample batch.
 
     Attributes:
         cuts: Names of all cut points, in order.

@@ -188,8 +188,8 @@ class SampleReader:
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Ignore placeholders explicitly: templates may mark them as learned, and without a mask all
-        # tokens count as learned.
+        # Ignore placeholders explicitly, because templates may mark them as learned, and because
+        # all tokens count as learned without a mask.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -259,7 +259,7 @@ class SampleFile:
 
     Attributes:
         num_learned: Number of learned tokens of each sample.
-        num_empty: Number of samples that were skipped, because they have no learned tokens.
+        num_empty: Number of samples that were skipped because they have no learned tokens.
         digest: Hash of all lines and images in their order.
     """
 

@@ -67,7 +67,7 @@ class SegmentMeter(LayerSums):
         """
 
         def enters(_: torch.Tensor) -> None:
-            # The first of several gradients begins the segment.
+            # The first of several gradients marks the start of the segment's backward pass.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 

@@ -285,7 +285,7 @@ def optimizer_seconds(
     for parameter in trained:
         if total + parameter.numel() <= _MOST_NUMBERS:
             chosen.append(torch.nn.Parameter(torch.zeros_like(parameter, device=device)))
-            # Some optimizers read attributes that the model's code has set.
+            # Copy attributes that the model's code has set, because some optimizers read them.
             vars(chosen[-1]).update(vars(parameter))
             total += parameter.numel()
     if not trained:

@@ -197,7 +197,7 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
 
     Raises:
         ConfigError: If the schedule requires a different number of stages per rank.
-        ScheduleError: If there is no such schedule.
+        ScheduleError: If the schedule does not exist.
     """
     if schedule == "forward-only":
         raise ConfigError(
@@ -222,8 +222,8 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         pp_rank: Position of this rank in the pipeline.
 
     Raises:
-        ConfigError: If ``chunks`` or ``split_backward`` contradict the schedule.
-        ScheduleError: If there is no such schedule.
+        ConfigError: If ``chunks`` or ``split_backward`` contradicts the schedule.
+        ScheduleError: If the schedule does not exist.
     """
     schedule = request.schedule
     split = request.split_backward

@@ -7,8 +7,8 @@
     ── on a request to stop: save a checkpoint, and exit with status 0
 
 While the pipeline is open, the loop handles signals and writes the progress file. Stops,
-checkpoints and reports work as in the trainer for GPT models; ``engine.stop``,
-``checkpoint.folder`` and ``engine.progress`` describe them.
+checkpoints and reports work as in the trainer for GPT models (see ``engine.stop``,
+``checkpoint.folder`` and ``engine.progress``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes a recorded forward pass: its tensors and its torch calls, in order.
 
-Every recorded tensor has an index on the tape, also called its number. The arguments of recorded
-calls refer to tensors by this index.
+Every recorded tensor has an index on the tape, which is also called its number. The arguments of
+recorded calls refer to tensors by this index.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Tape:
         cuts: Names of the cut points in the order in which the forward pass reaches them.
         loss: Index of the loss on the tape.
         device: Device on which the forward pass was recorded.
-        aliases: Maps the first name of a parameter or buffer with several names to its other names.
+        aliases: Other names of each parameter or buffer with several names, by its first name.
         autocast: Dtype of matmuls in mixed precision; ``None`` in full precision.
         read_buffers: Names of the buffers whose values Python code of the model read.
     """

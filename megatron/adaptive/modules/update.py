@@ -88,19 +88,19 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 class Update:
-    """Combines a rank's gradients with those of other ranks, and updates the parameters.
+    """Combines a rank's gradients with gradients of other ranks, and updates the parameters.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         parameters: Trained parameters of this rank's stages, by name.
-        shared: Maps the name of each shared parameter to the pipeline positions of the ranks that
-            have a copy, ascending.
+        shared: Pipeline positions of the ranks that have a copy of a shared parameter, in ascending
+            order, by the parameter's name.
         groups: Process group for each set of positions in ``shared`` that contains this rank.
 
     Attributes:
         parameters: Parameters of this rank's stages, by name.
         optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
-        scaler: Loss scale of fp16 training; ``None`` without fp16.
+        scaler: Loss scale of fp16 training; ``None`` if fp16 is not used.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        """Replaces the parameters after segments have moved. The optimizer object stays the same.
+        """Replaces the parameters after segments have moved. The optimizer object is kept.
 
         Args:
             parameters: Trained parameters of this rank's stages, by name.
@@ -253,7 +253,8 @@ class Update:
 
         Args:
             trained: Trained parameters of this rank's stages.
-            has_gradient: Whether this rank computed a gradient, for each parameter by its ``id()``.
+            has_gradient: Whether this rank computed a gradient for a parameter, by the parameter's
+                ``id()``.
         """
         exchanges: list[tuple[Sequence[torch.nn.Parameter], Any]] = [
             (parameters, self._groups[positions]) for positions, parameters in self._shared.items()
