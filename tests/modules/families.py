@@ -25,7 +25,7 @@ class Family:
         config: Function that returns the configuration for a total number of blocks.
         make_batch: Function that returns a batch of four samples.
         slicing: Value of the pipeline's option ``slicing`` that the family requires.
-        decisive_entries: Names of the batch entries whose values affect what the model runs.
+        decisive_entries: Names of the batch entries whose values determine what the model runs.
         arguments: Arguments of ``forward`` that are the same for all batches.
     """
 

@@ -66,7 +66,7 @@ def test_microbatches_of_any_content_give_what_the_model_gives(
         whole = viewer()
         loss, gradients = expected(whole, step, items)
         assert pipeline.step(step, num_items=items)[0] == pytest.approx(loss, rel=1e-5)
-        # A step without images gives the encoder no gradient, as in the whole model.
+        # The encoder has no gradient after a step without images, as in the whole model.
         require_equal(pipeline, gradients)
         whole.eval()
         with torch.no_grad():

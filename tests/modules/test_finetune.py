@@ -73,7 +73,8 @@ def test_a_process_encodes_only_samples_of_its_replica(
     pipeline = SecondOfTwo()
     run: Any = finetune._Run(settings, pipeline, samples)  # type: ignore[arg-type]
     run.train()
-    # Two steps of four samples, and an evaluation of three, of which the second replica has one.
+    # Two steps train four samples each, and the evaluation has three samples. The second replica
+    # evaluates one sample.
     assert [len(items) for items in pipeline.trained] == [2, 2]
     assert len(encoded) == 4 + 1
     assert run._evaluate() == pytest.approx(2.0)

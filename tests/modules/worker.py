@@ -387,7 +387,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         )
         refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
-        if rank == 1:  # a different rule decides the order
+        if rank == 1:  # a different rule determines the order
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
@@ -475,7 +475,7 @@ def steps_are_traced() -> None:
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    assert len(messages) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both directions
+    assert len(messages) == 2 * 3 * 4 * 2  # for each step, border, microbatch and direction
 
 
 def segments_and_collectives_are_traced() -> None:

@@ -68,7 +68,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Holds megatron-core's parameters of a packed row, and the documents' lengths in host memory.
+    """Contains megatron-core's parameters of a packed row, and the document lengths on the host.
 
     Attributes:
         lengths: Number of tokens of each document, in order.
@@ -149,7 +149,7 @@ class LocalAttention(DotProductAttention):
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes causal attention, or attention with a given mask.
+        """Computes causal attention, or attention with the given mask.
 
         Args:
             query: Queries ``[s / n, b, heads, width]`` if n ranks share the sequence (context
@@ -354,7 +354,7 @@ class LocalAttention(DotProductAttention):
             query: Queries ``[s, b, heads, width]``.
             key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
                 queries belong to the last tokens of the keys.
-            value: Values, in the same form as ``key``.
+            value: Values, in the same layout as ``key``.
             mask: Additive mask ``[s of queries, s of keys]`` for all samples, or ``[b, 1, s, s]``;
                 ``None`` for causal attention.
         """
@@ -495,14 +495,14 @@ def attend_to_earlier(
 
     Args:
         query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
-        key: Keys ``[b, heads, s of keys, width]`` of more tokens.
+        key: Keys ``[b, heads, s of keys, width]`` of the last tokens and of earlier tokens.
         value: Values, in the same layout as ``key``.
         scale: Factor by which the scores are multiplied.
 
     Returns:
         Output in the layout of ``query``.
     """
-    function: Any = _AttendToEarlier  # torch declares no types for apply()
+    function: Any = _AttendToEarlier  # torch does not declare types for apply()
     output: torch.Tensor = function.apply(query, key, value, scale)
     return output
 

@@ -166,8 +166,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # megatron-core 0.17 and later number multi-token prediction layers separately, starting at
-        # 1.
+        # megatron-core 0.17 and later number multi-token prediction layers separately.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)

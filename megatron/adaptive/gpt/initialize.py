@@ -54,7 +54,7 @@ class TrainingJob(Job):
     def is_writer(self) -> bool:
         """Returns whether this rank writes the log. Only the last rank with the loss writes it.
 
-        If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
+        If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """
         if widths_of(self.config) is not None:
             return self.environment.rank == self.environment.world_size - 1

@@ -15,10 +15,10 @@ both stages are on the first rank::
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-The group then has one rank, so megatron-core synchronizes nothing. Instead, this module copies the
-initial weights between the chunks, and sums the gradients of both copies. The copies remain two
-parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of one chunk
-does not wait for the other chunk.
+The group then has one rank, so megatron-core does not synchronize the copies. Instead, this module
+copies the initial weights between the chunks, and sums the gradients of both copies. The copies
+remain two parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of
+one chunk does not wait for the other chunk.
 
 **Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
 differ, this module sets megatron-core's process groups itself::
@@ -28,12 +28,15 @@ differ, this module sets megatron-core's process groups itself::
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group only gives the index of a rank's stage. Rank 2 is in the pipelines of ranks 0
-  and 1, but has the group of only one of them, so no communication may use the group.
+- The pipeline group is used only for a rank's stage index. Rank 2 is in the pipelines of ranks
+  0 and 1, but has the group of only one of them, so communication must not use the group.
 - Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
   the number of microbatches in the whole step.
 - The gradient norm and the number of zeros are computed over all ranks. Parameters on all replicas
-of a stage except the first are marked as shared, so that each parameter is counted once.
+  of a stage except the first are marked as shared, so that each parameter is counted once.
+- There is no embedding group. The gradients of a tied embedding's copies are first summed within
+  each stage, then over both stages: the first rank of each stage contributes the stage's sum, the
+  other ranks contribute zeros, and all ranks receive the total.
 """
 
 from __future__ import annotations
@@ -257,7 +260,7 @@ def finalize_gradients(
             dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
             everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(num_tokens, group=everybody)
-            chunk: Any  # megatron-core's wrapper, which declares no types
+            chunk: Any  # megatron-core does not declare types for its wrapper
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
         return

@@ -93,7 +93,7 @@ class Step:
         """
         run = self._run
         try:
-            chunk: Any  # megatron-core's wrapper, which declares no types
+            chunk: Any  # megatron-core does not declare types for its wrapper
             for chunk in run.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -387,7 +387,7 @@ def gather_parameters(run: Run) -> None:
     With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
     """
     if run.job.config.parallel.overlap_param_gather:
-        chunk: Any  # megatron-core's wrapper, which declares no types
+        chunk: Any  # megatron-core does not declare types for its wrapper
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -408,7 +408,7 @@ def counted_parameters(
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # parameters on all replicas but the first are marked as shared
+        replicas = 1  # parameters on all replicas except the first are marked as shared
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue

@@ -327,8 +327,10 @@ class ContentBalance:
     def _costs_of(self, rule: str, batch: Sequence[Microbatch]) -> list[float]:
         """Returns the predicted cost of each microbatch.
 
-        rule: ``work`` for operation counts, or ``time`` for times. Before the first fit, ``time``
-        also uses operation counts.
+        Args:
+            rule: ``work`` for operation counts, or ``time`` for times. Before the first fit,
+                ``time`` also uses operation counts.
+            batch: All microbatches whose costs are compared.
         """
         rows = [self._content.numbers(microbatch) for microbatch in batch]
         if rule == "time" and self._fits:

@@ -201,7 +201,7 @@ class PretrainedWeights:
     """Reads tensors of a model from a folder of ``safetensors`` files.
 
     Args:
-        model: Model from :func:`build_on_meta`, not yet changed.
+        folder: Folder of the model.
         model: Model from :func:`build_on_meta`, not yet changed.
 
     Attributes:
