@@ -20,7 +20,7 @@ MASK = 1
 
 
 def build(**changes: Any) -> BertForMaskedLM:
-    """Returns the model, the same on every process."""
+    """Builds the model with the same weights on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "max_position_embeddings": 32, "hidden_size": 64}
     depth = {"num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 128}

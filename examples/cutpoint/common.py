@@ -24,25 +24,31 @@ def parse(description: str) -> argparse.Namespace:
         "--batch-size", type=int, default=16, help="samples per step, over all replicas"
     )
     parser.add_argument(
-        "--micro-batch-size", type=int, help="samples per microbatch; default: the planner chooses"
+        "--micro-batch-size",
+        type=int,
+        help="samples per microbatch (default: chosen by the planner)",
     )
     parser.add_argument(
         "--pipeline-size",
         type=int,
-        help="processes per pipeline; default: all, or the planner chooses",
+        help="processes per pipeline (default: all, or chosen by the planner)",
     )
     parser.add_argument(
-        "--write-profile", metavar="FILE", help="file for the measurements that the planner used"
+        "--write-profile",
+        metavar="FILE",
+        help="file for the measurements on which the plan is based",
     )
     parser.add_argument("--save", metavar="FOLDER", help="folder for a checkpoint at the end")
     parser.add_argument(
-        "--load", metavar="FOLDER", help="folder of checkpoints; training continues from the newest"
+        "--load",
+        metavar="FOLDER",
+        help="folder of checkpoints; training continues from the newest checkpoint",
     )
     parser.add_argument(
         "--schedule", default="adaptive", help="name of the schedule, see docs/schedules.md"
     )
     parser.add_argument("--chunks", type=int, help="stages per process")
-    parser.add_argument("--partition", help="segments per stage, such as 2-3-2; default: balanced")
+    parser.add_argument("--partition", help="segments per stage, such as 2-3-2 (default: balanced)")
     parser.add_argument("--mixed-precision", choices=("bf16", "fp16"))
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--trace-dir", help="folder for traces")
@@ -55,13 +61,13 @@ def train(
     make_batch: Callable[[int], Batch],
     **more: Any,
 ) -> list[float]:
-    """Trains a model with cut points; returns the losses. Exits the program after an error.
+    """Trains a model with cut points, and returns the losses. Exits the program after an error.
 
     Args:
         options: Options of the command line, from :func:`parse`.
-        model: Model, the same on all processes.
+        model: Model with the same weights on all processes.
         make_batch: Function that returns a batch of a given number of samples.
-        more: Further arguments of ``Pipeline``.
+        more: Additional arguments of ``Pipeline``.
     """
     try:
         return _train(options, model, make_batch, **more)

@@ -1,4 +1,4 @@
-"""Trains on machines that may join or leave; the number of stages and replicas adapts.
+"""Trains on machines that may join or leave, and adapts the numbers of stages and replicas.
 
 python -m megatron.adaptive train elastic --machines machines.txt --checkpoint checkpoints \
     examples/cutpoint/elastic.py --steps 2000
@@ -19,7 +19,7 @@ WIDTH, LAYERS, CLASSES = 64, 8, 10
 
 
 class Net(torch.nn.Module):
-    """Residual layers with dropout, and a cut point after each layer."""
+    """Has residual layers with dropout, and a cut point after each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
-    """Returns the batch of a step over all replicas; it is the same at each call."""
+    """Returns the batch of a step over all replicas, which is equal at each call."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, WIDTH, generator=generator)
     return {"x": x, "label": x[:, :CLASSES].argmax(dim=1)}
@@ -49,15 +49,17 @@ def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Trains the model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="number of training steps in all")
+    parser.add_argument("--steps", type=int, default=200, help="total number of training steps")
     parser.add_argument(
         "--batch-size", type=int, default=24, help="samples per step, over all replicas"
     )
     parser.add_argument(
-        "--save", metavar="FOLDER", help="folder for checkpoints; not with train elastic"
+        "--save", metavar="FOLDER", help="folder for checkpoints (ignored with train elastic)"
     )
     parser.add_argument("--save-interval", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--log-interval", type=int, default=10, help="steps between printed losses")
+    parser.add_argument(
+        "--log-interval", type=int, default=10, help="steps between two printed losses"
+    )
     options = parser.parse_args()
 
     torch.manual_seed(1)  # all processes build the same model
@@ -84,8 +86,7 @@ def main() -> None:
             if first and (step + 1) % options.log_interval == 0:
                 shape = f"PP {pipeline.pipeline_size} x DP {pipeline.replicas}"
                 print(f"step {step + 1}: loss {loss:.4f}, {shape}", flush=True)
-        # This runs only after the last step, because a request to stop ends the program within the
-        # loop.
+        # A request to stop ends the program within the loop, so this runs only after the last step.
         evaluated = pipeline.eval(pipeline.share(batch_of(options.steps, options.batch_size)))
         if first:
             print(f"evaluation: loss {evaluated:.4f}", flush=True)

@@ -1,6 +1,6 @@
 """Trains GPT-2 of Hugging Face transformers, built from its configuration without a download.
 
-The first and the last stage share a parameter, because embedding and output layer use the same one.
+The embedding and the output layer use the same parameter, so the first and the last stage share it.
 
     bash prerequisite.sh --examples
     torchrun --nproc-per-node 4 examples/cutpoint/gpt2.py
@@ -20,7 +20,7 @@ ARGUMENTS = {"use_cache": False}
 
 
 def build(**changes: Any) -> GPT2LMHeadModel:
-    """Returns the model, the same on every process."""
+    """Builds the model with the same weights on every process."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 6, "n_head": 4}
     ends = {"bos_token_id": 0, "eos_token_id": 0}

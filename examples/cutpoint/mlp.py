@@ -12,7 +12,7 @@ from megatron.adaptive import CutPoint
 
 
 class Mlp(torch.nn.Module):
-    """Multi-layer perceptron with a cut point after each hidden layer."""
+    """Implements a perceptron with a cut point after each hidden layer."""
 
     def __init__(self, width: int = 64, layers: int = 8, classes: int = 10) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Mlp(torch.nn.Module):
 
 
 def build() -> Mlp:
-    """Returns the model, the same on every process."""
+    """Builds the model with the same weights on every process."""
     torch.manual_seed(1)
     return Mlp()
 

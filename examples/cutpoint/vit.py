@@ -17,7 +17,7 @@ from megatron.adaptive import CutPoint
 
 
 class Block(nn.Module):
-    """Transformer block with dropout."""
+    """Implements a transformer block with dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def build(dropout: float = 0.1) -> nn.Module:
-    """Returns the model, the same on every process."""
+    """Builds the model with the same weights on every process."""
     torch.manual_seed(1)
     return Vit(dropout=dropout)
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/finetune/finetune.py \\
         --model MODEL --data train.jsonl --lora-rank 16 --output tuned
 
-This is a short program to copy and change. ``python -m megatron.adaptive train finetune`` has more
-options, checkpoints, and learning rate decay. docs/finetune.md describes the data.
+This is a short program that you can copy and change. ``python -m megatron.adaptive train finetune``
+has more options, checkpoints and learning-rate decay. docs/finetune.md describes the data.
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ def main(argv: Sequence[str]) -> None:
     """Fine-tunes the model and saves it as a folder that transformers and vLLM can read."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--data", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="file of samples in JSON Lines format"
+    )
     parser.add_argument("--output", type=Path, required=True, help="new folder for the tuned model")
-    parser.add_argument("--lora-rank", type=int, default=0, help="0 trains the whole model")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        help="rank of the LoRA adapters; 0 trains the whole model",
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8, help="samples per step")
     parser.add_argument("--lr", type=float, default=2e-4, help="learning rate of AdamW")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small model like DeepSeek-V3 on two processes, CPU or GPU: latent attention, a dense
-# layer followed by layers with routed and shared experts, multi-token prediction, a V with a
-# run-time rule.
+# layer followed by layers with routed and shared experts, multi-token prediction, and a
+# V-shaped placement with a run-time rule.
 #
 #   bash examples/gpt/deepseek_small.sh
 #
@@ -97,7 +97,7 @@ OUTPUT_ARGS=(
   --eval-iters 2
 )
 
-# With several ranks on few processors, more threads per rank would slow each other down.
+# With several ranks on few processors, more threads per rank would slow down all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
 # with. Experts whose messages overlap with work need more than one queue.

@@ -81,7 +81,7 @@ if [[ -d "$RUN_DIR/checkpoints" ]]; then
   OUTPUT_ARGS+=(--load "$RUN_DIR/checkpoints")
 fi
 
-# With several ranks on few processors, more threads per rank would slow each other down.
+# With several ranks on few processors, more threads per rank would slow down all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
 # with. Experts whose messages overlap with work need more than one queue.

@@ -1,7 +1,7 @@
 """Defines a fixed order: 1F1B with twice the warm-up, so that messages have time to arrive.
 
-Each rank starts with twice as many forwards as in 1F1B, and then alternates. Three ranks, five
-microbatches (F3 is the forward of microbatch 3):
+Each rank starts with twice as many forward passes as in 1F1B, and then alternates. The table shows
+three ranks and five microbatches (F3 is the forward pass of microbatch 3):
 
     rank 0   F0 F1 F2 F3 F4 B0 B1 B2 B3 B4
     rank 1   F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
@@ -18,7 +18,7 @@ from megatron.adaptive.schedule import Action, ActionKind, Placement, fixed_orde
 
 @fixed_order(chunks="one")
 def eager_1f1b(placement: Placement, num_microbatches: int) -> list[list[Action]]:
-    """Returns the actions of each rank in order."""
+    """Returns the actions of each rank, in order."""
     forwards = [Action(ActionKind.F, 0, number) for number in range(num_microbatches)]
     backwards = [Action(ActionKind.B, 0, number) for number in range(num_microbatches)]
     orders = []

@@ -1,8 +1,8 @@
 """Defines a run-time rule: work on the oldest microbatch that has an action ready.
 
 The rule looks at the messages that have arrived at its rank, and picks one of the actions that are
-ready. It returns ``None`` to wait for the next message. A forward needs memory, so the rule checks
-whether the forward fits below the limit (``--activation-cap``).
+ready. It returns ``None`` to wait for the next message. A forward pass needs memory, so the rule
+checks whether it fits below the limit (``--activation-cap``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.adaptive.schedule import Action, ActionKind, RankState, run_time_r
 def oldest_first(state: RankState) -> Action | None:
     """Returns the action to start now, or ``None`` to wait."""
     ready = [action for action in state.ready() if state.fits(action)]
-    # Weight gradients delay no other rank, so they run when no other action is ready.
+    # Weight gradients do not delay other ranks, so they run when no other action is ready.
     urgent = [action for action in ready if action.kind is not ActionKind.W]
     return min(
         urgent or ready,

@@ -3,7 +3,7 @@
     PYTHONPATH=examples/own_transport torchrun --nproc-per-node 2 pretrain_gpt.py \\
         --pipeline-model-parallel-size 2 --transport files:Files ...
 
-It is slow, but shows everything that a transport must do.
+The transport is slow, but shows everything that a transport must do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.001
 
 
 class Files(TransportKind):
-    """Declares the transport: it connects ranks of one machine, which see the same folder."""
+    """Declares the transport, which connects ranks of one machine that see the same folder."""
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         if first.machine != second.machine:
@@ -68,7 +68,7 @@ class FileTransport:
         self._sent[peer] += 1
         path = self._folder / f"{self._rank}-{peer}-{number}"
         torch.save({"header": header, "payload": payload}, f"{path}.part")
-        os.replace(f"{path}.part", path)  # the file appears when it is complete
+        os.replace(f"{path}.part", path)  # the file is visible only when complete
 
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -77,7 +77,7 @@ class FileTransport:
         return {peer: {"kind": self.name} for peer in self._sent}
 
     def flush(self, timeout_s: float) -> None:
-        pass  # a message has left this process when send returns
+        pass  # a message has left this process when send() returns
 
     def close(self) -> None:
         self._is_closed.set()

@@ -1,4 +1,4 @@
-"""Tests the example that fine-tunes a transformers folder; transformers must read the result."""
+"""Tests the fine-tuning example, whose result transformers must be able to load."""
 
 from __future__ import annotations
 

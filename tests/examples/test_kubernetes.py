@@ -1,4 +1,4 @@
-"""Tests the Kubernetes manifest: fields and values that JobSet has, and consistent parts."""
+"""Tests that the Kubernetes manifest has valid fields and consistent parts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def mistakes(value: Any, fields: Any, path: str = "$") -> Iterator[str]:
-    """Yields the mistakes of a manifest with their paths (see ``jobset.fields.yaml``)."""
+    """Yields the errors of a manifest with their paths (see ``jobset.fields.yaml``)."""
     if isinstance(fields, str):
         if not _is(value, fields):
             yield f"{path}: {value!r} is not {fields}"
     elif not isinstance(value, type(fields)):
-        yield f"{path}: {value!r} is no {type(fields).__name__}"
+        yield f"{path}: {value!r} is not a {type(fields).__name__}"
     elif isinstance(fields, list):
         if len(fields) > 1 and not _within(len(value), fields[1]):
-            yield f"{path}: {len(value)} entries, of {fields[1]}"
+            yield f"{path}: {len(value)} entries, but it must have {fields[1]}"
         for number, entry in enumerate(value):
             yield from mistakes(entry, fields[0], f"{path}[{number}]")
     else:
@@ -93,7 +93,7 @@ def test_it_has_only_fields_and_values_that_there_are(manifests: list[dict[str, 
         (lambda jobset: jobset["spec"].update(replicatedJob=[]), "no field replicatedJob"),
         (lambda jobset: jobset["spec"].pop("replicatedJobs"), "replicatedJobs is missing"),
         (lambda jobset: job_of(jobset).update(completions="2"), "'2' is not integer"),
-        (lambda jobset: pod_of(jobset)["containers"][0].update(command="bash"), "no list"),
+        (lambda jobset: pod_of(jobset)["containers"][0].update(command="bash"), "not a list"),
         (
             lambda jobset: pod_of(jobset)["volumes"][1]["emptyDir"].update(sizeLimit="16 G"),
             "sizeLimit",

@@ -1,4 +1,4 @@
-"""Tests the TorchX component: TorchX's rules for components, and the command of its containers."""
+"""Tests that the TorchX component follows TorchX's rules, and tests its containers' command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs all cells of the tutorial's notebook, and compares them with the documentation page.
+"""Runs the tutorial notebook, and compares it with its documentation page.
 
 ``CONTRIBUTING.md`` describes how the page is made.
 """
@@ -35,7 +35,7 @@ def test_the_notebook_finds_and_repairs_the_slow_rank(
 ) -> None:
     for name, value in {**forking(), **VARIABLES, "TUTORIAL_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    # A clone in which the trainer's ranks are forked, and with a smaller corpus.
+    # Create a clone in which the trainer's ranks are forked, and use a smaller corpus.
     (tmp_path / "clone" / "examples").mkdir(parents=True)
     for path in (ROOT / "megatron", ROOT / "pretrain_gpt.py", NODES / "sitecustomize.py"):
         (tmp_path / "clone" / path.name).symlink_to(path)

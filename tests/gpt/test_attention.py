@@ -23,7 +23,7 @@ from megatron.adaptive.gpt.attention import Documents, LocalAttention  # noqa: E
 
 HEADS, WIDTH = 4, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float64: 1e-12}
-"""Largest difference of numbers near 1: a few units in the last place of each type."""
+"""Maximum difference between numbers near 1, a few units in the last place of each dtype."""
 
 
 def make_attention(backend: str, **settings: Any) -> LocalAttention:
@@ -71,10 +71,10 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, *, shares: bool = False) -> None:
-    """Makes every attention use a kernel, as on a GPU."""
+    """Makes all attention layers use a kernel, as on a GPU."""
 
     def choose(case: AttentionCase) -> Kernel:
-        # Packed documents are separate cases.
+        # The documents of a packed row are computed separately with the masked kernel.
         return Kernel.CAUSAL if kernel is Kernel.MASKED and case.is_packed else kernel
 
     monkeypatch.setattr(attention, "kernel_for", choose)
@@ -93,7 +93,7 @@ def packed_by_documents(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """Computes what torch documents for ``varlen_attn``, whose kernel exists only for GPUs."""
+    """Implements ``varlen_attn`` as torch documents it, because its kernel exists only for GPUs."""
     assert ends.dtype is other_ends.dtype is torch.int32
     bounds = ends.tolist()
     assert longest == other_longest == max(b - a for a, b in itertools.pairwise(bounds))
@@ -112,7 +112,7 @@ def packed_by_documents(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestEqual:
-    """Compares outputs and gradients of every variant that kernels support."""
+    """Compares outputs and gradients of all variants that the kernels support."""
 
     @pytest.mark.parametrize("groups", [HEADS, 2, 1])
     @pytest.mark.parametrize("length", [1, 7, 12])
@@ -280,7 +280,7 @@ def test_dropout_of_a_kernel_draws_from_the_generator_for_split_tensors(
 
 
 def test_models_of_one_process_take_different_kernels(build: Callable[..., list[Any]]) -> None:
-    """Checks models that need different values of megatron-core's environment variables."""
+    """Checks models that require different values of megatron-core's environment variables."""
     kinds = {}
     for name in ("fused", "unfused", "auto"):
         (chunk,) = build(f"--attention-backend {name} --transformer-impl local")
@@ -291,7 +291,7 @@ def test_models_of_one_process_take_different_kernels(build: Callable[..., list[
 
 
 def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
-    """Returns the bytes of all distinct memory that a backward will read."""
+    """Returns the size in bytes of all memory that a backward pass will read."""
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tests the model that settings describe: configuration, layers and initial weights."""
+"""Tests for the model that settings describe: configuration, layers and initial weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_draws_follow_seed_layer_and_number() -> None:
     assert draws(1, 3) == draws(1, 3)
     numbers = [*draws(1, 3), *draws(1, 4), *draws(2, 3), *draws(1, None)]
     assert len(set(numbers)) == len(numbers)
-    # Outside of layers a later chunk continues the counts of earlier chunks.
+    # A later chunk continues the count of weights outside of layers.
     assert draws(1, None, outside=1) == draws(1, None, count=3)[1:]
     assert draws(1, None)[0] not in draws(1, 0)
 
@@ -104,7 +104,7 @@ def test_parts_of_the_model(
     ],
 )
 def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: str) -> None:
-    """Checks the layout, written chunk by chunk from the first rank to the last."""
+    """Checks the layout, which is written chunk by chunk from the first rank to the last rank."""
     core = core_config(flags, world_size)
     ranks = core.pipeline_model_parallel_size
     built = core.pipeline_model_parallel_layout.layout
@@ -114,7 +114,7 @@ def test_layers_lie_as_the_partition_says(flags: str, world_size: int, layout: s
 
 
 class Identity(torch.nn.Module):
-    """A chunk that has a position in the pipeline, and returns its input."""
+    """Replaces a chunk at a position in the pipeline, and returns its input."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Identity(torch.nn.Module):
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16"])
 def test_only_the_ends_of_the_pipeline_convert(flag: str) -> None:
-    """Checks the last rank of a V, for which megatron-core's own wrapper would send 32 bits."""
+    """Checks a V-shaped placement, for whose last rank megatron-core's wrapper sends 32 bits."""
     core = core_config(
         f"{flag} --pipeline-model-parallel-size 2 --model-chunks 2 --pipeline-placement v", 2
     )
@@ -231,7 +231,7 @@ def test_outputs_are_freed_only_where_sends_keep_them(schedule: str, chunks: int
     core = core_config(flags, world_size=2)
     assert core.deallocate_pipeline_outputs == (schedule != "megatron")
     if chunks > 1:
-        # gloo confuses two messages of a pair of ranks in a batch.
+        # gloo mixes up two messages between the same ranks in a batch.
         assert not core.batch_p2p_comm
         assert core.overlap_p2p_comm
 

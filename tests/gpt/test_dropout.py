@@ -21,14 +21,14 @@ TRACKED = "model-parallel-rng"
 
 
 def draw() -> tuple[float, float]:
-    """Returns random numbers for replicated and for split tensors."""
+    """Returns a random number for replicated tensors and another number for split tensors."""
     replicated = float(torch.rand((), device=accelerator.current_device()))
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return replicated, float(torch.rand((), device=accelerator.current_device()))
 
 
 class Drawing(TransformerLayer):  # type: ignore[misc]
-    """A layer that multiplies with random numbers and records them."""
+    """Multiplies its input by random numbers, and records the numbers."""
 
     def __init__(self, number: int, *, forks: bool = True) -> None:
         torch.nn.Module.__init__(self)
@@ -48,7 +48,7 @@ Draws = Callable[..., Numbers]
 
 @pytest.fixture
 def draws(one_rank: None) -> Draws:
-    """Returns a function that draws under a key, outside of layers (0) or in a layer."""
+    """Returns a function that draws random numbers outside of layers (0) or in a layer."""
 
     def run(layer: int = 2, seed: int = 5, step: int = 3, microbatch: int = 2) -> Numbers:
         keys = DropoutKeys(seed, enabled=True)
@@ -68,7 +68,7 @@ def test_a_seed_tells_its_key() -> None:
     seeds = [_stir(key) for key in keys]
     assert [_settle(seed) for seed in seeds] == keys
     assert all(0 <= seed < 1 << 64 for seed in seeds)
-    # A CPU generator uses the lower half as its seed.
+    # A CPU generator uses only the lower half of a seed, so the lower halves must differ.
     assert len({_stir(step << 40) % (1 << 32) for step in range(1000)}) == 1000
 
 
@@ -153,7 +153,7 @@ def test_in_evaluation_layers_leave_the_generators_alone() -> None:
 def test_layers_within_a_fork_stay_on_the_generator_for_split_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks that ranks that split the sequence do not drop the same elements of their parts."""
+    """Checks that ranks with different parts of a sequence do not drop the same elements."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     keys, plain, layer = DropoutKeys(5, enabled=True), Drawing(3), Drawing(3, forks=False)
     keys.attach([plain, layer])

@@ -1,4 +1,4 @@
-"""Tests which ranks exchange gradients of embeddings, for all placements of layers."""
+"""Tests which ranks exchange gradients of embeddings, for all placements of stages."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def settings(flags: str = "", base: str = SMALL, world_size: int = 1) -> Trainer
 
 
 def counted_flops(cfg: TrainerConfig) -> float:
-    """Returns the operations per token of one forward and backward of the real model."""
+    """Returns the operations per token of a forward and a backward pass of the real model."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.adaptive import accelerator

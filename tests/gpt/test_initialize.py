@@ -1,4 +1,4 @@
-"""Tests for joining and leaving the job, more than once in a process."""
+"""Tests for joining and leaving a job several times in one process."""
 
 from __future__ import annotations
 

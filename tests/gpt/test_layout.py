@@ -1,4 +1,4 @@
-"""Tests for the layers of each rank and chunk, for all placements of stages."""
+"""Tests for the layers of each rank and chunk in all placements of stages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def name_of(value: object) -> str:
 def test_every_layer_is_once_in_its_stage(
     placement: Placement, layers_per_stage: tuple[int, ...]
 ) -> None:
-    """Checks that the embedding is in the first stage and the loss in the last."""
+    """Checks that each layer is in one stage, with the embedding first and the loss last."""
     layout = PlacedLayout(placement, stages_of(layers_per_stage))
     seen: list[int] = []
     for stage, layers in enumerate(layers_per_stage):

@@ -1,4 +1,4 @@
-"""Compares losses and gradients of steps with sliced sequences with whole microbatches."""
+"""Compares training with sliced sequences to training with whole microbatches."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ FUSED = "--attention-backend fused"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 SPLIT = "--split-backward True"
-REL = 1e-6  # tolerance of 32-bit numbers
+REL = 1e-6  # tolerance for 32-bit numbers
 
 
 class Numbers(NamedTuple):
-    """Results of a training step and an evaluation of one run."""
+    """Contains the results of a training step and an evaluation of one run."""
 
     evaluated: float
     loss: float
@@ -203,7 +203,7 @@ def test_16_bits_are_as_close_as_their_rounding(train: Train) -> None:
 def test_the_same_order_twice_gives_the_same_bits(train: Train) -> None:
     flags = "--attention-dropout 0.1 --hidden-dropout 0.1 --sequence-slices 4"
     _, first = train(flags)
-    _, second = train(f"{flags} {FULL}")  # recomputed dropout hides the same elements
+    _, second = train(f"{flags} {FULL}")  # recomputed dropout drops the same elements
     assert first[:3] == second[:3]
     assert all(map(torch.equal, first.gradients, second.gradients))
 
@@ -224,11 +224,11 @@ def test_nothing_is_kept_after_a_step_and_memory_is_counted(train: Train) -> Non
     assert slices is not None
     slices.begin(0, 0)
     assert list(slices.buffers()) == []
-    # Keys and values of 3 layers, 2 samples, 256 tokens and a width of 32.
+    # Keys and values have 3 layers, 2 samples, 256 tokens and a width of 32.
     assert sum(slices.kept_bytes(0, item) for item in range(8)) == 2 * 3 * 2 * 256 * 32 * 4
     forward_backward = run.forward_backward
     (cut,) = forward_backward.activation_bytes()
-    assert cut < whole  # slices hold fewer scores than a whole sequence
+    assert cut < whole  # slices store fewer scores than a whole sequence
     # Each slice is measured: at equal length, a later slice stores the scores of more keys.
     run, _ = train("--sequence-slices 8 --slice-cut equal-length")
     forward_backward = run.forward_backward
@@ -241,7 +241,7 @@ def test_windows_keep_what_later_slices_see(train: Train) -> None:
     slices = run.slices
     assert slices is not None
     # The two layers with a window keep 40 of a slice's 64 tokens, and the third layer keeps all.
-    # There are two samples, and keys and values of two groups of 8.
+    # Keys and values have two samples and two groups with a width of 8.
     assert slices.kept_bytes(0, 0) == (2 * 40 + 64) * 2 * 2 * 16 * 4
     run, _ = train(f"{WINDOWS} --sequence-slices 4")
     assert run.slices is not None
@@ -256,7 +256,7 @@ def test_an_evaluation_drops_what_no_later_slice_sees() -> None:
         first = max(0, start - 40)
         seen, _ = kept.extend(first, start, [whole[start : start + 32]] * 2)
         assert torch.equal(seen, whole[first : start + 32])
-        # Only the window is kept, plus one slice.
+        # The buffers contain only the window and at most one slice.
         assert sum(map(len, kept.buffers)) <= 2 * (40 + 31)
 
 

@@ -1,4 +1,4 @@
-"""Tests which parts a run is built from, depending on its settings and device."""
+"""Tests which parts a run has, depending on its settings and device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = f"{SMALL_GPT} --num-layers 2 --train-iters 1 --mock-data"
 def test_processes_read_data_where_they_are_asked_for_and_on_a_gpu(
     flags: str, on_cpu: int, on_gpu: int
 ) -> None:
-    """Checks that the flag works on a CPU as well, where reader processes can be tested."""
+    """Checks that the flag also works on a CPU, where tests can use reader processes."""
     config = parse([*FLAGS.split(), *flags.split()], world_size=1)
     assert data_workers(config, is_cuda=False) == on_cpu
     assert data_workers(config, is_cuda=True) == on_gpu

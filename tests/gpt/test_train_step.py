@@ -68,7 +68,9 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    MTPLossLoggingHelper.tracker["values"] = torch.ones(2)  # left over from another model
+    MTPLossLoggingHelper.tracker[("values of an earlier model")] = torch.ones(
+        2
+    )  # left over from another model
     first, second = train(run)
     assert not torch.equal(first_weight(run), before)
     for result in (first, second):
@@ -111,7 +113,7 @@ def test_evaluation_leaves_the_weights_alone(start: Start) -> None:
         step.evaluate(make_loader(run, run.samples.valid, 0), 2, 4)["lm loss"] for _ in range(2)
     ]
     assert torch.equal(first_weight(run), before)
-    # There is no dropout, otherwise the second pass would differ.
+    # Equal losses show that dropout is off.
     assert losses[0] == losses[1]
     assert all(parameter.grad is None for parameter in run.chunks[0].parameters())
 

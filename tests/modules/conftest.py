@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # before any of these tests imports megatron.core
+accelerator.install()  # must run before megatron.core is imported
 
 from tests.checkpoint.keepers import keepers  # noqa: E402
 

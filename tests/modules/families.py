@@ -24,8 +24,8 @@ class Family:
         model_type: Name of the configuration in ``transformers``.
         config: Function that returns the configuration for a total number of blocks.
         make_batch: Function that returns a batch of four samples.
-        slicing: Value of the pipeline's option ``slicing`` that the family needs.
-        decisive_entries: Names of the batch entries whose values affect what the model runs.
+        slicing: Value of the pipeline's option ``slicing`` that the family requires.
+        decisive_entries: Names of the batch entries whose values determine what the model runs.
         arguments: Arguments of ``forward`` that are the same for all batches.
     """
 
@@ -107,8 +107,9 @@ def images_in_text(
         num_tokens: Number of tokens that represent an image.
         shape: Shape of an image's pixels.
         types: Name of the batch entry with the type of each token, text or image.
-        grid: Numbers of frames, rows and columns of patches, if the model needs them. A model with
-            a grid computes the positions of a sentence from it, so all sentences have equal length.
+        grid: Number of frames, rows and columns of patches, if the model requires a grid. Such a
+            model computes the positions of a sentence from the grid, so all sentences have equal
+            length.
     """
 
     def make() -> Batch:
@@ -260,7 +261,7 @@ def llava(images: int, layers: int) -> Config:
 
 
 def qwen_vl(kind: str, sections: list[int], **tower: Any) -> Callable[[int, int], Config]:
-    """Returns a function that returns the configuration of a Qwen model with images."""
+    """Returns a function that creates the configuration of a Qwen model with images."""
 
     def config(images: int, layers: int) -> Config:
         positions = rope(mrope_section=sections)

@@ -1,7 +1,7 @@
 """Runs one of two ranks, which trains ``transformers`` models as pipelines and as whole models.
 
-Usage: ``family_worker.py FOLDER FAMILY ...``. Writes the names of families for which both agree to
-``FOLDER/RANK.json``.
+Usage: ``family_worker.py FOLDER FAMILY ...``. Writes the names of the families whose results agree
+to ``FOLDER/RANK.json``.
 """
 
 from __future__ import annotations

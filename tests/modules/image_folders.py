@@ -40,12 +40,12 @@ class ImageFolder:
         images: Class of the image processor, without the suffix ``Pil``.
         settings: Settings of the image processor.
         image_text: Placeholder of an image in the chat template.
-        tokens: Tokens of the tokenizer that concern images and videos.
-        named: Tokens among ``tokens`` that the tokenizer stores by name.
-        ids: Settings of the model that contain token ids.
+        tokens: Tokens for images and videos in the tokenizer.
+        named: Tokens among ``tokens`` that are also attributes of the tokenizer, by attribute name.
+        ids: Settings of the model that contain token IDs.
         processor_settings: Settings of the processor itself, for ``processor_config.json``.
-        video: Settings of the video processor; ``None`` without a video processor.
-        slicing: Method of recording that the family needs.
+        video: Settings of the video processor; ``None`` if there is no video processor.
+        slicing: Method of recording that the family requires.
         needs: Packages that transformers imports for the processor.
     """
 
@@ -208,7 +208,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 
 def write_data(folder: Path, name: str, count: int = 12) -> Path:
-    """Writes conversations and texts with up to two images of different sizes; returns the path."""
+    """Writes conversations and texts with up to two images of different sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"wide": (20, 10), "tall": (9, 17), "small": (8, 8)}
     for number, (image, size) in enumerate(sizes.items()):

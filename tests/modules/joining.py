@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which joins and closes a job as many times as its argument says."""
+"""Runs one of two ranks, which joins and closes a job several times (first argument)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WIDTH, WORDS = 8, 16
 
 
 class Knotty(nn.Module):
-    """Has shared weights, skip connections across stages, dropout, a running mean, unequal blocks.
+    """Has shared weights, skip connections, dropout, a running mean and unequal blocks.
 
     Computes the loss from ``ids [n, s] int64``, ``mask [n, s] bool`` and ``label [n, s] int64``.
     """
@@ -49,7 +49,7 @@ class Knotty(nn.Module):
 
 
 class Tower(nn.Module):
-    """A model whose costs can be computed by hand; computes a loss from ``x [n, width]``."""
+    """Has costs that can be computed by hand; computes a loss from ``x [n, width]``."""
 
     def __init__(self, width: int = 16, layers: int = 3) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def batch_of(step: int, samples: int = 4) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """A pipeline of :class:`Net` in this process, with a scheduler and the losses of its steps."""
+    """Trains :class:`Net` in this process with a scheduler, and records the losses."""
 
     def __init__(
         self, samples: int = 4, precision: Any = None, optimizer: Any = torch.optim.AdamW
@@ -141,11 +141,11 @@ IMAGE = WORDS - 1
 
 
 class Viewer(nn.Module):
-    """An encoder of images of different sizes and a decoder of text of any length.
+    """Encodes images of different sizes, and decodes text of any length.
 
     ``ids [n, s] int64`` contains ``IMAGE`` at the position of an image. ``patches [p, 6]`` are the
-    patches of all images, and ``sizes [images] int64`` their numbers of patches; both are absent
-    without images.
+    patches of all images, and ``sizes [images] int64`` is the number of patches of each image. Both
+    are absent if there are no images.
     """
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -203,7 +203,7 @@ def viewed(images: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Has blocks without cut points, one of which is never called; the input is ``x [n, 8]``."""
+    """Has blocks without cut points, one of which is never called. The input is ``x [n, 8]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Plain(nn.Module):
 
 
 class Single(nn.Module):
-    """A model without repeated blocks."""
+    """Has no repeated blocks."""
 
     def __init__(self) -> None:
         super().__init__()

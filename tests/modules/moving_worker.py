@@ -1,4 +1,4 @@
-"""Runs one of two ranks of pipelines whose segments may move, and whose settings may differ.
+"""Runs one of two ranks of pipelines with moving segments or with different settings.
 
 Usage: ``moving_worker.py FOLDER PROGRAM``. This program creates the process group itself.
 """
@@ -55,7 +55,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def settings_that_differ_are_named(folder: Path) -> None:
-    """Checks that different settings of the ranks are an error, not a wait until the timeout."""
+    """Checks that different settings of the ranks raise an error instead of a timeout."""
     is_second = dist.get_rank() == 1
     groups = process_groups()
 
@@ -136,7 +136,7 @@ def a_failed_save_does_not_end_a_run_whose_segments_move(folder: Path) -> None:
 
 
 def a_slow_search_ends_before_other_ranks_stop_to_wait(folder: Path) -> None:
-    """Checks that a search stops before the timeout with which other ranks wait for its result."""
+    """Checks that a search stops before the other ranks' timeout for its result."""
     vars(judgement)["propose"] = lambda *_: time.sleep(600)
     with make(
         partition="2-2", repartition="auto", repartition_interval=4, timeout_s=SEARCH_WAIT_S

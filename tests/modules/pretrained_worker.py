@@ -1,4 +1,4 @@
-"""Runs one of two ranks, which trains models from transformers folders, and saves them again.
+"""Runs one of two ranks, which trains models from transformers folders and saves them.
 
 Usage: ``pretrained_worker.py FOLDER PROGRAM ...``. ``FOLDER`` contains the models of
 ``test_pretrained.py``. Writes the names of the programs that passed, and the error that stopped the
@@ -40,7 +40,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], list[Any]]:
-    """Trains the whole model in this process; returns losses and gradient norms."""
+    """Trains the whole model in this process, and returns losses and gradient norms."""
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)
@@ -60,7 +60,7 @@ def reference(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[
 
 
 def require_equal(pipeline: Pipeline, model: Any) -> None:
-    """Checks that the steps of the pipeline and the whole model are equal."""
+    """Checks that the pipeline's steps give the same results as the whole model."""
     batches = [make_batch(seed) for seed in range(3)]
     losses, norms = reference(model, batches)
     for batch, loss, norm in zip(batches, losses, norms, strict=True):

@@ -1,4 +1,4 @@
-"""Runs the stages of a model with cut points on the real executor, all ranks in one process."""
+"""Runs a model with cut points on the real executor, with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_example(name: str) -> ModuleType:
 
 
 class Case:
-    """A model with its tapes, and the results of the whole model for a batch.
+    """Records a model, and runs it for a batch as a whole or as a pipeline.
 
     Args:
         model: Model with cut points.
@@ -102,7 +102,7 @@ class Case:
         split_backward: bool | None = None,
         forward_only: bool = False,
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Returns losses and summed gradients of the pipeline."""
+        """Runs the pipeline, and returns its losses and summed gradients."""
         request = PipelineSettings(
             self.model, self.batch, schedule=schedule, chunks=chunks, split_backward=split_backward
         )
@@ -160,7 +160,7 @@ class Case:
 
 
 def gradients_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns gradients by name, without zero gradients."""
+    """Returns the gradients that are not zero, by name."""
     return {
         name: tensor.grad.clone()
         for name, tensor in tensors.items()

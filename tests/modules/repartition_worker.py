@@ -32,7 +32,7 @@ SLEEP_S = [0.002]
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps for some time in both directions."""
+    """Sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SlowLinear(torch.nn.Linear):
-    """A layer that sleeps for some time."""
+    """Sleeps before it computes a linear layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of the linear layer."""
@@ -70,7 +70,7 @@ def marked(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Shrinking(torch.optim.AdamW):
-    """An optimizer that reads an attribute of each parameter."""
+    """Updates like AdamW, and also scales each parameter by an attribute of the parameter."""
 
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters, and scales them down."""
@@ -115,7 +115,7 @@ class Reference:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
     def loss_of(self, batch: dict[str, torch.Tensor], *, trains: bool) -> float:
-        """Returns the mean loss over microbatches, and makes a step if ``trains``."""
+        """Returns the mean loss over microbatches, and makes a step if ``trains`` is true."""
         total = 0.0
         self.optimizer.zero_grad()
         self.model.train(trains)
@@ -142,9 +142,9 @@ def require_same(pipeline: Pipeline, whole: torch.nn.Module) -> None:
 
 
 def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
-    """Trains until segments have moved and moved back; returns the partitions."""
+    """Trains until segments have moved and moved back, and returns the partitions."""
     model = sleeping_model()
-    # A copy of a parameter does not have its attributes.
+    # deepcopy() does not copy the attributes of parameters, so add them to the copy.
     reference = Reference(marked(copy.deepcopy(model)))
     batches = [make_batch(8, seed) for seed in range(3)]
     seconds = SLEEP_S[0]
@@ -184,7 +184,7 @@ def train(folder: Path, schedule: str, partition: str) -> list[tuple[int, ...]]:
             if len(partitions) > 2 and partitions[-1] == partitions[-3]:
                 break
         if pipeline.replicas == 1:
-            # Each replica has a running mean of its own microbatches.
+            # Replicas have different running means, so evaluate only if there is a single replica.
             expected = reference.loss_of(batches[0], trains=False)
             assert pipeline.eval(batches[0]) == pytest.approx(expected, rel=1e-6)
         pipeline.load(folder / "checkpoints")

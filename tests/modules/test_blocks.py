@@ -1,4 +1,4 @@
-"""Tests for the cut points that a model without cut points gets."""
+"""Tests for cut points that are added to models without cut points."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its lists one after the other, as far as its modules fit together."""
+    """Calls its modules, and the members of its lists, one after another."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of a model with several resolutions."""
+    """Implements a stage of a model with several resolutions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

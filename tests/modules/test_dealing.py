@@ -1,4 +1,4 @@
-"""Tests for the distribution of microbatches over replicas, which each replica computes alone."""
+"""Tests for the distribution of microbatches over replicas, computed on each replica."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def part(tokens: int, images: int = 0) -> dict[str, torch.Tensor]:
 def balance_of(
     replica: int, sample_work: Mapping[Signature, Any], **options: Any
 ) -> ContentBalance:
-    """Returns the object with which a replica decides, without other processes."""
+    """Returns the :class:`ContentBalance` of a replica, without other processes."""
     mesh: Any = SimpleNamespace(
         rank=replica,
         dp_rank=replica,
@@ -86,7 +86,7 @@ def test_a_sample_of_one_kind_does_not_make_other_kinds_free() -> None:
 
 
 def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
-    """Checks that a step rejects the list; ``share`` does not know what the list is for."""
+    """Checks that a training step rejects such lists, although ``share`` accepts them."""
     limits = {"group": 2, "least": 2}
     message = "microbatches .* at least 6, and a multiple of 2"
     for count in (4, 9):
@@ -101,7 +101,7 @@ def test_numbers_that_do_not_divide_are_for_evaluations_only() -> None:
 
 
 def test_the_partition_does_not_change_what_is_dealt() -> None:
-    """Checks that costs are fitted to the whole model; fits of its parts would differ."""
+    """Checks that costs are predicted for the whole model, regardless of the partition."""
     parts = [part(tokens, images) for tokens, images in ((10, 0), (25, 1), (7, 3), (90, 2))]
     rng = random.Random(3)
     batch = [part(rng.randrange(5, 99), rng.randrange(5)) for _ in range(24)]
@@ -126,7 +126,7 @@ def test_a_sample_of_one_kind_shows_costs_by_what_differs_in_the_batch() -> None
 
 
 def test_a_list_that_was_changed_in_place_is_refused() -> None:
-    """Checks the error; the random numbers would otherwise belong to other microbatches."""
+    """Checks that the changed list is rejected, because random numbers depend on its order."""
     batch = [part(10) for _ in range(6)]
     balance = balance_of(0, WORK)
     share = balance.share(batch)
@@ -136,7 +136,7 @@ def test_a_list_that_was_changed_in_place_is_refused() -> None:
     same = copy.deepcopy(share)
     assert balance.numbers_of(same, len(same), is_listed=True) == share.numbers
     share.reverse()
-    with pytest.raises(ConfigError, match="was changed since"):
+    with pytest.raises(ConfigError, match="not changed since"):
         balance.numbers_of(share, len(share), is_listed=True)
 
 
@@ -179,7 +179,7 @@ def test_digests_see_shapes_types_and_whole_numbers() -> None:
 
 
 def test_digests_are_alike_wherever_labels_are() -> None:
-    """Checks digests of labels that one rank has moved to its GPU and another has on the host."""
+    """Checks that digests match if only one of two ranks has its labels on a GPU."""
     host = {**part(4), "labels": torch.ones(4, dtype=torch.int64)}
     moved = {**host, "labels": host["labels"].to("meta")}
     wrong = {**host, "labels": torch.zeros(4, dtype=torch.int64)}
@@ -207,7 +207,7 @@ def test_another_order_on_a_rank_is_named() -> None:
 def test_a_better_partition_for_what_is_trained_is_told_once(
     images: int, better: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks a model with four segments for images and two for text; only the sample has images."""
+    """Checks a model with four segments for images and two segments for text."""
     work = {Signature.of(part(10, count)): (*(5.0 * count,) * 4, 20.0, 20.0) for count in (0, 1, 2)}
     seconds = [sum(column) for column in ((10.0 * images,) * 4, (20.0, 20.0))]
     balance = balance_of(0, work, dealing="time", partition=(4, 2))

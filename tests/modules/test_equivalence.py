@@ -1,4 +1,4 @@
-"""Checks that every example has the whole model's losses and gradients under every schedule."""
+"""Checks that all schedules give the whole model's losses and gradients for every example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.adaptive.schedule.catalog import policy_names
 
 from .ranks import Case, assert_same, load_example
 
-# Schedules with their number of chunks here; there is one microbatch more than a round of four.
+# Schedules, each with its number of chunks in these tests.
 SCHEDULES: list[tuple[str, int | None]] = [
     ("1f1b", None),
     ("adaptive", None),
@@ -30,12 +30,12 @@ SCHEDULES: list[tuple[str, int | None]] = [
     ("zb-v", None),
     ("combined-1f1b", 2),
     ("dualpipe-v", None),
-    # A user's schedule.
+    # user-defined schedules
     ("examples.own_schedule.eager_1f1b:eager_1f1b", None),
     ("examples.own_schedule.oldest_first:oldest_first", 2),
 ]
 TRIED = {"forward-only", *(name for name, _ in SCHEDULES)}
-# Schedules that were newly added to the table are tested as well.
+# Schedules that are added to the table later are also tested.
 SCHEDULES += [(name, None) for name in policy_names() if name not in TRIED]
 NO_DROPOUT: dict[str, Any] = {
     "mlp": {},

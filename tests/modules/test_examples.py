@@ -36,7 +36,7 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "plan: " in done.stdout  # no size was set
+    assert "no size was set, so the planner chose all sizes" in done.stdout  # no size was set
     assert profile_file.load(tmp_path / "profile.json")["model"]["name"] == "Mlp"
     losses = [float(printed) for printed in re.findall(r"step \d: loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 6
@@ -45,12 +45,12 @@ def test_an_example_trains_on_two_processes(tmp_path: Path) -> None:
     evaluated = re.findall(r"evaluation: loss ([0-9.]+)", done.stdout)
     loaded = alone(tmp_path, "--steps", "1", "--micro-batch-size", "2", "--load", str(tmp_path))
     assert loaded.returncode == 0, loaded.stderr
-    # The first step on one process has the last evaluation loss of two, as nothing is random here.
+    # The model has no randomness, so the first loss on one process equals the last evaluation loss.
     assert re.findall(r"step (\d): loss ([0-9.]+)", loaded.stdout) == [("7", evaluated[0])]
 
 
 def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     done = alone(tmp_path, "--micro-batch-size", "3")
     assert done.returncode == 2
-    assert "error: a batch of 16 samples does not divide" in done.stderr
+    assert "error: a batch of 16 samples cannot be divided" in done.stderr
     assert "Traceback" not in done.stderr

@@ -35,7 +35,7 @@ from .test_recorder import (
 
 
 def on_meta(model: torch.nn.Module, *, buffers_too: bool = False) -> torch.nn.Module:
-    """Moves parameters to the meta device in place; tied parameters stay tied."""
+    """Moves parameters to the meta device in place. Tied parameters remain tied."""
     names = [] if buffers_too else [name for name, _ in model.named_buffers()]
     keep_only(model, names, CPU)
     return model
@@ -95,7 +95,7 @@ def test_random_calls_are_found_without_random_numbers() -> None:
     state = torch.get_rng_state()
     forwards = Forwards.of(Forward(on_meta(Model(noisy))), {"x": torch.ones(2, 4)}, "auto")
     assert torch.equal(torch.get_rng_state(), state)
-    # The evaluation tape has no F.dropout, because it returns its argument there.
+    # The evaluation tape has no F.dropout, because F.dropout returns its argument in evaluation.
     for tape, expected in (
         (forwards.training, [True, True, False, True]),
         (forwards.evaluation, [True, False, True]),
@@ -138,7 +138,7 @@ def test_values_that_depend_on_weights_are_refused() -> None:
         Forwards.of(Forward(on_meta(Model(chosen))), batch, "auto")
     with pytest.raises(ConfigError, match=r"test_fake_recording.py:\d+ \(branching\) reads the"):
         Forwards.of(Forward(on_meta(Model(branching))), batch, "auto")
-    # The sample's values may be read: unlike the weights, they exist.
+    # Reading values of the sample is allowed, because they exist even without weights.
     forwards = Forwards.of(Forward(on_meta(Model(branching))), batch, "record")
     assert forwards.training.cuts == ["cuts.0", "cuts.1"]
 
@@ -168,7 +168,7 @@ def test_a_part_of_a_model_is_recorded_again_with_other_shapes() -> None:
 
 
 def test_ranks_keep_the_buffers_that_code_of_the_model_reads() -> None:
-    """Checks that a later recording can read them, on ranks whose stages do not use them."""
+    """Checks that later recordings can read such buffers on ranks whose stages do not use them."""
 
     def sized(model: Model, x: torch.Tensor) -> torch.Tensor:
         return plain(model, x) * int(model.table.max()) * int(model.size)
@@ -225,5 +225,5 @@ def test_a_pipeline_asks_for_values() -> None:
             if name != "mixer.bias":
                 tensor.fill_(1)
 
-    with pytest.raises(ConfigError, match=r"initialize has not filled mixer\.bias, of shape \[8\]"):
+    with pytest.raises(ConfigError, match=r"initialize did not fill mixer\.bias of shape \[8\]"):
         Pipeline(model, batch, shared_weights=SHARED, micro_batch_size=2, initialize=forgetful)

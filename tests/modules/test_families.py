@@ -30,7 +30,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cutpoi
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """Describes the placement of stages, and whether backwards are split."""
+    """Describes the placement of stages, and whether backward passes are split."""
 
     schedule: str
     chunks: int | None
@@ -43,7 +43,7 @@ PLACINGS = {
     "v": Placing(schedule="adaptive", chunks=2, split=False),
     "v-split": Placing(schedule="zb-v", chunks=None, split=None),
 }
-# Two chunks on four ranks are eight stages, so the whole matrix needs seven blocks.
+# Four ranks with two chunks each have eight stages, so the full matrix requires seven blocks.
 BLOCKS, SIZES = (7, (1, 2, 4)) if ALL else (4, (2,))
 
 
@@ -55,7 +55,7 @@ def case_of(family: Family) -> Case:
     assert list(model.state_dict()) == names
     batch = family.make_batch()
     if ALL:
-        # Interleaved schedules need as many microbatches as ranks.
+        # Interleaved schedules require as many microbatches as ranks.
         batch = {name: torch.cat([entry, entry.flip(0)]) for name, entry in batch.items()}
     return Case(
         model,
@@ -129,7 +129,7 @@ def test_a_family_is_recorded_without_weights(name: str) -> None:
 
 @pytest.mark.multiprocess
 def test_families_train_on_two_processes(tmp_path: Path) -> None:
-    """Checks families with tied embeddings, encoder and decoder, and images; or all families."""
+    """Checks families with tied embeddings, with two lists of blocks, and with images."""
     chosen = ["qwen2", "t5", "llava"]
     if ALL:
         chosen = [family.name for family in FAMILIES]

@@ -62,7 +62,7 @@ def test_a_layout_is_chosen_for_the_largest_sample(tmp_path: Path) -> None:
 def test_a_process_encodes_only_samples_of_its_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a process without cache for samples, which encodes its samples again at each use."""
+    """Checks a process that does not cache samples, so it encodes them again at each use."""
     path = tmp_path / "train.jsonl"
     lines = [json.dumps({"text": "a" * (number + 2)}) for number in range(11)]
     path.write_text("\n".join(lines))
@@ -83,7 +83,8 @@ def test_a_process_encodes_only_samples_of_its_replica(
     pipeline = SecondOfTwo()
     run: Any = finetune._Run(settings, pipeline, samples)  # type: ignore[arg-type]
     run.train()
-    # Two steps of four samples, and an evaluation of three, of which the second replica has one.
+    # Two steps train four samples each, and the evaluation has three samples. The second replica
+    # evaluates one sample.
     assert [len(items) for items in pipeline.trained] == [2, 2]
     assert len(encoded) == 4 + 1
     assert run._evaluate() == pytest.approx(2.0)

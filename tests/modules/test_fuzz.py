@@ -16,11 +16,11 @@ WIDTH = 4
 
 
 class Tangle(nn.Module):
-    """Random operations on earlier results: shared, frozen, without gradient or in place.
+    """Applies random operations to earlier results, such as shared, frozen or in-place operations.
 
     Args:
         seed: Seed of the random model.
-        operations: Number of operations; on average, a cut point follows every second one.
+        operations: Number of operations; a cut point follows half of them on average.
     """
 
     def __init__(self, seed: int, operations: int = 14) -> None:

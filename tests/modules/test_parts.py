@@ -69,7 +69,7 @@ def test_samples_that_are_none(sample: Any, size: int, message: str) -> None:
     [
         (["words.weight"], "a list of groups"),
         ([["words.wait"]], "'words.wait'"),
-        ([["words.weight", "mixer.weight"]], "the model has two"),
+        ([["words.weight", "mixer.weight"]], "they are two parameters"),
     ],
 )
 def test_groups_that_are_wrong(groups: Any, message: str) -> None:
@@ -90,7 +90,7 @@ def test_a_rank_frees_what_it_does_not_keep() -> None:
 
 
 class Scaled(torch.nn.Parameter):
-    """A parameter whose constructor needs an extra argument."""
+    """Requires an additional argument in its constructor."""
 
     def __new__(cls, values: torch.Tensor, scale: float) -> Scaled:
         parameter: Scaled = torch.Tensor._make_subclass(cls, values, require_grad=True)
@@ -131,7 +131,7 @@ def test_a_measured_optimizer_can_read_attributes_of_parameters() -> None:
 
 
 class Sly(torch.nn.Module):
-    """Computes with numpy, invisibly to torch."""
+    """Reads values from the storage of a tensor, which torch does not notice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
         # A text is learned as a whole, except for tokens that the processor inserts for an image.
         assert "".join(learned).endswith(answer)
         assert not {described.ids_token, "<image_soft_token>"} & set(learned)
-    # Two images of different sizes, each with its own number of tokens.
+    # The sample has two images of different sizes, each with its own number of tokens.
     ids = samples[2]["input_ids"][0].tolist()
     token = processor.tokenizer.convert_tokens_to_ids(described.ids_token)
     assert ids.count(token) > samples[1]["input_ids"][0].tolist().count(token) > 0
@@ -67,7 +67,7 @@ def test_samples_of_a_family(tmp_path: Path, name: str) -> None:
 @pytest.mark.skipif(processors._has("torchvision"), reason="torchvision reads these settings")
 @pytest.mark.parametrize("layout", ["own file", "with images", "one file"])
 def test_settings_for_videos_are_kept(tmp_path: Path, layout: str) -> None:
-    """Checks that settings that are unused without torchvision are in the saved folder."""
+    """Checks that video settings remain in the saved folder even without torchvision."""
     folder = write_folder("qwen3_vl", tmp_path / "model")
     expected = dict(IMAGE_FOLDERS["qwen3_vl"].video or {})
     if layout == "with images":
@@ -99,7 +99,7 @@ def test_a_processor_is_found_if_only_the_models_type_tells_it(tmp_path: Path) -
 def test_packages_that_prevent_a_processor_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks a missing package, and a torchvision that does not fit torch."""
+    """Checks a missing package, and a torchvision that does not match torch."""
     from transformers.models.smolvlm import processing_smolvlm
 
     folder = write_folder("smolvlm", tmp_path / "model")

@@ -29,7 +29,7 @@ def test_bytes_and_parameters_are_those_of_the_pieces() -> None:
         row = 4 * WIDE * sample.micro_batch
         assert sample.parameters == WIDE * WIDE
         assert sample.output_bytes == (row if sample.segment < 2 else 0)
-        # The input of the matmul and the output of the sigmoid.
+        # The input of the matmul and the output of the sigmoid are kept.
         assert sample.kept_bytes == 2 * row
         assert sample.split_s is not None
         assert min(sample.forward_s, sample.backward_s, *sample.split_s) > 0
@@ -114,7 +114,7 @@ class Failing(Tower):
     [
         (Tower, {"micro_batch_sizes": [0]}, ["micro_batch_sizes must be", "at least 1, got 0"]),
         (Tower, {"repeats": 0}, ["repeats must be", "at least 1, got 0"]),
-        (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes must be", "above 0, got -1.0"]),
+        (Tower, {"memory_limit_bytes": -1.0}, ["memory_limit_bytes", "positive", "got -1.0"]),
         (Tower, {"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         (Failing, {}, ["rank 0", "IndexError", "no such row"]),
     ],

@@ -1,4 +1,4 @@
-"""Tests for the content of a recorded forward, and for forwards that are rejected."""
+"""Tests for the content of a recorded forward pass, and for forward passes that are rejected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
 class Model(nn.Module):
-    """Three layers and two cut points; the test supplies the forward."""
+    """Has three layers and two cut points. The test supplies the forward pass."""
 
     def __init__(self, body: Body, cuts: int = 2) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def several(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Sends two types across a cut, one of which skips a stage, and one is split into a list."""
+    """Sends tensors of two dtypes across a cut, one of which skips a stage."""
     left, right = model.first(x).chunk(2, dim=-1)
     kept = (x > 0).to(torch.float64) * right.double().mean()
     left, right = model.cuts[0](left, right)
@@ -75,7 +75,7 @@ def several(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 class Straight(torch.autograd.Function):
-    """Rounds, with the gradient of the identity."""
+    """Rounds values, with the gradient of the identity function."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_changes_in_place_stay_within_their_stage() -> None:
 
 
 def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of the tensors that cross a border of three stages."""
+    """Returns the shapes of the tensors that cross a border between two of three stages."""
     tape = case_of(body).forwards.training
     plans = slice_tape(tape, (1, 1, 1))
     return [tape.values[number].shape for number in plans[border].sent]
@@ -139,7 +139,7 @@ def positions_of(body: Body, border: int) -> list[tuple[int, ...]]:
 
 def test_only_what_is_needed_crosses() -> None:
     assert positions_of(plain, 0) == [(2, 4)]
-    assert positions_of(buffers, 0) == [(2, 4)]  # each stage recreates positions
+    assert positions_of(buffers, 0) == [(2, 4)]  # each stage computes positions again
     assert sorted(positions_of(several, 0)) == [(2, 2), (2, 2), (2, 4)]
     assert sorted(positions_of(several, 1)) == [(2, 4), (2, 4)]
 
@@ -228,14 +228,14 @@ def moving_table(model: Model, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("body", "phrases"),
     [
-        (twice, ["cuts.0", "passed twice", "test_recorder.py"]),
-        (skipped, ["cuts.1", "not passed", "control flow"]),
+        (twice, ["cuts.0", "called twice", "test_recorder.py"]),
+        (skipped, ["cuts.1", "not called", "control flow"]),
         (by_number, ["test_recorder.py", "by_number", "item", "exported module also reads values"]),
         (by_memory, ["test_recorder.py", "by_memory", "__dlpack__"]),
         (by_derivative, ["test_recorder.py", "torch.func", "only vmap"]),
         (by_value, ["test_recorder.py", "by_value", "values of a tensor", "__bool__"]),
         (by_chance, ["test_recorder.py", "by_chance", "values of a tensor"]),
-        (by_mode, ["cuts.0", "not passed"]),
+        (by_mode, ["cuts.0", "not called"]),
         (by_order, ["cuts.0, cuts.1", "cuts.1, cuts.0"]),
         (unregistered, ["test_recorder.py", "not a module of the model"]),
         (hidden, ["test_recorder.py", "hidden", "[4]", "not a parameter"]),
@@ -302,8 +302,8 @@ def part_of_parameter(model: Model, x: torch.Tensor) -> torch.Tensor:
         (kept_state, ["assigns another tensor to table", "copy_"]),
         (kept_outside, ["assigns another tensor to mean", "buffer"]),
         (kept_in_place, ["changes mean", "not a buffer", "register_buffer"]),
-        (counting, ["test_recorder.py", "counting", "buffer table", "forward changes"]),
-        (hooked, ["test_recorder.py", "hooked", "hook for a gradient"]),
+        (counting, ["test_recorder.py", "counting", "buffer table", "forward pass changes"]),
+        (hooked, ["test_recorder.py", "hooked", "gradient hook"]),
         (drawn_elsewhere, ["test_recorder.py", "drawn_elsewhere", "its own generator"]),
         (part_of_parameter, ["test_recorder.py", "changes parameter first.weight"]),
     ],
@@ -321,7 +321,7 @@ def test_what_a_recording_would_lose_is_named(body: Body, phrases: list[str]) ->
 def test_a_hook_on_the_backward_pass_of_a_module_is_named() -> None:
     model = Model(plain)
     model.middle.register_full_backward_hook(lambda module, inputs, outputs: None)
-    with pytest.raises(ConfigError, match="middle has a hook for its backward pass"):
+    with pytest.raises(ConfigError, match="middle has a backward hook"):
         Case(model, {"x": torch.randn(2, 4)}, 2)
 
 
@@ -333,7 +333,7 @@ def grown(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def cut_off(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Blocks the first layer's gradient; a gradient reaches the batch through a frozen layer."""
+    """Detaches the first layer's output in place, but lets gradients reach the batch."""
     x = x.requires_grad_()
     y = model.first(x) * 1
     return model.last(model.cuts[1](model.middle(model.cuts[0](y.detach_() + x))))
@@ -407,8 +407,8 @@ def test_values_that_torch_only_checks_may_be_read() -> None:
 @pytest.mark.parametrize(
     ("loss", "phrases"),
     [
-        (lambda output, batch: output.expand(3), ["loss of [3]", "scalar"]),
-        (lambda output, batch: 1.5, ["loss of float"]),
+        (lambda output, batch: output.expand(3), ["got [3]", "scalar"]),
+        (lambda output, batch: 1.5, ["got float"]),
         (lambda output, batch: torch.zeros((), dtype=torch.int64), ["scalar"]),
     ],
 )
@@ -439,7 +439,7 @@ def test_a_cut_point_after_a_module() -> None:
 
 
 def measuring(model: Model, x: torch.Tensor) -> torch.Tensor:
-    """Centers its input in evaluation, and measures the center of its output in training."""
+    """Centers its input in evaluation, and updates the center from its output in training."""
     if not model.training:
         x = x - model.table
     y = plain(model, x)
@@ -460,7 +460,7 @@ def using_first(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_buffer_that_changes_belongs_to_one_rank_in_all_recordings() -> None:
-    """Checks the error; each rank has its own copy, so other ranks would use old values."""
+    """Checks that this is an error, because each rank has its own copy of the buffer."""
     cut = CutForwards.of(case_of(measuring).forwards, (1, 1, 1))
     with pytest.raises(ConfigError, match="buffer table changes .* ranks 0 and 2 .* evaluation"):
         BufferUse(placement=Placement(num_ranks=3, num_chunks=1)).add(cut)
@@ -477,5 +477,5 @@ def test_a_buffer_that_changes_belongs_to_one_rank_in_later_recordings() -> None
         forwards = Case(model, {"x": torch.randn(2, 4)}, 2).forwards
         cuts.append(CutForwards.of(forwards, (1, 1, 1)))
     use.add(cuts[0])
-    with pytest.raises(ConfigError, match="ranks 0 and 2 .* microbatches of other kinds"):
+    with pytest.raises(ConfigError, match="ranks 0 and 2 .* other microbatches"):
         use.add(cuts[1])

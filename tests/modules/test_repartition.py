@@ -118,18 +118,18 @@ def test_a_difference_between_optimizers_names_option_and_ranks() -> None:
     )
     assert _difference([None, first, same]) == ""
     assert _difference([first, None, same, other]) == (
-        "option lr of the optimizer's parameter group 0 is 0.5 on rank 0 and 0.25 on rank 3; "
-        "use the same on all ranks"
+        "option lr of the optimizer's parameter group 0 is 0.5 on rank 0, but 0.25 on rank 3; "
+        "use the same value on all ranks"
     )
     assert "option betas of" in _difference([first, [{"lr": "0.5"}]])
-    assert "rank 0 has 1 parameter groups, but that of rank 1 has 2" in _difference(
+    assert "rank 0 has 1 parameter groups, but the optimizer of rank 1 has 2" in _difference(
         [first, first * 2]
     )
 
 
 @pytest.fixture
 def pipeline() -> Iterator[Pipeline]:
-    """Returns a pipeline that runs in this process only."""
+    """Returns a pipeline that runs only in this process."""
     with Pipeline(knotty(), make_batch(4), micro_batch_size=2) as pipeline:
         pipeline.set_optimizer(torch.optim.SGD(pipeline.named_parameters(), lr=0.1))
         yield pipeline
@@ -165,14 +165,14 @@ def balancer_of(pipeline: Pipeline) -> SegmentBalancer:
             1.8,
             0.05,
             False,
-            "is not judged, because the counted work of a step has changed by +100",
+            "cannot be judged, because the operation count of a step has changed by +100",
         ),
         (
             20,
             0.5,
             0.05,
             False,
-            "is not judged, because the counted work of a step has changed by -50",
+            "cannot be judged, because the operation count of a step has changed by -50",
         ),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_move_is_judged_by_the_time_per_counted_work(
     returns: bool,
     line: str,
 ) -> None:
-    """Checks moves that had to save 6% of steps that took 1 s for 40 samples."""
+    """Checks moves with a predicted gain of 6%, after steps of 1 s with 40 samples."""
     balancer = balancer_of(pipeline)
 
     def run(samples: int, span_s: float) -> Move | None:

@@ -26,7 +26,7 @@ ANSWER = {"role": "assistant", "content": "two"}
 
 
 def read(folder: Path, *lines: Any, processor: Any = None, **options: Any) -> SampleFile:
-    """Writes lines to a file and reads them; a line is a text or an object."""
+    """Writes lines to a file and reads them. A line is a string or an object."""
     path = folder / "train.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts), encoding="utf-8")
@@ -41,7 +41,7 @@ def conversation(*parts: Any, **others: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%generation%}"])
 def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
-    """Checks all ways in which a template may write the generation tag."""
+    """Checks all spellings of the generation tag in a template."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", mark)
     line = {"messages": [QUESTION, ANSWER]}
@@ -49,12 +49,12 @@ def test_only_answers_are_learned(tmp_path: Path, mark: str) -> None:
     labels = sample["labels"][0]
     assert tokenizer.decode(labels[labels >= 0]).replace(" ", "") == "two</s>"
     assert sample["input_ids"].shape[1] % 8 == 0
-    with pytest.raises(ConfigError, match="no samples with something to learn, but 1 without"):
+    with pytest.raises(ConfigError, match="no samples with tokens to learn, and 1 samples"):
         read(tmp_path, line, processor=tokenizer, max_length=4)
 
 
 def test_a_tokenizer_without_masks_is_read(tmp_path: Path) -> None:
-    """Checks tokenizers whose model input is only input_ids."""
+    """Checks a tokenizer whose only model input is ``input_ids``."""
     tokenizer = make_tokenizer()
     lines = ({"text": "one two"}, {"messages": [QUESTION, ANSWER]})
     expected = list(read(tmp_path, *lines, processor=tokenizer))
@@ -93,7 +93,7 @@ def test_tokens_that_stand_for_images_are_not_learned(tmp_path: Path, has_id: bo
 
 
 def test_a_configuration_names_further_tokens(tmp_path: Path) -> None:
-    """Checks tokens that only the configuration names, in both formats that are in use."""
+    """Checks tokens that only the configuration contains, under both names in use."""
     config = SimpleNamespace(image_token_index=7, audio_token_id=make_tokenizer().encode("b")[0])
     sample = read(tmp_path, {"text": "abba"}, processor=make_tokenizer(), config=config)[0]
     assert num_learned([sample]) == [1.0]
@@ -115,7 +115,7 @@ def test_samples_without_memory_are_encoded_again(tmp_path: Path) -> None:
 
 
 def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
-    """Checks all formats, including a text model's list of text parts."""
+    """Checks all formats of image references, and text parts for a text-only model."""
     (tmp_path / "images").mkdir()
     Image.new("RGBA", (9, 9), (250, 0, 0, 9)).save(tmp_path / "images" / "a.png")
     path = str(tmp_path / "images" / "a.png")
@@ -142,28 +142,28 @@ def test_all_forms_of_images_are_the_same_sample(tmp_path: Path) -> None:
 
 IMAGE = {"type": "image", "path": "a.png"}
 WRONG_LINES: dict[str, tuple[Any, str]] = {
-    "not JSON": ('{"text": ', "it cannot be encoded (JSONDecodeError: Expecting value"),
-    "no object": ("[1]", "it must be an object with text, or messages"),
-    "no text": ({"prompt": "a"}, "it must be an object with text, or messages"),
+    "not JSON": ('{"text": ', "the line cannot be encoded (JSONDecodeError: Expecting value"),
+    "no object": ("[1]", "the line must be a JSON object with text, or with messages"),
+    "no text": ({"prompt": "a"}, "the line must be a JSON object with text, or with messages"),
     "number as text": ({"text": 5}, "text must be a string, got a int"),
     "messages": ({"messages": "a"}, "messages must be a list of objects like"),
     "no role": ({"messages": [{"content": "a"}]}, "messages must be a list of objects like"),
-    "content": ({"messages": [{"role": "user", "content": 5}]}, "must be text or a list"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "must be a string or a list"),
     "part": (conversation({"type": "video", "path": "a"}), "a part of a message is"),
     "missing": (conversation({"type": "image", "path": "b.png"}), "b.png does not exist"),
     "folder": (conversation({"type": "image", "path": "."}), "is not a file"),
     "pipe": (conversation({"type": "image", "path": "pipe"}), "pipe is not a file"),
     "outside": (conversation({"type": "image", "path": "../a.png"}), "is outside of the folder"),
     "link": (conversation({"type": "image", "path": "link.png"}), "is outside of the folder"),
-    "text file": (conversation({"type": "image", "path": "text.png"}), "not in a format of Pillow"),
+    "text file": (conversation({"type": "image", "path": "text.png"}), "Pillow does not support"),
     "cut off": (conversation({"type": "image", "path": "cut.png"}), "cut.png is damaged ("),
-    "address": (conversation({"type": "image", "url": "https://a/b.png"}), "nothing is downloaded"),
+    "address": (conversation({"type": "image", "url": "https://a/b.png"}), "not downloaded"),
     "no list": ({"text": "<image>", "images": "a.png"}, "images must be a list"),
-    "no path": (conversation({"type": "image"}), "more parts of type image than the 0 images"),
+    "no path": (conversation({"type": "image"}), "more image parts than images (0)"),
     "too many": (conversation(IMAGE, images=["a.png"]), "1 of 1 images have no part of type image"),
-    "marker": ({"text": "<image> a"}, "the line has 0 images, but its text has 1 places"),
+    "marker": ({"text": "<image> a"}, "has 0 images, but its text has 1 image placeholders"),
     "no marker": ({"text": "a", "images": ["a.png"]}, "the line has 1 images, but its text has 0"),
-    "long": (conversation(IMAGE, IMAGE, IMAGE), "an image is among the 11 tokens after"),
+    "long": (conversation(IMAGE, IMAGE, IMAGE), "would remove 11 tokens, including tokens of"),
 }
 
 
@@ -207,7 +207,7 @@ def test_a_line_that_is_not_text_is_named(tmp_path: Path) -> None:
 
 
 def test_the_digest_differs_if_a_line_or_an_image_does(tmp_path: Path) -> None:
-    """Checks that the digest ignores how samples are encoded, and links in paths."""
+    """Checks that the digest depends on lines and images, but not on encoding settings."""
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.png"
     (tmp_path / "b.png").symlink_to(image)

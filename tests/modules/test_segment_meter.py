@@ -1,4 +1,4 @@
-"""Tests for segment times, with a clock that the blocks of the model advance themselves."""
+"""Tests for segment times, with a clock that only the blocks of the model advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD_NS, BACKWARD_NS = 100, 1000
 
 
 class Clock:
-    """A clock that only blocks advance."""
+    """Measures a time that only blocks advance."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -63,7 +63,7 @@ class Costly(torch.autograd.Function):
 
 
 class Skipping(torch.nn.Module):
-    """Blocks of rising cost; all later blocks use the first block's result and a mask."""
+    """Has blocks of rising cost. All later blocks use the first block's result and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Skipping(torch.nn.Module):
 
 
 def stages(case: Case, stage: int, meter: SegmentMeter | None, **options: Any) -> ProgramStages:
-    """Returns one of two stages, with the first two or the last three segments."""
+    """Returns one of two stages. They have the first two and the last three segments."""
     tape = case.forwards.training
     plan = slice_tape(tape, (2, BLOCKS - 2))[stage]
     held = tensors_of(case.model)
@@ -171,7 +171,7 @@ def test_segments_of_a_rank_and_their_kinds() -> None:
 
 
 class Counting(torch.nn.Module):
-    """Blocks that all change one buffer, so that only one stage can have them."""
+    """Has blocks that all change one buffer, so that they must be in one stage."""
 
     steps: torch.Tensor
 
@@ -205,7 +205,7 @@ def test_segments_of_one_stage_may_change_the_same_buffer(detail: Any, tmp_path:
 
 
 class CountingFirst(Counting):
-    """Blocks of which the first two change a buffer."""
+    """Has blocks of which the first two change a buffer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the loss."""
@@ -234,7 +234,7 @@ def test_segments_that_change_one_buffer_stay_together(weights: list[float] | No
 
 
 class Shared(Counting):
-    """Blocks of which the first changes a buffer, and the second reads it by a different name."""
+    """Changes a buffer in the first block, and reads it under another name in the second block."""
 
     alias: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Tests samples that several processes encode together. Threads stand in for processes."""
+"""Tests samples that several processes encode together. Threads replace the processes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ TEXTS = [{"text": "a" * (number % 7)} for number in range(53)]
 def test_samples_are_those_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kept_bytes: int
 ) -> None:
-    """Each line is encoded once, and the same samples are kept in memory."""
+    """Checks that each line is encoded once, and that all ranks keep the same samples."""
     path = write(tmp_path / "train.jsonl", TEXTS)
     expected = SampleReader(processor=make_tokenizer(), kept_bytes=kept_bytes).read(path)
     encoded: list[int] = []
@@ -101,24 +101,24 @@ def test_samples_are_those_of_one_process(
 
 
 def test_all_ranks_name_the_first_wrong_line(tmp_path: Path) -> None:
-    """Also if several ranks find wrong lines."""
+    """Checks that all ranks raise the same error, even if several ranks find invalid lines."""
     lines: list[Any] = [*TEXTS[1:6], {"wrong": 1}, {"wrong": 2}, *TEXTS[1:6], {"wrong": 3}]
     path = write(tmp_path / "train.jsonl", lines)
     errors = read_together([path] * 3)
     assert errors == [errors[0]] * 3
-    assert errors[0].startswith(f"{path}:6: it must be an object with text")
+    assert errors[0].startswith(f"{path}:6: the line must be a JSON object with text")
 
 
 def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
-    """The other ranks would wait for this one, or train on other samples."""
+    """Checks that this is an error, because ranks would wait or train on different samples."""
     path = write(tmp_path / "train.jsonl", TEXTS)
     other = write(tmp_path / "other.jsonl", TEXTS[:-1])
     errors = read_together([path, path, other])
     assert [error.partition(" ")[2] for error in errors] == [
-        "has other lines on rank 2 than on rank 0; give all processes the same file"
+        "differs between rank 2 and rank 0; give all processes the same file"
     ] * 3
     missing = tmp_path / "missing.jsonl"
-    error = f"{missing}: No such file or directory; pass a file of JSON lines"
+    error = f"{missing}: No such file or directory; pass a file in JSON Lines format"
     assert read_together([path, missing]) == [f"rank 1: {error}"] * 2
     assert read_together([missing] * 2) == [error] * 2
 
@@ -127,7 +127,7 @@ def test_files_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
 def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """A block of lines that had grown while they were short took gigabytes for images."""
+    """Checks that the memory for an exchange is limited if long samples follow short samples."""
     texts = [{"text": "ab"}] * 500 + [{"text": "a" * 2000}] * 500
     path = write(tmp_path / "train.jsonl", texts)
     expected = SampleReader(processor=make_tokenizer()).read(path)
@@ -161,7 +161,7 @@ def test_long_samples_behind_short_ones_are_not_sent_all_at_once(
 
 
 def test_images_are_sent_too(tmp_path: Path) -> None:
-    """The hash of lines and images is that of one process, so that checkpoints stay valid."""
+    """Checks that the hash is the same as with one process, so that checkpoints stay valid."""
     from ..support.tuned_models import make_processor
 
     write_image_data(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Checks that training resumes from copies of a pipeline's state, which real keepers store."""
+"""Checks that training resumes from snapshots of a pipeline's state in real keepers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL = 7
 
 
 class Diary:
-    """A user's object whose state grows."""
+    """Has a state that grows, as an object of the user."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -87,7 +87,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     said = capsys.readouterr().out
     assert "copies of the state are kept in memory: every step 0.0 MiB are copied" in said
     assert "warning" not in said
-    keepers[0].close()  # the node is lost with all its copies
+    keepers[0].close()  # the node fails and its copies are lost
     source = left_with(keepers[1])
     assert source.step in (3, 4)  # the copy of the fourth step was in transit
     write_out(source, folder, is_pipeline=True)
@@ -105,7 +105,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_weights_that_change_while_they_are_copied_are_told_of(
     make: Make, keepers: list[SnapshotKeeper], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Checks that such a copy is discarded; it belongs neither to the step before nor after."""
+    """Checks that a copy is discarded if weights change while it is made."""
     training, gate = make(), threading.Event()
 
     def change(step: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests for ``Pipeline.loop`` in one process: first step, checkpoints, end, and errors."""
+"""Tests for ``Pipeline.loop`` in one process: first step, checkpoints, end and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
         "step_00000002",
     ]
     other = trained()
-    with pytest.raises(CheckpointError, match="no state of 'scheduler'"):
+    with pytest.raises(CheckpointError, match="not contain the state of 'scheduler'"):
         other.run(6, tmp_path)
     begun = trained()
     begun.run(3, tmp_path / "own", save_interval=2)
@@ -62,7 +62,7 @@ def test_it_goes_on_where_it_was_with_the_same_losses(trained: Any, tmp_path: Pa
 def test_training_goes_on_while_a_checkpoint_is_written(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that it contains its own step's state, and does not exist before it is complete."""
+    """Checks that the checkpoint has its own step's state, and appears only when complete."""
     whole, gate, commit = trained(), threading.Event(), PipelineFolder.commit
     whole.run(7, None)
 
@@ -75,7 +75,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     begun, seen = trained(), []
 
     def look(step: int) -> None:
-        if step == 3:  # step 2 is being saved, and the weights have changed since
+        if step == 3:  # step 2 is being saved, and the weights have changed in the meantime
             seen.extend(path.name for path in folder.glob("step_*"))
             gate.set()
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_loads_although_a_later_one_could_not_be_written(
 def test_a_checkpoint_on_the_nodes_disk_comes_to_shared_storage_later(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that the next start copies it if shared storage could not be written before."""
+    """Checks that the next start copies a checkpoint that could not be copied before."""
     whole, outer = trained(), tmp_path / "outer"
     whole.run(6, None)
     training = trained()
@@ -157,7 +157,7 @@ def test_a_nodes_disk_that_cannot_be_written_is_passed_by(
     assert f"{disk}: " in caplog.text
     assert f"the checkpoint of iteration 3 goes to {folder} at once" in caplog.text
     with pytest.raises(
-        ConfigError, match="local_folder x was given without folder.* pass folder to Pipeline.loop"
+        ConfigError, match="local_folder x requires folder.* pass folder to Pipeline.loop"
     ):
         trained().run(3, None, local_folder="x")
 
@@ -182,7 +182,7 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match="outside of the steps"):
         training.pipeline.step(batch_of(0))
     assert next(steps) == 0
-    with pytest.raises(ConfigError, match=r"has 4; pass pipeline.share"):
+    with pytest.raises(ConfigError, match=r"is 4; pass pipeline.share"):
         training.pipeline.step(batch_of(0, 8))
     training.pipeline.step(batch_of(0))
     with pytest.raises(ConfigError, match="called twice in step 0"):
@@ -194,7 +194,7 @@ def test_what_would_lose_or_repeat_samples_is_refused(trained: Any, tmp_path: Pa
         training.pipeline.loop(9)
     saved = trained()
     saved.run(1, tmp_path / "own")
-    with pytest.raises(CheckpointError, match="its steps have 4 samples, but those of the script"):
+    with pytest.raises(CheckpointError, match="was saved with 4 samples per step, but the script"):
         trained(8).run(2, tmp_path / "own")
 
 

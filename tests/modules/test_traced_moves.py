@@ -20,7 +20,7 @@ LIMIT_S = 200.0
 
 
 def run(folder: Path, name: str, ranks: int) -> str:
-    """Runs a program of the worker; returns its output."""
+    """Runs a program of the worker, and returns its output."""
     log = folder / "log"
     status = run_ranks([str(WORKER), str(folder), name], world_size=ranks, log=log, limit_s=LIMIT_S)
     assert status == 0, tail(log)
@@ -28,7 +28,7 @@ def run(folder: Path, name: str, ranks: int) -> str:
 
 
 def timed_segments(trace: RunTrace, rank: int) -> set[int]:
-    """Returns the segments that a rank has timed in its iterations."""
+    """Returns the segments whose times a rank has recorded."""
     of_rank = trace.ranks[rank]
     return {row[0] for iteration in of_rank.iterations for row in of_rank.layers(iteration)}
 
@@ -37,7 +37,7 @@ def timed_segments(trace: RunTrace, rank: int) -> set[int]:
 def test_each_partition_has_a_trace_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Repartition was refused together with a trace."""
+    """Checks that each partition has its own folder with a correct trace."""
     output = run(tmp_path, "moves", 2)
     used, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert used == other
@@ -45,7 +45,7 @@ def test_each_partition_has_a_trace_of_its_own(
     changes = [n for n in range(1, len(used)) if used[n] != used[n - 1]]
     assert changes
     begins, ends = [0, *changes], [*changes, len(used)]
-    # The newest part has the name that was given; the others were renamed in their order.
+    # The newest trace has the requested name, and earlier traces are renamed in order.
     folders = [tmp_path / f"traces-{n + 1}" for n in range(len(changes))] + [tmp_path / "traces"]
     assert sorted(path.name for path in tmp_path.glob("traces*")) == sorted(
         path.name for path in folders

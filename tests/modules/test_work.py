@@ -46,7 +46,8 @@ def work_of(model: nn.Module, length: int, slicing: str) -> list[float]:
 def test_products_convolutions_and_attention_count_their_multiplications(slicing: str) -> None:
     length = 512
     see, mix, say = work_of(Mixed(), length, slicing)
-    # Counts the forward, and gradients of operands that need one; the batch does not.
+    # The counts include the forward pass and the gradients of operands, but the batch has no
+    # gradient.
     assert see == pytest.approx(2 * length * 32 * 12, rel=0.3)
     assert mix == pytest.approx(3 * length * 32 * 96 + 3 * 2 * length * length * 32, rel=0.1)
     assert say == pytest.approx(3 * length * 32 * 8, rel=0.3)

@@ -1,7 +1,7 @@
-"""One of the ranks of a traced pipeline, whose blocks sleep in proportion to their content.
+"""Runs one rank of a traced pipeline whose blocks sleep in proportion to their content.
 
-Usage: ``traced_worker.py FOLDER PROGRAM``. Sleeping blocks take the same time on a busy machine.
-The only program, ``moves``, moves segments while the job is traced.
+Usage: ``traced_worker.py FOLDER PROGRAM``. Blocks sleep, because sleeping takes equally long on a
+busy machine. The only program, ``moves``, moves segments while the job is traced.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron.adaptive import Pipeline
 WIDTH = 8
 BLOCKS = 6
 SECONDS = [0.0]
-"""Time of a block's forward per element of the sequence; its backward takes as long."""
+"""Time of a block's forward pass per element of the sequence, and of its backward pass."""
 MOVES_S = 0.001
 
 
 class Sleep(torch.autograd.Function):
-    """Takes a while in both directions, longer for longer sequences."""
+    """Sleeps in both passes, longer for longer sequences."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -43,19 +43,19 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(torch.nn.Module):
-    """A layer that takes a while."""
+    """Sleeps before it computes a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product."""
+        """Returns the output of the layer."""
         return torch.tanh(self.layer(Sleep.apply(x)))
 
 
 class Sleeper(torch.nn.Module):
-    """A tower of equal layers."""
+    """Contains blocks of equal cost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def batch_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
 
 
 def moves(folder: Path) -> None:
-    """Trains until segments have moved, and five steps more; writes the partitions of the steps."""
+    """Trains until segments have moved, and five more steps; writes each step's partition."""
     torch.manual_seed(1)
     batch = batch_of([4] * 6)
     partitions = []

@@ -1,4 +1,4 @@
-"""Runs one of four ranks, which runs programs on the public ``Pipeline`` one after the other.
+"""Runs one of four ranks, which runs programs with the public ``Pipeline`` in sequence.
 
 Usage: ``worker.py FOLDER PROGRAM ...``. Each program checks its results. Writes the names of the
 programs that passed, and the error that stopped the run, to ``FOLDER/RANK.json``.
@@ -54,7 +54,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer that changes a parameter with a zero gradient, but not without one."""
+    """Returns an optimizer that updates a parameter with a zero gradient, but not without a
+    gradient.
+    """
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=0.1)
 
 
@@ -75,7 +77,7 @@ def train(pipeline: Pipeline, batches: Sequence[Any]) -> list[float]:
 def reference(
     model: torch.nn.Module, batches: list[Any], clip: float = float("inf"), size: int = 2
 ) -> tuple[list[float], list[float]]:
-    """Trains the whole model in this process alone; returns losses and gradient norms."""
+    """Trains the whole model in this process, and returns losses and gradient norms."""
     optimizer = sgd(model.parameters())
     losses, norms = [], []
     for batch in batches:
@@ -96,7 +98,7 @@ def reference(
 
 
 def require_same(named: Iterable[tuple[str, torch.Tensor]], whole: torch.nn.Module) -> None:
-    """Checks that parameters and buffers equal the whole model's."""
+    """Checks that tensors equal the whole model's parameters and buffers."""
     expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, tensor in named:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
@@ -109,7 +111,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def require_refused(action: Callable[[], object], *phrases: str) -> None:
-    """Checks that each rank raises the same kind of error, in one line with these phrases."""
+    """Checks that each rank raises a one-line error with these phrases."""
     try:
         action()
     except AdaptiveError as error:
@@ -210,7 +212,7 @@ def dropout_does_not_depend_on_the_cut() -> None:
 
 
 class Sharp(torch.nn.Module):
-    """A model whose gradients between stages overflow in fp16 at a large loss scale."""
+    """Has gradients between stages that overflow in fp16 at a large loss scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +261,7 @@ def bf16_trains() -> None:
 def reference_of(
     model: torch.nn.Module, steps: Sequence[Sequence[Any]], items: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Trains the whole model on listed microbatches, weighted by items; returns the losses."""
+    """Trains the whole model on listed microbatches, weighted by items, and returns the losses."""
     optimizer = decaying(model.parameters())
     losses = []
     for step, numbers in zip(steps, items, strict=True):
@@ -319,7 +321,7 @@ def _unequal_steps() -> tuple[list[dict[str, torch.Tensor]], list[list[dict[str,
 
 
 def _trained_by_cost(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-    """Trains with dropout; returns losses, parameters, and placement and order of each step."""
+    """Trains with dropout, and returns losses, parameters, and each step's shares and orders."""
     sample, steps = _unequal_steps()
     losses, places = [], []
     options |= {"decisive_entries": ["sizes"], "slicing": "record"}
@@ -347,7 +349,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
     numbers = [sorted({share for share, _ in of_step}) for of_step in by_step]
     for step, shares in zip((8, 5, 9, 8), numbers, strict=True):
         assert sorted(sum(shares, ())) == list(range(step))
-    # Dealt in turns, one replica would train both costly microbatches of the second step.
+    # Round-robin distribution would give one replica both costly microbatches of the second step.
     assert not any({0, 2} <= set(share) for share in numbers[1])
     assert any(list(order) != sorted(order) for of_rank in gathered(places) for _, order in of_rank)
     again, same, _ = _trained_by_cost(order="work", dealing="work", **two)
@@ -357,7 +359,7 @@ def microbatches_are_ordered_and_dealt_by_cost() -> None:
 
 
 def disagreement_on_dealt_microbatches_is_named() -> None:
-    """Checks that all ranks raise before the step, which can then be trained."""
+    """Checks that all ranks raise an error before the step, so that the step can be repeated."""
     rank = dist.get_rank()
     with make(pipeline_size=2, dealing="work") as pipeline:
         dictionary = make_batch(4)
@@ -365,31 +367,31 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
         refused = require_refused
         shared = pipeline.share(text)
         other = pipeline.share(text if pipeline.replica else [*text, text[0]])
-        refused(lambda: pipeline.step(other), "ranks", "dealt different batches")
+        refused(lambda: pipeline.step(other), "ranks", "distributed different batches")
         shuffled = pipeline.share(text[::-1] if pipeline.replica else text)
-        refused(lambda: pipeline.step(shuffled), "ranks", "dealt different batches")
+        refused(lambda: pipeline.step(shuffled), "ranks", "distributed different batches")
         bad: Any = [] if rank == 3 else shared
         phrases = (
-            ("batch is empty",) if rank == 3 else ("rank 3 refuses its batch: batch is empty",)
+            ("batch is empty",) if rank == 3 else ("rank 3 rejected its batch: batch is empty",)
         )
         refused(lambda: pipeline.step(bad), *phrases)
         kind: Any = dictionary if pipeline.replica else shared
         refused(lambda: pipeline.step(kind), "have different kinds of batches")
         items = [1.0] * len(shared) if pipeline.replica else None
         refused(lambda: pipeline.step(shared, num_items=items), "disagree on num_items")
-        refused(lambda: pipeline.step(list(shared)), "was not made by share()")
+        refused(lambda: pipeline.step(list(shared)), "requires a list made by share()")
         parameter = next(pipeline.parameters())
         parameter.requires_grad_(rank != 2)
         phrases = (
-            ("requires_grad of",) if rank == 2 else ("rank 2 refuses its batch: requires_grad",)
+            ("requires_grad of",) if rank == 2 else ("rank 2 rejected its batch: requires_grad",)
         )
         refused(lambda: pipeline.step(shared), *phrases)
         parameter.requires_grad_(True)
-        if rank == 1:  # a different rule decides the order
+        if rank == 1:  # a different rule determines the order
             pipeline._maker.balance.order_of = lambda parts, work: [*range(len(parts))][::-1]
         refused(lambda: pipeline.step(shared), "ranks 1 and 3", "different orders")
         vars(pipeline._maker.balance).pop("order_of", None)
-        refused(lambda: pipeline.share([1.0, 2.0]), "other objects than microbatches")
+        refused(lambda: pipeline.share([1.0, 2.0]), "accepts only microbatches")
         refused(lambda: pipeline.eval(shared) if rank else pipeline.step(shared), "different steps")
         assert pipeline.steps == 0
         loss, _ = pipeline.step(shared)
@@ -397,7 +399,7 @@ def disagreement_on_dealt_microbatches_is_named() -> None:
 
 
 def what_differs_between_ranks_is_named() -> None:
-    """Checks the errors; ranks would otherwise wait for messages that are never sent."""
+    """Checks that differences raise errors, because ranks would otherwise wait forever."""
     rank = dist.get_rank()
 
     def frozen() -> Pipeline:
@@ -414,7 +416,7 @@ def what_differs_between_ranks_is_named() -> None:
 
 
 class Failing(torch.nn.Module):
-    """Raises in its forward, on rank 3 first, and on the other ranks later."""
+    """Raises an error in its forward pass, first on rank 3 and later on the other ranks."""
 
     def __init__(self, raised: Path) -> None:
         super().__init__()
@@ -429,7 +431,7 @@ class Failing(torch.nn.Module):
 
 
 def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
-    """Checks that the error is not hidden by the timeout of the caller's process group."""
+    """Checks that the timeout of the caller's process group does not hide the error."""
     raised = Path(sys.argv[1]) / "raised"
     model = Failing(raised)
     sample = {"x": torch.ones(2, WIDTH)}
@@ -442,7 +444,7 @@ def an_error_of_one_rank_does_not_wait_for_the_others() -> None:
 
 
 def replicas_with_batches_of_another_kind_are_named() -> None:
-    """Checks the errors; the replicas would otherwise wait for each other until the timeout."""
+    """Checks that such batches raise errors instead of a timeout."""
     batch = make_batch(4)
     with make(pipeline_size=2) as pipeline:
         second = pipeline.replica == 1
@@ -473,7 +475,7 @@ def steps_are_traced() -> None:
             assert table.where(kind).sum() == 1, kind
         assert table.where("F").sum() == table.where("B").sum() == 4
     messages = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    assert len(messages) == 2 * 3 * 4 * 2  # steps, borders, microbatches, both directions
+    assert len(messages) == 2 * 3 * 4 * 2  # for each step, border, microbatch and direction
 
 
 def segments_and_collectives_are_traced() -> None:
@@ -545,17 +547,17 @@ def blocks_and_shared_weights_are_found() -> None:
 
 
 def wrong_settings_are_named_on_every_rank() -> None:
-    """Checks the errors, and that a later pipeline works."""
+    """Checks the errors, and that a pipeline can be created after them."""
     for options, phrases in (
         (
             {"schedule": "interleaved", "chunks": 3},
             ["8 cut points make 9 segments", "12 stages", "at least 11"],
         ),
-        ({"pipeline_size": 3}, ["pipeline_size 3", "4 processes"]),
+        ({"pipeline_size": 3}, ["multiple of pipeline_size 3", "got 4"]),
         ({"partition": "1-1-1"}, ["1-1-1", "9 segments", "4 stages"]),
-        ({"weights": [1.0]}, ["1 weights", "9 segments"]),
+        ({"weights": [1.0]}, ["weights must have", "9 segments", "got 1"]),
         ({"schedule": "best"}, ["'best'", "1f1b"]),
-        ({"schedule": "1f1b", "chunks": 2}, ["chunks 2", "1f1b"]),
+        ({"schedule": "1f1b", "chunks": 2}, ["schedule 1f1b, got 2"]),
         ({"mixed_precision": "fp8"}, ["'fp8'", "bf16"]),
         ({"schedule": "1f1b", "split_backward": True}, ["split_backward=True", "1f1b"]),
     ):
@@ -572,7 +574,7 @@ def wrong_settings_are_named_on_every_rank() -> None:
         ):
             require_refused(lambda batch=batch: pipeline.step(batch), *phrases)  # type: ignore[misc]
         foreign = sgd(knotty().parameters())
-        phrases = ["not of this process's stages", "pipeline.parameters()"]
+        phrases = ["do not belong to this process's stages", "pipeline.parameters()"]
         require_refused(lambda: pipeline.set_optimizer(foreign), *phrases)
         assert not pipeline.step(make_batch(2))[1]
 
@@ -588,7 +590,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
         assert losses == pytest.approx(reference(whole, batches, size=size)[0], rel=1e-5)
         require_same(pipeline.named_parameters(), whole)
         if replicas > 1:
-            require_refused(lambda: pipeline.share(make_batch(replicas + 1)), "does not divide")
+            require_refused(lambda: pipeline.share(make_batch(replicas + 1)), "cannot be divided")
         assert pipeline.pipeline_size * replicas == RANKS
         assert 16 % (replicas * size) == 0
         shape = [pipeline.pipeline_size, replicas, size, list(pipeline.partition)]
@@ -615,7 +617,7 @@ def without_sizes_the_planners_best_is_taken() -> None:
 
 
 def memory_keeps_the_model_from_one_process() -> None:
-    """Checks that the plan has several stages if memory fits only half of the model."""
+    """Checks that the plan has several stages if only half of the model fits in memory."""
     torch.manual_seed(4)
     wide, sample = Tower(width=64, layers=6), {"x": torch.randn(8, 64)}
     limit = 0.6 * 16 * sum(entry.numel() for entry in wide.parameters())
@@ -645,7 +647,7 @@ def what_cannot_be_planned_is_named_on_every_rank() -> None:
             {"batch_size": 6, "pipeline_size": 1},
             ["6 samples", "4 processes", "pipeline_size 1", "multiple of 4"],
         ),
-        ({"pipeline_size": 3}, ["pipeline_size 3", "4 processes"]),
+        ({"pipeline_size": 3}, ["multiple of pipeline_size 3", "got 4"]),
         ({"schedule": "best"}, ["'best'", "1f1b"]),
     ):
         require_refused(lambda options=options: make_open(**options), *phrases)  # type: ignore[misc]
@@ -688,7 +690,7 @@ def training_goes_on_in_any_other_shape() -> None:
         pipeline.load(folder, step=3)
         assert train(pipeline, batches[3:4]) == pytest.approx(expected[:1], rel=1e-5)
         pipeline.save(folder, keep=2)
-    # Steps 3, 4 and 5 were saved; two remain, and no incomplete checkpoint does.
+    # Steps 3, 4 and 5 were saved. The last two remain, without incomplete checkpoints.
     kept = sorted(path.name for path in folder.iterdir() if path.name != ".lease")
     assert kept == ["step_00000004", "step_00000005"]
 

@@ -1,8 +1,8 @@
-"""Computes attention of layers that megatron-core builds without Transformer Engine.
+"""Computes attention in layers that megatron-core builds without Transformer Engine.
 
 megatron-core's own attention computes and stores the scores of all pairs of tokens. It does not
 support latent attention (keys and values of different widths), context parallelism (sequences
-divided among ranks), several documents in a row, or a soft cap on scores. Where possible, this
+divided among ranks), several documents in one row, or a soft cap on scores. Where possible, this
 module uses a fused kernel of torch instead. :mod:`megatron.adaptive.config.attention` chooses the
 kernel.
 
@@ -47,19 +47,19 @@ from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kern
 from megatron.adaptive.gpt.sequence_slices import Attention, SequenceSlices
 
 varlen_attn: Any = None
-with contextlib.suppress(ImportError):  # an older torch lacks it
+with contextlib.suppress(ImportError):  # older releases of torch do not have it
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
 SCORE_BLOCK = 256
-"""Smallest number of queries in a block of a slice, if attention stores scores."""
+"""Minimum number of queries per block of a slice, if attention stores scores."""
 
 
 def has_packed_kernel() -> bool:
     """Returns whether torch has a kernel for packed rows that supports windows and a scale."""
     if varlen_attn is None:
         return False
-    # Check the parameters, because the first version of the kernel had neither.
+    # Check the parameters, because the first version of the kernel has neither of them.
     return {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
 
 
@@ -68,7 +68,7 @@ _HAS_PACKED_KERNEL = has_packed_kernel()
 
 @dataclasses.dataclass
 class Documents(PackedSeqParams):
-    """Holds megatron-core's parameters of a packed row, and the documents' lengths in host memory.
+    """Contains megatron-core's parameters of a packed row, and the document lengths on the host.
 
     Attributes:
         lengths: Number of tokens of each document, in order.
@@ -94,17 +94,17 @@ class Documents(PackedSeqParams):
 
 
 class LocalAttention(DotProductAttention):
-    """Attention layer that uses a fused kernel of torch if possible, otherwise megatron-core.
+    """Uses a fused kernel of torch for attention if possible, otherwise megatron-core's code.
 
     Args:
         config: megatron-core's configuration of the model.
-        k_channels: Width of a head's keys. Ignored, because the tensors show their width.
-        v_channels: Width of a head's values, ``None`` if it equals the width of the queries.
+        k_channels: Width of a head's keys. Ignored, because the width is read from the tensors.
+        v_channels: Width of a head's values; ``None`` if it equals the width of the queries.
 
     Attributes:
-        case: Settings that decide which kernel is used. Each forward pass adds the properties of
+        case: Settings that determine which kernel is used. Each forward pass adds the properties of
             its tensors.
-        slices: Keys and values of earlier slices, to which tokens also attend. ``None`` if
+        slices: Keys and values of earlier slices, to which tokens also attend; ``None`` if
             sequences are not cut into slices.
     """
 
@@ -117,7 +117,7 @@ class LocalAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         self._parts = config.context_parallel_size
-        config.context_parallel_size = 1  # the base class accepts no other value
+        config.context_parallel_size = 1  # the base class accepts only 1
         try:
             super().__init__(config, *args, **kwargs)
         finally:
@@ -149,19 +149,19 @@ class LocalAttention(DotProductAttention):
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes causal attention, or attention with a given mask.
+        """Computes causal attention, or attention with the given mask.
 
         Args:
             query: Queries ``[s / n, b, heads, width]`` if n ranks share the sequence (context
-                parallelism), or ``[t, heads, width]`` of packed documents.
-            key: Keys, in the same form as ``query``.
-            value: Values, in the same form as ``query``.
-            attention_mask: Mask ``[b, 1, s, s] bool``, True where a token must not attend. None for
-                causal attention. Ignored with a sliding window or context parallelism, for which
-                this class makes the mask.
-            *more: Further arguments of megatron-core's attention.
+                parallelism), or ``[t, heads, width]`` for packed documents.
+            key: Keys, in the same layout as ``query``.
+            value: Values, in the same layout as ``query``.
+            attention_mask: Mask ``[b, 1, s, s] bool``, true where a token must not attend; ``None``
+                for causal attention. Ignored with a sliding window or context parallelism, for
+                which this class creates the mask.
+            *more: Additional arguments of megatron-core's attention.
             packed_seq_params: Documents of a packed row.
-            **options: Further arguments of megatron-core's attention.
+            **options: Additional arguments of megatron-core's attention.
 
         Returns:
             Output ``[s / n, b, heads x width of values]``; b is 1 for packed documents.
@@ -191,13 +191,14 @@ class LocalAttention(DotProductAttention):
     ) -> torch.Tensor:
         """Computes attention of a slice, in blocks of its queries if scores are stored.
 
-        A block has no scores with the tokens after it. Without blocks, half of a slice's scores
-        with its own tokens would be computed and stored, although they are hidden.
+        A block does not compute scores with the tokens after it. Without blocks, half of a slice's
+        scores with its own tokens would be computed and stored, although they are masked.
         """
         count = max(1, len(query) // SCORE_BLOCK)
         mask = self._own_mask if attention_mask is None else Mask.GIVEN
         stores_scores = kernel_for(self._case_of(query, value, mask)) is Kernel.SCORES
-        # A window limits scores by itself. Shared keys would be copied and kept for each block.
+        # A window already limits the scores. Keys that several heads share would be copied and kept
+        # for each block.
         is_shared = query.shape[2] != key.shape[2]
         if count == 1 or not stores_scores or self._window is not None or is_shared:
             return self._attend(query, key, value, attention_mask, *more, **options)
@@ -220,7 +221,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of one document, whose last tokens the queries belong to."""
+        """Computes attention of queries that belong to the last tokens of one document."""
         pattern = None
         if self._parts > 1:
             group = parallel_state.get_context_parallel_group()
@@ -283,7 +284,7 @@ class LocalAttention(DotProductAttention):
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention of whole documents with these lengths, in a row ``[s, 1, ...]``."""
+        """Computes attention within whole documents of these lengths, in a row ``[s, 1, ...]``."""
         documents = Documents.of(torch.tensor(lengths), lambda ends: ends.to(query.device))
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         return self._packed(query, key, value, documents, *more, **options)
@@ -331,14 +332,14 @@ class LocalAttention(DotProductAttention):
         return float(self.softmax_scale * (self.scale_mask_softmax.scale or 1.0))
 
     def _all_parts(self, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        """Gathers a sequence's parts in order from all ranks; sums gradients in backward passes."""
+        """Gathers all parts of a sequence in order; the backward pass sums the gradients."""
         parts = gather_from_sequence_parallel_region(tensor, group=group).chunk(2 * self._parts)
         return torch.cat([*parts[::2], *parts[1::2][::-1]])
 
     def _repeated(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Repeats keys and values so that each query head has its own (for grouped queries)."""
+        """Repeats keys and values for each query head (grouped-query attention)."""
         groups = query.shape[2] // key.shape[2]
         if groups == 1:
             return key, value
@@ -353,13 +354,13 @@ class LocalAttention(DotProductAttention):
             query: Queries ``[s, b, heads, width]``.
             key: Keys ``[s of keys, b, heads, width]``. If there are more keys than queries, the
                 queries belong to the last tokens of the keys.
-            value: Values, in the same form as ``key``.
-            mask: Numbers to add to the scores: ``[s of queries, s of keys]`` for all samples, or
-                ``[b, 1, s, s]``. None for causal attention.
+            value: Values, in the same layout as ``key``.
+            mask: Additive mask ``[s of queries, s of keys]`` for all samples, or ``[b, 1, s, s]``;
+                ``None`` for causal attention.
         """
         length, samples = query.shape[:2]
         # Treat samples as additional heads, so that the output already has the memory layout that
-        # the next layer needs. That is not possible if each sample has its own mask.
+        # the next layer needs. This is not possible if each sample has its own mask.
         rows = 1 if mask is None or mask.dim() == 2 else samples
         query, key, value = (
             tensor.reshape(tensor.shape[0], rows, -1, tensor.shape[-1]).permute(1, 2, 0, 3)
@@ -384,7 +385,7 @@ class LocalAttention(DotProductAttention):
         return output.permute(2, 0, 1, 3).reshape(length, samples, -1)
 
     def _split_generator(self) -> contextlib.AbstractContextManager[Any]:
-        """Selects the generator for dropout in tensors split over ranks, like megatron-core."""
+        """Selects the generator for dropout in tensors split over ranks, as megatron-core does."""
         if self._dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
@@ -401,9 +402,10 @@ class LocalAttention(DotProductAttention):
 
         Args:
             query: Queries ``[s, b, heads, width]``. b is 1 if there are documents.
-            key: Keys, in the same form as ``query``.
-            value: Values, in the same form as ``query``.
-            documents: Lengths of the documents in the row, None if the row is a single document.
+            key: Keys, in the same layout as ``query``.
+            value: Values, in the same layout as ``query``.
+            documents: Lengths of the documents in the row; ``None`` if the row is a single
+                document.
         """
         key, value = self._repeated(query, key, value)
         length, samples = query.shape[:2]
@@ -438,8 +440,8 @@ class _AttendToEarlier(torch.autograd.Function):
 
     The kernel applies a causal mask only if there are as many keys as queries. With an explicit
     mask, it would also compute the masked scores. So the kernel runs twice: once for the keys
-    before the queries' tokens, and once for the keys of these tokens. The two results are joined by
-    the logarithms of their sums of exponentials.
+    before the queries' tokens, and once for the keys of these tokens. The two results are combined
+    using the log-sum-exp of their scores.
     """
 
     @staticmethod
@@ -481,7 +483,7 @@ class _AttendToEarlier(torch.autograd.Function):
 
 
 def _parts_of(query: torch.Tensor, key: torch.Tensor) -> tuple[tuple[slice, bool], ...]:
-    """Returns the keys before the queries' tokens, then the others, and whether each is causal."""
+    """Returns the range of earlier keys and of recent keys, and whether each is causal."""
     earlier = key.shape[2] - query.shape[2]
     return (slice(earlier), False), (slice(earlier, None), True)
 
@@ -493,14 +495,14 @@ def attend_to_earlier(
 
     Args:
         query: Queries ``[b, heads, s of queries, width]`` of the last tokens.
-        key: Keys ``[b, heads, s of keys, width]`` of more tokens.
-        value: Values, in the same form as ``key``.
+        key: Keys ``[b, heads, s of keys, width]`` of the last tokens and of earlier tokens.
+        value: Values, in the same layout as ``key``.
         scale: Factor by which the scores are multiplied.
 
     Returns:
-        Output in the form of ``query``.
+        Output in the layout of ``query``.
     """
-    function: Any = _AttendToEarlier  # torch declares no types for apply()
+    function: Any = _AttendToEarlier  # torch does not declare types for apply()
     output: torch.Tensor = function.apply(query, key, value, scale)
     return output
 
@@ -508,11 +510,11 @@ def attend_to_earlier(
 def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies a soft cap to a tensor: limits it smoothly to the range from ``-cap`` to ``cap``.
 
-    The function is a module hook. As a forward pre-hook it changes the first input of the module,
-    and as a forward hook the first output.
+    The function is a module hook. A forward pre-hook changes the first input of the module, and a
+    forward hook changes the first output.
 
     Args:
-        cap: Limit, above 0.
+        cap: Limit, a positive number.
         module: Module that calls the hook.
         *inputs: Tuple of the module's inputs. In a forward hook, the tuple of outputs follows.
     """
@@ -522,15 +524,15 @@ def bound_first(cap: float, module: Any, *inputs: tuple[Any, ...]) -> tuple[Any,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """Describes a mask for a sliding window or context parallelism. Used as key of the mask cache.
+    """Describes a mask for a sliding window or context parallelism; a key of the mask cache.
 
     Attributes:
         queries: Number of queries.
         keys: Number of keys.
         device: Device on which the mask is stored.
-        window: Two numbers: how many earlier and how many later tokens a token attends to. None for
+        window: Number of earlier and number of later tokens that a token attends to; ``None`` for
             all earlier tokens.
-        rank: Index of this rank among those that share a sequence (context parallelism).
+        rank: Index of this rank among the ranks that share a sequence (context parallelism).
     """
 
     queries: int
@@ -541,7 +543,7 @@ class _Pattern:
 
 
 def _make_hidden(pattern: _Pattern) -> torch.Tensor:
-    """Returns the mask ``[queries, keys] bool``, True where a token must not attend."""
+    """Returns the mask ``[queries, keys] bool``, true where a token must not attend."""
     if pattern.window is not None:
         hidden: torch.Tensor = get_sliding_window_causal_mask(
             pattern.queries, pattern.keys, pattern.window
@@ -556,7 +558,7 @@ def _make_hidden(pattern: _Pattern) -> torch.Tensor:
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a mask to numbers to add to scores: minus infinity for True, 0 for False."""
+    """Converts a boolean mask to an additive mask: minus infinity for true, 0 for false."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

@@ -1,6 +1,6 @@
-"""Builds a rank's chunks of megatron-core's GPT model and their optimizer; counts their FLOPs.
+"""Builds a rank's chunks of megatron-core's GPT model and their optimizer, and counts FLOPs.
 
-A chunk is the model of one pipeline stage. A rank may have several.
+A chunk is the model of one pipeline stage. A rank may have several chunks.
 """
 
 from __future__ import annotations
@@ -90,16 +90,17 @@ from megatron.adaptive.schedule.stage_placement import Placement
 class KeyedInit:
     """Initializes weights with random numbers that depend only on seed and position in the model.
 
-    A model then has the same initial weights however it is divided among ranks. The class is used
-    if megatron-core initializes whole matrices on the CPU and gives each rank its part. The seed of
-    a weight is derived from its layer (or "outside" of all layers) and its index within the layer.
+    So the initial weights are the same for any distribution of the model over ranks. This class is
+    used if megatron-core initializes whole matrices on the CPU and gives each rank its part. The
+    seed of a weight is derived from its layer (or "outside" if it is outside of layers) and from
+    its index within the layer.
 
     Args:
         seed: Seed of the run.
-        first_outside: Number of weights outside of layers that earlier chunks of the model have.
+        first_outside: Number of weights outside of layers in earlier chunks of the model.
 
     Attributes:
-        count: Number of weights in the current layer that were initialized so far.
+        count: Number of weights that were initialized so far in the current layer.
     """
 
     def __init__(self, seed: int, first_outside: int) -> None:
@@ -112,19 +113,19 @@ class KeyedInit:
         return self  # copies of a configuration share one counter
 
     def enter_layer(self, layer: int) -> None:
-        """Seeds weights initialized from now on as weights of transformer layer ``layer``."""
+        """Seeds the weights initialized next as weights of transformer layer ``layer``."""
         self._layer = layer
         self.count = 0
 
     def leave_layer(self) -> None:
-        """Seeds weights initialized from now on as weights outside of transformer layers."""
+        """Seeds the weights initialized next as weights outside of transformer layers."""
         self._layer = None
 
     @contextlib.contextmanager
     def experts(self, config: TransformerConfig, groups: Any) -> Iterator[None]:
         """Seeds weights initialized in the ``with`` block as weights of this rank's experts.
 
-        Weights of experts on other ranks are counted too, so that each expert has its own seeds.
+        Weights of experts on other ranks are also counted, so that each expert has its own seeds.
         """
         each = 2  # matrices per expert: linear_fc1 and linear_fc2
         before = self.count
@@ -154,7 +155,7 @@ class KeyedInit:
 
 
 class KeyedTransformerLayer(TransformerLayer):
-    """Transformer layer that reports its number to :class:`KeyedInit` while it is built."""
+    """Reports its layer number to :class:`KeyedInit` while it is built."""
 
     def __init__(
         self,
@@ -165,8 +166,7 @@ class KeyedTransformerLayer(TransformerLayer):
         **kwargs: Any,
     ) -> None:
         init: KeyedInit = config.keyed_init
-        # megatron-core 0.17 and later number the layers of multi-token prediction separately, from
-        # 1.
+        # megatron-core 0.17 and later number multi-token prediction layers separately.
         is_prediction = kwargs.get("is_mtp_layer", False)
         before = (
             config.num_layers if is_prediction else get_transformer_layer_offset(config, vp_stage)
@@ -177,17 +177,17 @@ class KeyedTransformerLayer(TransformerLayer):
 
 
 class KeyedVariedLayer(VariedLayer, KeyedTransformerLayer):
-    """A :class:`VariedLayer` that reports its number to :class:`KeyedInit`."""
+    """Combines :class:`VariedLayer` with :class:`KeyedTransformerLayer`."""
 
 
 class UnlikeLayersConfig(HeterogeneousTransformerConfig):
-    """Configuration of a model whose layers have different sizes.
+    """Configures a model whose layers have different sizes.
 
-    Copies ``keyed_init`` and this program's additional settings to each layer's configuration.
+    ``keyed_init`` and this program's additional settings are copied to each layer's configuration.
     """
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
-        """Returns the configuration of a layer; the first layer is number 1."""
+        """Returns the configuration of a layer. Layer numbers start at 1."""
         layer = super().get_config_for_layer(layer_number)
         layer.keyed_init = getattr(self, "keyed_init", None)
         for name in LAYER_SETTINGS:
@@ -198,9 +198,9 @@ class UnlikeLayersConfig(HeterogeneousTransformerConfig):
 class KeyedExperts(SequentialMLP):
     """Initializes this rank's experts with the weights that they would have on a single rank.
 
-    Also stops the experts' linear layers from communicating, because the token dispatcher already
-    communicates for them. If one rank has all experts, megatron-core's layers would communicate,
-    and could not add a bias.
+    The class also stops the experts' linear layers from communicating, because the token dispatcher
+    already communicates for them. If one rank has all experts, megatron-core's layers would
+    communicate, and could not add a bias.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def transformer_config(config: TrainerConfig, accelerator: Accelerator) -> Trans
     model = config.model
     parallel = config.parallel
     precision = config.precision
-    # A CPU has no fused kernels, and there torch.compile takes more time than it saves.
+    # A CPU has no fused kernels, and torch.compile would take more time there than it saves.
     has_engine = model.transformer_impl == "transformer_engine"
     fused = has_engine and accelerator.is_cuda
     dtype = getattr(torch, precision.dtype_name)
@@ -298,7 +298,7 @@ def core_settings(config: TrainerConfig, kind: type) -> dict[str, Any]:
 
 
 def checked(kind: Any, settings: dict[str, Any]) -> Any:
-    """Makes a configuration object of megatron-core.
+    """Creates a configuration object of megatron-core.
 
     Args:
         kind: Configuration class of megatron-core.
@@ -312,7 +312,7 @@ def checked(kind: Any, settings: dict[str, Any]) -> Any:
     except (AssertionError, ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split()) or "a rule without a text"
         raise ConfigError(
-            f"megatron-core's {kind.__name__} refuses the settings ({reason}); change or remove "
+            f"megatron-core's {kind.__name__} rejected the settings ({reason}); change or remove "
             "the flags that it names"
         ) from error
 
@@ -334,7 +334,7 @@ _ACTIVATIONS: Mapping[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] 
     "squared_relu": (False, lambda tensor: torch.square(F.relu(tensor))),
     "openai_gelu": (False, openai_gelu),
 }
-"""Maps each value of the activation setting to whether the block is gated, and its function."""
+"""Maps each activation setting to whether the block is gated, and to its activation function."""
 
 
 def _activation(config: TrainerConfig, accelerator: Accelerator) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def build_chunks(
     Returns:
         The wrapped chunks of this rank, in the order of their indices.
     """
-    forget_balancing_losses()  # they may still have the layer count of an earlier model
+    forget_balancing_losses()  # the losses may still have the layer count of an earlier model
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     for chunk in range(placement.num_chunks):
@@ -485,7 +485,7 @@ def _build_chunk(
 
 
 def _predictions(config: TrainerConfig, core: TransformerConfig, vp_stage: int | None) -> Any:
-    """Returns megatron-core's spec of multi-token prediction layers, ``None`` if there are none."""
+    """Returns megatron-core's spec of multi-token prediction layers, or ``None`` without any."""
     if core.mtp_num_layers is None:
         return None
     last = TransformerBlockSubmodules(layer_specs=_layer_specs(config, core)[-1:])
@@ -537,10 +537,10 @@ _KEYED = {TransformerLayer: KeyedTransformerLayer, **grouped_experts.REPLACEMENT
 
 
 def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns megatron-core's optimizer over the parameters of ``chunks``.
+    """Builds megatron-core's optimizer for the parameters of ``chunks``.
 
     Raises:
-        SetupError: ``--optimizer muon`` does not run with the installed packages.
+        SetupError: If the installed packages do not support ``--optimizer muon``.
     """
     settings = config.optimizer
     if settings.optimizer == "muon":
@@ -563,14 +563,14 @@ def build_optimizer(config: TrainerConfig, chunks: Sequence[torch.nn.Module]) ->
 
 
 def fuse_adam(inner: Any) -> None:
-    """Makes torch's Adam use its fused kernel, if all parameters are on a GPU.
+    """Enables the fused kernel of torch's Adam if all parameters are on a GPU.
 
     megatron-core uses torch's Adam if neither Transformer Engine nor apex is installed, but does
     not enable the fused kernel.
 
     Args:
-        inner: Torch optimizer inside an optimizer of megatron-core, before its first step. Other
-            optimizers than Adam are not changed.
+        inner: Torch optimizer inside an optimizer of megatron-core, before its first step.
+            Optimizers other than Adam are not changed.
     """
     if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
         return
@@ -581,7 +581,7 @@ def fuse_adam(inner: Any) -> None:
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -> Any:
-    """Returns megatron-core's scheduler of learning rate and weight decay.
+    """Builds megatron-core's scheduler of learning rate and weight decay.
 
     The scheduler counts the warm-up and all other lengths in samples.
     """
@@ -619,7 +619,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any, train_samples: int) -
     )
 
 
-_PASSES = 3  # forward, input gradients and weight gradients, with equal numbers of operations
+_PASSES = 3  # forward, input gradients and weight gradients, which have equal operation counts
 
 
 def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None) -> float:
@@ -627,7 +627,7 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     The planner's formula for a forward pass (``planner.model_description``) is multiplied by 3, for
     the forward pass, the input gradients and the weight gradients. With adapters (LoRA) it is
-    multiplied by 2, because the other weights have no gradients.
+    multiplied by 2, because frozen weights have no gradients.
 
     Only matmuls are counted. Experts count only if they process the token, and attention scores
     only if they are not masked. Recomputation, the optimizer, the lookup of embeddings and the
@@ -639,8 +639,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 
     Args:
         cfg: Settings of the run.
-        padded_vocab_size: Number of rows of the embedding; ``None`` to load the tokenizer and
-            derive the number from it.
+        padded_vocab_size: Number of rows of the embedding; ``None`` loads the tokenizer and derives
+            the number from it.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -655,8 +655,8 @@ def flops_per_token(cfg: TrainerConfig, *, padded_vocab_size: int | None = None)
 def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
     """Returns the compute cost of each stage, in units of one layer without experts.
 
-    Counts the operations of the stage's layers and, on the last stage, of the logits. Memory
-    traffic of the embedding and the loss is not included.
+    The cost includes the stage's layers, its multi-token prediction layers and, on the last stage,
+    the logits. It excludes the memory traffic of the embedding and the loss.
     """
     flops = _forward_flops(cfg, padded_vocab_size)
     each = iter(flops.layers)
@@ -668,7 +668,7 @@ def stage_work(cfg: TrainerConfig, padded_vocab_size: int) -> tuple[float, ...]:
 
 
 class _ForwardFlops(NamedTuple):
-    """Holds the FLOPs (floating-point operations) of the forward pass of one sample.
+    """Contains the FLOPs (floating-point operations) of the forward pass of one sample.
 
     Attributes:
         layers: Number of operations in each layer.
@@ -712,7 +712,7 @@ def _forward_flops(cfg: TrainerConfig, padded_vocab_size: int) -> _ForwardFlops:
 
 
 def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
-    """Returns the run's tokenizer, and the embedding's number of rows, including padding rows.
+    """Returns the run's tokenizer, and the number of embedding rows, including padding rows.
 
     Raises:
         DataError: If the tokenizer's files cannot be read.
@@ -723,8 +723,8 @@ def load_tokenizer(config: TrainerConfig) -> tuple[tokenizers.Tokenizer, int]:
     is_real = not isinstance(tokenizer, tokenizers.NullTokenizer)
     if config.checkpoint.load_hf and is_real and size > rows:
         raise ConfigError(
-            f"the tokenizer has {size} ids, but the model of --load-hf has {rows} (--vocab-size); "
-            "use the tokenizer of that model"
+            f"the tokenizer has {size} IDs, but the model of --load-hf has {rows} "
+            "(--vocab-size); use the tokenizer of this model"
         )
     multiple = config.model.make_vocab_size_divisible_by
     ranks = config.parallel.tensor_model_parallel_size

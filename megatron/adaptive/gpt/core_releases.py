@@ -14,17 +14,17 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.adaptive.errors import SetupError
 
 _OLDEST_WITH_MUON = (0, 18)
-"""Oldest release of megatron-core whose general function for optimizers also builds muon."""
+"""Oldest release of megatron-core whose general optimizer function also builds muon."""
 
 
 def part_of_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns this context-parallel rank's part of each sequence in a batch.
 
     Args:
-        batch: Tensors by name, with the sequence along axis 1 (``attention_mask``: axis 2).
+        batch: Tensors by name, with the sequence in dimension 1 (``attention_mask``: dimension 2).
     """
     split = utils.get_batch_on_this_cp_rank
-    # Pass the group explicitly: from 0.18 on, the default is the group of all ranks.
+    # Pass the group explicitly, because since 0.18 the default is the group of all ranks.
     options: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     if "is_hybrid_cp" in inspect.signature(split).parameters:  # megatron-core 0.18 has it
         options["is_hybrid_cp"] = False
@@ -45,10 +45,10 @@ def number_in_model(layer: Any) -> int:
 
 
 def require_muon() -> None:
-    """Checks that megatron-core can build the optimizer muon.
+    """Checks that megatron-core can build the muon optimizer.
 
     Raises:
-        SetupError: megatron-core is too old, or the package with muon cannot be used.
+        SetupError: If megatron-core is too old, or the package with muon cannot be used.
     """
     if (package_info.MAJOR, package_info.MINOR) < _OLDEST_WITH_MUON:
         raise SetupError(
@@ -64,10 +64,10 @@ def require_muon() -> None:
 
 
 def balancing_losses() -> Mapping[str, torch.Tensor]:
-    """Returns the losses that balance experts, summed since they were last reset.
+    """Returns the load-balancing losses of experts, summed since the last reset.
 
     Returns:
-        Mapping from megatron-core's name of a loss to a value per layer ``[layers]``.
+        Values per layer ``[layers]``, by megatron-core's name of the loss.
     """
     tracker = _balancing_tracker()
     if isinstance(tracker, dict):
@@ -76,22 +76,22 @@ def balancing_losses() -> Mapping[str, torch.Tensor]:
 
 
 def reset_balancing_losses() -> None:
-    """Sets the losses that balance experts to zero."""
+    """Sets the load-balancing losses of experts to zero."""
     for values in balancing_losses().values():
         values.zero_()
 
 
 def forget_balancing_losses() -> None:
-    """Removes the losses that balance experts. They have one entry per layer of an old model."""
+    """Removes the load-balancing losses of experts, because their size depends on the model."""
     tracker = _balancing_tracker()
     (tracker if isinstance(tracker, dict) else tracker.metrics).clear()
 
 
 def _balancing_tracker() -> Any:
-    """Returns megatron-core's global tracker of losses that balance experts.
+    """Returns megatron-core's global tracker of the load-balancing losses of experts.
 
-    It is a dictionary until 0.17. From 0.18 on it is an object, and the function for the dictionary
-    returns a copy, with a warning.
+    The tracker is a dictionary until 0.17. Since 0.18 it is an object, and the function for the
+    dictionary returns a copy, with a warning.
     """
     make = getattr(moe_utils, "get_moe_metrics_tracker", None)
     return moe_utils.get_moe_layer_wise_logging_tracker() if make is None else make()

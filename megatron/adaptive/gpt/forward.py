@@ -1,20 +1,21 @@
 """Runs the forward pass of a GPT model, and seeds dropout by step, microbatch and layer.
 
 The seed of dropout encodes the step, the microbatch and the position in the model as one number,
-to which an invertible hash function is applied::
+which an invertible hash function then transforms::
 
     bits   63 ... 40   39 ... 24    23 ... 12   11 ... 0
            step        microbatch   layer       lane
 
-Layer 0 is the embedding. Transformer layers are numbered from 1 through the whole model, and
-embeddings of multi-token prediction downwards from the largest number. The lane identifies the
-random generator: lane 0 is for tensors that are equal on all tensor-parallel ranks, and lane 1 + i
-for split tensors on tensor-parallel rank i. A GPT model without experts uses no other generators.
+Layer 0 is the embedding. Transformer layers are numbered from 1 through the whole model. The
+embeddings of multi-token prediction are numbered downward from the largest number. The lane
+identifies the random generator: lane 0 is for tensors that are equal on all tensor-parallel ranks,
+and lane 1 + i for split tensors on tensor-parallel rank i. A GPT model without experts uses no
+other generators.
 
 The hash function is needed because a CPU generator uses only the lower half of its seed. It must be
 invertible because of recomputation: megatron-core then restores the generators' state from before
-the layer's forward pass, but another microbatch is the current one. So the original microbatch is
-computed from the generator's seed.
+the layer's forward pass, although the current microbatch is a different one. So the original
+microbatch is computed from the generator's seed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def feed(
 
 
 class GptForward:
-    """Forward step function for a GPT model, in the form of megatron-core's schedules.
+    """Runs the forward step of a GPT model, in the form of megatron-core's schedules.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -114,7 +115,7 @@ class GptForward:
 
 
 class NextToken:
-    """Forward step function that predicts the token after a text.
+    """Predicts the token that follows a text, in the form of megatron-core's forward steps.
 
     Args:
         accelerator: Device to which batches are moved.
@@ -133,10 +134,11 @@ class NextToken:
         return output, partial(self._likeliest, get_model_config(model).calculate_per_token_loss)
 
     def _likeliest(self, per_token: bool, logits: torch.Tensor) -> tuple[Any, ...]:
-        """Returns a loss of 0, and the token with the largest logit after the text.
+        """Returns a loss of 0, and the most likely token after the text.
 
         Args:
-            per_token: Whether losses are averaged per token. If so, the result has another form.
+            per_token: Whether losses are averaged per token. If so, the result also contains a
+                number of tokens.
             logits: Logits ``[b, s, vocabulary / tp]``.
         """
         row = logits[0, self._position].float().contiguous()
@@ -157,16 +159,16 @@ def masked_loss(
 ) -> tuple[Any, ...]:
     """Averages the losses of a microbatch over its unmasked tokens.
 
-    The loss of a slice is its part of this mean. The losses of all slices add up to the loss of the
-    microbatch.
+    The loss of a slice is the slice's share of this mean, so the losses of all slices add up to the
+    loss of the microbatch.
 
     Args:
-        loss_mask: Mask ``[b, s] float32``, 1 at tokens whose losses are included and 0 elsewhere.
+        loss_mask: Mask ``[b, s] float32``, 1 for tokens whose losses are included, otherwise 0.
         losses: Losses ``[b, s] float32``.
         per_token: Whether to return the sum of the losses, from which the caller computes the mean
             over all tokens of the step.
         whole_tokens: Number of unmasked tokens in the whole microbatch, if the mask and the losses
-            are those of a slice; otherwise ``None``.
+            belong to a slice; otherwise ``None``.
 
     Returns:
         The scalar loss to differentiate, and its detached value by name for the log. With
@@ -189,7 +191,7 @@ def masked_loss(
 
 
 def _add_up_parts(value: torch.Tensor) -> None:
-    """Sums a value over context-parallel ranks, in place. Collective over these ranks."""
+    """Sums a value over context-parallel ranks in place. All of these ranks must call this."""
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(value, group=parallel_state.get_context_parallel_group())
 
@@ -205,21 +207,22 @@ _TIME_SHIFT = _LAYER_BITS + _LANE_BITS
 
 
 class DropoutKeys:
-    """Seeds the random generators from step, microbatch and layer only.
+    """Seeds the random generators by step, microbatch and layer.
 
-    Random numbers therefore do not depend on the order of actions or on the partition of the model,
-    and a resumed run needs no generator state. They do not depend on the number of replicas either,
+    Random numbers do not depend on the order of actions or on the partition of the model, and a
+    resumed run needs no generator state. They do not depend on the number of replicas either,
     because microbatches are numbered over all replicas, in the order of their samples. Ranks of one
     tensor-parallel group have the same seed for replicated tensors, and different seeds for split
     tensors. Context-parallel ranks have different seeds for both.
 
-    megatron-core's parallel state and generators must exist before this object is made. Not
-    thread-safe, but a layer may be recomputed in autograd's thread while the calling thread waits.
+    megatron-core's parallel state and generators must exist before this object is created. The
+    class is not thread-safe, but a layer may be recomputed in autograd's thread while the calling
+    thread waits.
 
     Args:
         seed: Seed of the run.
         enabled: Whether the model has dropout. If false, all methods do nothing.
-        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
+        model_groups: Process groups of the model; ``None`` uses the groups of ``parallel_state``.
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class DropoutKeys:
 
         Multi-token prediction layers also get a hook before their embedding lookup. The hook takes
         step and microbatch from the last call of :meth:`apply`, or, during recomputation, from the
-        restored generators. In evaluation mode it does nothing.
+        restored generators. In evaluation mode, the hook does nothing.
         """
         if not self._enabled:
             return
@@ -271,15 +274,15 @@ class DropoutKeys:
     ) -> Callable[..., Any]:
         """Wraps a forward step function, so that it seeds the generators before each microbatch.
 
-        Each slice of a microbatch has its own random numbers. So dropout drops other elements than
-        in whole microbatches.
+        Each slice of a microbatch has its own random numbers, so dropout drops different elements
+        than in whole microbatches.
 
         Args:
             forward_step_func: Forward step function in megatron-core's form. The caller must pass
                 each chunk's microbatches in ascending order.
             chunks: Model chunks of this rank, one for each of its pipeline stages.
-            step: Iteration number, which becomes part of the seed.
-            numbers: Index of each microbatch over all replicas, ``None`` if microbatches are
+            step: Index of the iteration, which becomes part of the seed.
+            numbers: Index of each microbatch over all replicas; ``None`` if microbatches are
                 assigned to replicas round-robin.
             slices: Slices of the step's microbatches, which the caller must pass in ascending
                 order; ``None`` for whole microbatches.
@@ -303,7 +306,7 @@ class DropoutKeys:
         """Seeds the generators for a microbatch's forward pass up to the first layer.
 
         Args:
-            step: Iteration number, from 0. Random numbers repeat after 2**24 iterations.
+            step: Index of the iteration, from 0. Random numbers repeat after 2**24 iterations.
             microbatch: Index of the microbatch on this replica, from 0.
             number: Index of the microbatch, or of its slice, over all replicas; ``None`` if
                 microbatches are assigned round-robin.
@@ -312,7 +315,7 @@ class DropoutKeys:
             return
         if number is None:
             number = self._number_of(microbatch)
-        # Numbers that do not fit take the keys of steps far away, so that no step repeats a key.
+        # Numbers that do not fit use the keys of distant steps, so that steps do not repeat keys.
         step += (number >> _MICROBATCH_BITS) * _FAR_STEP
         time = step % (1 << _STEP_BITS) << _MICROBATCH_BITS | number % (1 << _MICROBATCH_BITS)
         self._seed(time << _TIME_SHIFT, lane=0)
@@ -326,8 +329,9 @@ class DropoutKeys:
         if not layer.training:
             return
         key = _settle(self._generator.initial_seed()) ^ self._secret
-        # Keep the lane: with sequence parallelism, megatron-core runs layers with the generator for
-        # split tensors. During recomputation, only the lane shows which generator is in use.
+        # Keep the lane, because with sequence parallelism megatron-core runs layers with the
+        # generator for split tensors. During recomputation, only the lane shows which generator is
+        # in use.
         if isinstance(layer, MultiTokenPredictionLayer):
             number = (1 << _LAYER_BITS) - layer.layer_number
         else:
@@ -337,9 +341,9 @@ class DropoutKeys:
         )
 
     def _seed(self, key: int, *, lane: int) -> None:
-        """Seeds the current generator and the one for split tensors.
+        """Seeds the current generator and the generator for split tensors.
 
-        Must be fast, because it is called once per layer and forward pass.
+        This must be fast, because it is called once per layer and forward pass.
 
         Args:
             key: Number that encodes step, microbatch and layer, with 0 in the bits of the lane.
@@ -348,8 +352,8 @@ class DropoutKeys:
         self._generator.manual_seed(_stir((key | lane) ^ self._secret))
         split = self._spare.manual_seed(_stir((key | self._split_lane) ^ self._secret))
         states = self._tracker.get_states()
-        # Make a new state tensor each time, because recomputation keeps and restores the previous
-        # ones.
+        # Create a new state tensor each time, because recomputation keeps and restores the previous
+        # state.
         states[_MODEL_PARALLEL_RNG_TRACKER_NAME] = split.get_state()
         self._tracker.set_states(states)
 
@@ -386,11 +390,12 @@ class HalfPrecisionChunk(Float16Module):
     """Wraps a chunk for computation in 16 bits; supports any placement of stages.
 
     megatron-core's wrapper assumes that the first chunk of the first rank is the first stage, and
-    the last chunk of the last rank the last stage. This class uses attributes of the chunk instead.
+    that the last chunk of the last rank is the last stage. This class uses attributes of the chunk
+    instead.
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Runs the chunk in 16 bits; converts inputs of the first and outputs of the last stage."""
+        """Runs the chunk in 16 bits, and converts the inputs and outputs of the whole model."""
         if self.module.pre_process:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
         output = self.module(*inputs, **kwargs)

@@ -1,6 +1,6 @@
-"""Computes experts in grouped matrices without Transformer Engine, for megatron-core up to 0.16.
+"""Runs experts as grouped matmuls without Transformer Engine, for megatron-core up to 0.16.
 
-Later releases compute experts in grouped matrices with Transformer Engine only.
+Later releases support grouped matmuls only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _GroupedMLP: Any = getattr(experts, "GroupedMLP", None)
 
 
 def check() -> None:
-    """Raises an error if grouped experts cannot be computed without Transformer Engine.
+    """Checks that experts can run as grouped matmuls without Transformer Engine.
 
     Raises:
-        ConfigError: The release of megatron-core does not support grouped experts, or the package
+        ConfigError: If the release of megatron-core does not support this, or the package
             grouped_gemm is not installed.
     """
     if _GroupedMLP is None:
         raise ConfigError(
-            "--moe-grouped-gemm with --transformer-impl local needs megatron-core 0.16 or newer, "
-            f"but {megatron.core.__version__} is installed; remove the flag, or use "
+            "--moe-grouped-gemm with --transformer-impl local requires megatron-core 0.16 or "
+            f"older, but {megatron.core.__version__} is installed; remove the flag, or use "
             "--transformer-impl transformer_engine"
         )
     from megatron.core.transformer.moe import grouped_gemm_util
@@ -41,7 +41,7 @@ def check() -> None:
         )
 
 
-# mypy does not know a base class that is chosen at run time.
+# mypy does not support a base class that is chosen at run time.
 class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
     """Initializes experts in grouped matrices with the same weights as :class:`KeyedExperts`.
 
@@ -83,4 +83,4 @@ class KeyedGroupedExperts(_GroupedMLP or torch.nn.Module):  # type: ignore[misc]
 
 
 REPLACEMENTS: Mapping[type, type] = {_GroupedMLP: KeyedGroupedExperts} if _GroupedMLP else {}
-"""Maps megatron-core's class to its replacement. Empty if the release has no such class."""
+"""Maps megatron-core's class to its replacement; empty if the release does not have this class."""

@@ -1,6 +1,6 @@
 """Connects a process to the other processes of a training job.
 
-Sets up the device, the process groups and the random seeds.
+This module also sets up the device, the process groups and the random seeds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TrainingJob(Job):
     Attributes:
         config: Settings of the run.
         stop_group: Gloo process group of all ranks, used only to agree on an early stop. An
-            operation is always pending on it, so other code must not use it.
-        mesh_groups: Process groups that megatron-core made for the parallel sizes.
+            operation is always pending on this group, so other code must not use it.
+        mesh_groups: Process groups that megatron-core created for the parallel sizes.
     """
 
     config: TrainerConfig
@@ -52,9 +52,9 @@ class TrainingJob(Job):
 
     @property
     def is_writer(self) -> bool:
-        """Returns whether this rank writes the log. Only the last rank that has the loss writes it.
+        """Returns whether this rank writes the log. Only the last rank with the loss writes it.
 
-        If stages are placed round-robin, this is the last rank of all, as in Megatron-LM.
+        If stages are placed round-robin, this is the last rank of the job, as in Megatron-LM.
         """
         if widths_of(self.config) is not None:
             return self.environment.rank == self.environment.world_size - 1
@@ -71,7 +71,7 @@ def start_job(
 ) -> TrainingJob:
     """Connects this process to all other ranks and sets up megatron-core's parallel state.
 
-    Collective over all ranks. The caller must call :func:`end_job` at the end.
+    All ranks must call this. The caller must call :func:`end_job` at the end.
     """
     parallel = config.parallel
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -95,7 +95,7 @@ def start_alone(
 ) -> TrainingJob:
     """Sets up the rank of ``environment`` like :func:`start_job`, in a job without other ranks.
 
-    The process groups use torch's fake backend, which sends nothing. So this rank's model,
+    The process groups use torch's fake backend, which does not send anything. So this rank's model,
     optimizer and activations have the same sizes as in the job, but sums over ranks are wrong, and
     collectives take no time.
 
@@ -120,7 +120,7 @@ def _joined(
     accelerator: Accelerator,
     timeout: datetime.timedelta,
 ) -> TrainingJob:
-    """Makes the groups of a job whose default process group exists. Collective over all ranks."""
+    """Creates the groups of a job whose default process group exists. All ranks must call this."""
     before = process_groups()
     set_up_mesh(config)
     mesh_groups = [group for group in process_groups() if group not in before]
@@ -156,9 +156,9 @@ def _shared_settings(config: TrainerConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _groups_of_default_backend() -> Iterator[None]:
-    """Makes new process groups fake if the default group is fake, whatever backend they ask for.
+    """Makes new process groups fake if the default group is fake, regardless of their backend.
 
-    megatron-core also makes gloo groups, which would wait for the other ranks.
+    megatron-core also creates gloo groups, which would wait for the other ranks.
     """
     new_group = dist.new_group
 
@@ -174,7 +174,7 @@ def _groups_of_default_backend() -> Iterator[None]:
 
 
 def set_up_mesh(config: TrainerConfig) -> None:
-    """Creates megatron-core's process groups for the parallel sizes. All ranks must call it."""
+    """Creates megatron-core's process groups for the parallel sizes. All ranks must call this."""
     with _groups_of_default_backend():
         _make_mesh(config)
 
@@ -200,10 +200,10 @@ def _make_mesh(config: TrainerConfig) -> None:
 
 
 def remake_mesh(job: TrainingJob) -> None:
-    """Replaces megatron-core's process groups and seeds again, after a change of settings.
+    """Replaces megatron-core's process groups and resets the seeds, after a change of settings.
 
-    Collective over all ranks, between two steps. The old ``mesh_groups`` of ``job`` are destroyed,
-    so no object may use them any more. Other process groups stay.
+    All ranks must call this between two steps. The old ``mesh_groups`` of ``job`` are destroyed, so
+    objects must not use them afterwards. Other process groups are kept.
     """
     parallel_state.destroy_model_parallel()
     destroy_groups(job.mesh_groups)
@@ -224,7 +224,7 @@ def seed_everything(seed: int) -> None:
     """Seeds the random generators before the model is built, like Megatron-LM.
 
     Pipeline ranks get different seeds. Ranks of one tensor-parallel group have the same seed for
-    replicated tensors, and different seeds for split ones.
+    replicated tensors, and different seeds for split tensors.
     """
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)

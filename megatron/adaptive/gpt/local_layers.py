@@ -1,9 +1,9 @@
 """Adds features to the layers that megatron-core builds without Transformer Engine.
 
 Without Transformer Engine, megatron-core's normalization layers support neither sequence
-parallelism nor weights that are stored minus one. Its transformer layers cannot normalize the
-outputs of attention and feed-forward blocks, and they all have the same rotary base. This module
-adds these features; ``attention.py`` adds features of attention.
+parallelism nor zero-centered weights (stored minus one). Its transformer layers cannot normalize
+the outputs of attention and feed-forward blocks, and they all have the same rotary base. This
+module adds these features; ``attention.py`` adds features of attention.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def scale_output(layer: torch.nn.Module, factor: float, dtype: torch.dtype) -> N
 
 
 class NormAroundZero(torch.nn.Module):
-    """Normalization layer that computes in 32 bits and stores its weights minus one.
+    """Normalizes in 32 bits with zero-centered weights (stored minus one).
 
     Args:
-        width: Length of the last axis.
+        width: Size of the last dimension.
         eps: Number added to the variance, to avoid a division by 0.
         has_mean: Whether to compute LayerNorm, with mean and bias, instead of RMSNorm.
     """
@@ -83,7 +83,7 @@ class NormAroundZero(torch.nn.Module):
 
 
 class LocalLatentAttention(MLASelfAttention):
-    """Latent attention of megatron-core, with a corrected gradient of the keys' rotary part.
+    """Corrects the gradient of the keys' rotary part in megatron-core's latent attention.
 
     Each tensor-parallel rank computes a part of the latent vector of keys and values, and gathers
     all other parts. All heads share the rotary part of the keys, so its gradient must be summed
@@ -138,15 +138,16 @@ def norm_of(config: TransformerConfig) -> Any:
 
 
 class LocalNorm:
-    """Makes normalization layers that support sequence parallelism.
+    """Creates normalization layers that support sequence parallelism.
 
-    Marks their parameters, so that megatron-core sums the gradients over the parts of a sequence.
+    Their parameters are marked, so that megatron-core sums the gradients over the parts of a
+    sequence.
     """
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
     ) -> Any:
-        """Returns a normalization layer of torch, or one with weights stored minus one."""
+        """Returns a normalization layer of torch, or a :class:`NormAroundZero`."""
         split = config.sequence_parallel
         if config.layernorm_zero_centered_gamma:
             has_mean = config.normalization == "LayerNorm"
@@ -175,7 +176,7 @@ LAYER_SETTINGS = (
 
 
 class GroupRouter(TopKRouter):
-    """Router that chooses groups of experts by the sum of their best scores.
+    """Chooses groups of experts by the sum of their best scores.
 
     ``--moe-router-group-best`` is the number of scores in a group that are summed.
     """
@@ -184,14 +185,14 @@ class GroupRouter(TopKRouter):
         super().__init__(config, *args, **kwargs)
         if not hasattr(self, "router_replay"):
             raise ConfigError(
-                "--moe-router-group-best needs megatron-core 0.16 or newer; install it or remove "
-                "the flag"
+                "--moe-router-group-best requires megatron-core 0.16 or newer; install it, or "
+                "remove the flag"
             )
         self.router_replay = _GroupChoice(config.moe_router_group_best)
 
 
 class _GroupChoice:
-    """Chooses the experts of each token, where megatron-core would use its ``RouterReplay``."""
+    """Chooses the experts of each token, in place of megatron-core's ``RouterReplay``."""
 
     def __init__(self, best: int) -> None:
         self._best = best
@@ -202,7 +203,7 @@ class _GroupChoice:
         """Chooses the ``topk`` experts with the best scores in the best ``group_topk`` groups.
 
         Returns:
-            The scores and the indices of the chosen experts, ``[tokens, topk]`` each.
+            Scores and indices of the chosen experts, each ``[tokens, topk]``.
         """
         of_groups = scores.unflatten(-1, (num_groups, -1)).topk(self._best)[0].sum(-1)
         is_out = torch.ones_like(of_groups, dtype=torch.bool)
@@ -213,12 +214,12 @@ class _GroupChoice:
 
 
 class VariedLayer(TransformerLayer):
-    """A transformer layer with three optional features that megatron-core does not have.
+    """Adds three optional features to megatron-core's transformer layer.
 
-    With ``parallel_residual``, both attention and the feed-forward block take the layer's input,
-    and their outputs are added to the residual as usual. With ``norm_block_outputs``, both outputs
-    are normalized before they are added. ``window_rotary_base`` is a separate rotary base for
-    layers with a sliding window.
+    With ``parallel_residual``, both attention and the feed-forward block get the layer's input, and
+    their outputs are added to the residual as usual. With ``norm_block_outputs``, both outputs are
+    normalized before they are added. ``window_rotary_base`` is a separate rotary base for layers
+    with a sliding window.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -261,7 +262,7 @@ class VariedLayer(TransformerLayer):
 
 
 def _normalize(norm: torch.nn.Module, block: Any, inputs: Any, output: Any) -> tuple[Any, None]:
-    """Adds the bias that a block returned separately, and normalizes the sum; used as a hook."""
+    """Adds a block's separate bias to its output, and normalizes the sum. Used as a hook."""
     hidden, bias = output
     return norm(hidden if bias is None else hidden + bias), None
 
@@ -277,8 +278,8 @@ def completed(part: Any, replacements: Mapping[type, type] = _REPLACEMENTS) -> A
     """Returns a layer specification with some of megatron-core's classes replaced.
 
     Args:
-        part: Class, or specification of megatron-core that contains classes.
-        replacements: New class for each class to replace, by default the classes of this module.
+        part: Class, or specification that contains classes.
+        replacements: Replacement of each class; by default, the classes of this module.
     """
     if isinstance(part, ModuleSpec) or type(part).__name__.endswith("Submodules"):
         names = [field.name for field in dataclasses.fields(part)]

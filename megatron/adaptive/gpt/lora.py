@@ -1,4 +1,4 @@
-"""Trains adapters (LoRA) of the frozen linear layers of megatron-core's GPT model.
+"""Trains LoRA adapters of the frozen linear layers in megatron-core's GPT model.
 
 An adapter adds ``scale * B A x`` to the output of a layer for input ``x``. A layer of megatron-core
 may combine several layers of the Hugging Face model, such as query, key and value. These are the
@@ -12,8 +12,8 @@ parts of the layer. Each part has its own pair of matrices, and two tensors stor
 
 Tensor-parallel ranks exchange only ``z``, which has ``n * rank`` columns. If the backward pass is
 split, the adapters' weight gradients are computed by W actions, as for other layers. Frozen layers
-have no weight gradients. No tensor before the first adapter requires a gradient, so the backward
-pass ends there.
+have no weight gradients. The backward pass ends at the first adapter, because earlier tensors do
+not require a gradient.
 
 Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1; dropout and scale are applied as in PEFT.
 """
@@ -47,7 +47,7 @@ from megatron.adaptive.engine.deferred_layers import Deferring
 from megatron.adaptive.engine.weight_gradient import LayerCall, LinearCall, defer, is_deferring
 
 MARK = ".lora."
-"""Text that only the names of adapters contain in a checkpoint."""
+"""Substring that only the names of adapters contain in a checkpoint."""
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 # Maps a layer's parallelism to the functions that communicate between its two matrices. Keys:
 # whether the layer is row-parallel, and whether sequences are split (sequence parallelism).
@@ -65,8 +65,8 @@ class _PartsCall(LayerCall):
 
     Attributes:
         weight: Parameter ``b [out, rank]``.
-        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows that
-            belong to a part without an adapter contain only 0.
+        row_parts: Mask ``[out, n]``, 1 in the column of the part that a row belongs to. Rows of a
+            part without an adapter contain only 0.
     """
 
     weight: torch.nn.Parameter
@@ -93,7 +93,7 @@ class _PartsCall(LayerCall):
 
 
 class Adapter(Deferring, torch.nn.Module):
-    """Holds the adapters of one linear layer.
+    """Contains the adapters of one linear layer.
 
     Initial weights depend only on the seed of the run, ``number``, ``name`` and the part.
 
@@ -125,7 +125,7 @@ class Adapter(Deferring, torch.nn.Module):
         for part in (part for part, has in enumerate(marks) if has):
             digest = hashlib.sha256(f"{config.run.seed} {number} {name} {part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # Same as Kaiming initialization with the slope that PEFT and torch use.
+            # The result equals Kaiming initialization with the slope that PEFT and torch use.
             bound = whole**-0.5
             matrix = torch.empty(rank, whole).uniform_(-bound, bound, generator=generator)
             first.append(matrix.chunk(ranks, dim=1)[tp_rank] if is_row else matrix)
@@ -136,7 +136,7 @@ class Adapter(Deferring, torch.nn.Module):
         for weight, dim in ((self.a, 1), (self.b, 0)):
             is_divided = is_row == (dim == 1)
             set_tensor_model_parallel_attributes(weight, is_divided, dim, 1)
-            # Makes megatron-core sum gradients over the ranks, each of which has a part of a
+            # megatron-core then sums the gradients over the ranks, each of which has a part of a
             # sequence.
             weight.sequence_parallel = self.is_split and not is_divided
         indices = torch.tensor([sum(marks[:part]) if has else -1 for part, has in enumerate(marks)])
@@ -183,7 +183,7 @@ class Adapter(Deferring, torch.nn.Module):
 def _parts_of_rows(
     config: TrainerConfig, rows: int, ranks: int, tp_rank: int, is_gated: bool
 ) -> torch.Tensor:
-    """Returns, for each row of a layer's weight on this rank, the index of the row's part.
+    """Returns the index of the part of each row of a layer's weight on this rank.
 
     Parts 0, 1 and 2 are query, key and value. In a gated layer, parts 0 and 1 are gate and up.
     """
@@ -196,12 +196,12 @@ def _parts_of_rows(
 
 
 class _Adapted:
-    """Mix-in that adds adapters to a linear layer of megatron-core or Transformer Engine."""
+    """Adds adapters to a linear layer of megatron-core or Transformer Engine (mix-in)."""
 
     lora: Adapter
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output including the adapters' term, and the bias."""
+        """Returns the output with the adapters' term, and the bias."""
         layer: Any = super()
         output, bias = layer.forward(hidden, *args, **kwargs)
         return output + self.lora(self._normalized(hidden)), bias
@@ -244,8 +244,8 @@ def freeze(model: Any, config: TrainerConfig) -> Any:
             kind: type = type(linear)
             linear.__class__ = _adapted(kind)
     if config.recompute.recompute_granularity is not None and model.pre_process:
-        # Make the embedding's output require a gradient. Otherwise, megatron-core's recomputation
-        # of a layer computes no gradients for the adapters.
+        # Let the embedding's output require a gradient, because megatron-core's recomputation of a
+        # layer would otherwise not compute gradients for the adapters.
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
         )

@@ -1,24 +1,24 @@
-"""Assigns the layers of megatron-core's GPT model to ranks, for placements it does not support.
+"""Assigns GPT layers to ranks, for stage placements that megatron-core does not support.
 
 **Placements.** megatron-core places stages round-robin (loop). It derives the layer numbers from
-the layout in its configuration; they determine names in checkpoints and initial weights. So a
-V-shaped placement needs only another layout. The code that builds the model marks the first and
-last stage.
+the layout in its configuration, and these numbers determine names in checkpoints and initial
+weights. So a V-shaped placement requires only a different layout. The code that builds the model
+marks the first and last stage.
 
 **Tied embeddings.** The first stage looks tokens up in the embedding, and the last stage uses the
-embedding as output matrix. If these stages are on different ranks, megatron-core makes a copy for
-the last stage. It sums the gradients of both over a process group of these ranks, and does not
-count the copy in the gradient norm. In a V with an even number of chunks, both stages are on the
-first rank::
+embedding as output matrix. If these stages are on different ranks, megatron-core creates a copy for
+the last stage. It sums the gradients of both copies over a process group of these ranks, and
+ignores the second copy in the gradient norm. In a V-shaped placement with an even number of chunks,
+both stages are on the first rank::
 
     2 ranks, 2 chunks     loop               v
     rank 0                E: 0   2           E: 0   3 :E'      both copies
     rank 1                   1   3 :E'          1   2
 
-The group then has one rank, so megatron-core synchronizes nothing. Instead, this module copies the
-initial weights between the chunks, and sums the gradients of both copies. The copies remain two
-parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of one chunk
-does not wait for the other chunk.
+The group then has one rank, so megatron-core does not synchronize the copies. Instead, this module
+copies the initial weights between the chunks, and sums the gradients of both copies. The copies
+remain two parameters, each in the gradient buffer of its chunk. So the data-parallel reduction of
+one chunk does not wait for the other chunk.
 
 **Unequal stages.** megatron-core requires equal numbers of ranks per stage. If the numbers (widths)
 differ, this module sets megatron-core's process groups itself::
@@ -28,15 +28,15 @@ differ, this module sets megatron-core's process groups itself::
              rank 1        1, 2         0, 1         all ranks
     stage 1, rank 2        0, 2         2            all ranks
 
-- The pipeline group only gives the index of a rank's stage. Rank 2 is in the pipelines of ranks 0
-  and 1, but has the group of only one of them, so no communication may use the group.
+- The pipeline group is used only for a rank's stage index. Rank 2 is in the pipelines of ranks
+  0 and 1, but has the group of only one of them, so communication must not use the group.
 - Gradients are summed over a stage's ranks, not averaged, because the loss is already divided by
   the number of microbatches in the whole step.
 - The gradient norm and the number of zeros are computed over all ranks. Parameters on all replicas
-  of a stage but the first are marked as shared, so that each parameter is counted once.
+  of a stage except the first are marked as shared, so that each parameter is counted once.
 - There is no embedding group. The gradients of a tied embedding's copies are first summed within
   each stage, then over both stages: the first rank of each stage contributes the stage's sum, the
-  other ranks zeros, and all receive the total.
+  other ranks contribute zeros, and all ranks receive the total.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def placement_of(config: TrainerConfig) -> Placement:
 
 
 def widths_of(config: TrainerConfig) -> Widths | None:
-    """Returns the number of ranks of each stage, ``None`` if all stages have equally many."""
+    """Returns the number of ranks of each stage, or ``None`` if it is equal for all stages."""
     return chosen(config.parallel.stage_data_parallel_sizes)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """Layout for megatron-core's configuration: the layers of each pipeline rank and chunk.
+    """Describes the layers of each pipeline rank and chunk, for megatron-core's configuration.
 
-    In this example, E is the embedding and L the loss.
+    In this example, E is the embedding and L is the loss.
 
     ::
 
@@ -111,8 +111,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk, ``None`` if ranks have one chunk.
-            pp_rank: Pipeline rank, ``None`` for the rank of this process.
+            vp_stage: Index of the chunk; ``None`` if ranks have one chunk.
+            pp_rank: Pipeline rank; ``None`` for the rank of this process.
         """
         return self._stages[self._stage_of(pp_rank, vp_stage)].count(layer_type)
 
@@ -126,8 +126,8 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
         Args:
             layer_type: Kind of layer to count.
-            vp_stage: Index of the chunk, ``None`` if ranks have one chunk.
-            pp_rank: Pipeline rank, ``None`` for the rank of this process.
+            vp_stage: Index of the chunk; ``None`` if ranks have one chunk.
+            pp_rank: Pipeline rank; ``None`` for the rank of this process.
         """
         before = self._stages[: self._stage_of(pp_rank, vp_stage)]
         return sum(layers.count(layer_type) for layers in before)
@@ -146,12 +146,13 @@ def stages_of(
 ) -> list[list[str]]:
     """Returns the kinds of the layers of each stage, in megatron-core's notation.
 
-    The first stage includes the embedding and the last stage the loss.
+    The first stage includes the embedding, and the last stage includes the loss.
 
     Args:
-        layers_per_stage: Number of transformer layers of each stage in pipeline order, from 0.
+        layers_per_stage: Number of transformer layers of each stage in pipeline order; may be 0.
         mtp_layers: Number of multi-token prediction layers, which come before the loss.
-        mtp_stage: Stage with the multi-token prediction layers, ``None`` for the last.
+        mtp_stage: Index of the stage with multi-token prediction layers; ``None`` for the last
+            stage.
     """
     stages = [["decoder"] * layers for layers in layers_per_stage]
     stages[0].insert(0, "embedding")
@@ -167,7 +168,7 @@ def layout_of(config: TrainerConfig) -> PlacedLayout:
 
 
 def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
-    """Returns the function by which megatron-core selects a pipeline's embedding group.
+    """Returns the function with which megatron-core selects a pipeline's embedding group.
 
     The function takes the global ranks of a pipeline. It returns the ranks that have a copy of the
     embedding, for the first stage, the last stage or multi-token prediction.
@@ -175,8 +176,8 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
     placement = placement_of(config)
     stages = {0, placement.num_stages - 1}
     if config.mtp_stage is not None:
-        # Leave out the last stage if its output matrix is separate. Otherwise megatron-core would
-        # add up the gradient of that matrix too.
+        # Exclude the last stage if its output matrix is separate, because megatron-core would
+        # otherwise also add up the gradient of that matrix.
         stages = {0, config.mtp_stage} | (
             set() if config.model.untie_embeddings_and_output_weights else stages
         )
@@ -185,7 +186,7 @@ def embedding_ranks(config: TrainerConfig) -> Callable[[list[int]], list[int]]:
 
 
 def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """Returns both copies of a tied embedding, ``None`` on a rank without two copies.
+    """Returns both copies of a tied embedding, or ``None`` on a rank without two copies.
 
     Args:
         chunks: Model chunks of this rank, with or without the data-parallel wrapper.
@@ -195,7 +196,7 @@ def local_copies(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     last = next((model for model in models if model.post_process), None)
     if first is None or last is None or first is last:
         return None
-    # A multi-token prediction layer has a copy of the embedding, to look tokens up.
+    # A multi-token prediction layer has its own copy of the embedding for token lookup.
     if not (
         first.share_embeddings_and_output_weights or getattr(first.config, "mtp_num_layers", None)
     ):
@@ -215,7 +216,7 @@ def add_up_copies(chunks: Sequence[torch.nn.Module]) -> None:
     """Sets the gradients of both copies of an embedding to their sum, if this rank has both.
 
     Must be called after the data-parallel reduction. With the distributed optimizer, only a part of
-    the gradients is valid on a rank after the reduction. It is the same part for both copies,
+    the gradients is valid on a rank after the reduction. This part is the same for both copies,
     because megatron-core puts each copy in a separate bucket.
 
     Args:
@@ -238,17 +239,17 @@ def finalize_gradients(
 ) -> None:
     """Reduces gradients after the backward passes of a step, for any placement of stages.
 
-    Extends megatron-core's ``finalize_model_grads``. Collective over all ranks.
+    Extends megatron-core's ``finalize_model_grads``. All ranks must call this.
 
     Args:
         chunks: Model chunks of this rank, in the data-parallel wrapper.
-        num_tokens: Number of tokens in the loss on a rank of the last stage, 0 on other ranks.
-            Gradients are divided by the sum of these numbers over all ranks. ``None`` to leave
-            gradients undivided. megatron-core would take the number from the last pipeline rank,
-            which need not have the last stage.
-        pg_collection: Process groups, ``None`` for megatron-core's global ones.
+        num_tokens: Number of tokens in the loss on a rank of the last stage; 0 on other ranks.
+            Gradients are divided by the sum of these numbers over all ranks. ``None`` leaves
+            gradients undivided. megatron-core would use the number of the last pipeline rank, which
+            may not have the last stage.
+        pg_collection: Process groups; ``None`` uses megatron-core's global groups.
         force_all_reduce: Whether to use all-reduce instead of reduce-scatter, as in megatron-core.
-        widths: Number of ranks of each stage, ``None`` if all stages have equally many.
+        widths: Number of ranks of each stage; ``None`` if it is equal for all stages.
     """
     finalize_model_grads(
         list(chunks), pg_collection=pg_collection, force_all_reduce=force_all_reduce
@@ -259,7 +260,7 @@ def finalize_gradients(
             dist.all_reduce(num_tokens, group=parallel_state.get_pipeline_model_parallel_group())
             everybody = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(num_tokens, group=everybody)
-            chunk: Any  # megatron-core's wrapper, which declares no types
+            chunk: Any  # megatron-core does not declare types for its wrapper
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
         return
@@ -293,8 +294,8 @@ _ends_group: Any = None
 
 
 def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
-    """Sets megatron-core's groups for stages of unequal widths. All ranks must call it."""
-    # Make groups for a single stage over all ranks first; the code below replaces them.
+    """Sets megatron-core's groups for stages of unequal widths. All ranks must call this."""
+    # Create groups for a single stage of all ranks first; the code below replaces them.
     parallel_state.initialize_model_parallel(1, 1, distributed_timeout_minutes=timeout_minutes)
     everybody = parallel_state.get_data_parallel_group()
     limit = datetime.timedelta(minutes=timeout_minutes)
@@ -323,19 +324,19 @@ def set_up_unequal_mesh(widths: Widths, timeout_minutes: int) -> None:
 
 def _set(names: Sequence[str], value: Any) -> None:
     for name in names:
-        # Fail if another version of megatron-core has other names for its process groups.
+        # Fail if another release of megatron-core has other names for its process groups.
         assert hasattr(parallel_state, name), f"megatron-core has no {name}"
         setattr(parallel_state, name, value)
 
 
 def start_unequal(chunks: Sequence[torch.nn.Module], widths: Widths) -> None:
-    """Prepares a model whose stages have unequal numbers of ranks. Collective over all ranks.
+    """Prepares a model whose stages have unequal numbers of ranks. All ranks must call this.
 
-    Copies the first stage's tied embedding to the last stage. Marks parameters on all replicas of a
-    stage but the first as shared.
+    The first stage's tied embedding is copied to the last stage. Parameters on all replicas of a
+    stage except the first are marked as shared.
 
     Args:
-        chunks: The only chunk of this rank, without the data-parallel wrapper.
+        chunks: Single chunk of this rank, without the data-parallel wrapper.
         widths: Number of ranks of each stage.
     """
     weight = _tied_weight(chunks)
@@ -363,7 +364,7 @@ def _end_ranks(widths: Widths) -> list[int]:
 
 
 def _tied_weight(chunks: Sequence[torch.nn.Module]) -> Any:
-    """Returns this rank's copy of a tied embedding, ``None`` if it has none."""
+    """Returns this rank's copy of a tied embedding, or ``None`` if it does not have a copy."""
     (model,) = unwrap_model(list(chunks))
     if not model.share_embeddings_and_output_weights:
         return None

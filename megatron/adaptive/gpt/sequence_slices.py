@@ -14,17 +14,17 @@ and their backward passes in descending order::
 Each attention layer has one buffer for the keys and one for the values of a microbatch. A slice
 writes its own keys and values, and attends to the buffers up to its own end. Its backward pass
 computes the gradients of that whole range. It returns the gradients of the slice's own tokens,
-including what later slices have added, and adds the gradients of earlier tokens to the gathered
-gradients. So the autograd graph of a slice never contains that of another slice, and each graph is
-freed by its own backward pass.
+including the contributions of later slices, and adds the gradients of earlier tokens to the
+gathered gradients. So the autograd graph of a slice never contains the graph of another slice, and
+each graph is freed by its own backward pass.
 
 If a layer recomputes its forward pass, it writes the same keys and values again.
 
 **Windows.** In a layer with a window of w tokens, a slice sees at most w keys before its own. So
-gradients are gathered for w tokens only. In an evaluation, and in a layer that recomputes its
-forward pass, only the last w keys of each slice are kept instead of a buffer. An evaluation drops
-these keys once no later slice can see them. Without recomputation, backward passes need all keys
-anyway, and the buffer holds them once for all slices.
+gradients are gathered for only w tokens. In evaluation, and in a layer that recomputes its forward
+pass, only the last w keys of each slice are kept instead of a buffer. Evaluation drops these keys
+when later slices can no longer see them. Without recomputation, backward passes need all keys
+anyway, and the buffer contains them once for all slices.
 
 **Packed documents.** If a microbatch is a row of documents, only documents that extend over several
 slices have buffers. A slice attends to the earlier tokens of the document in which it begins.
@@ -61,7 +61,7 @@ class Attention(NamedTuple):
         attend: Function that computes attention of one document.
         attend_documents: Function that computes attention of several whole documents in a row,
             given queries, keys, values ``[s, 1, heads, width]`` and the documents' lengths.
-        window: Number of earlier tokens that a token attends to, ``None`` for all earlier tokens.
+        window: Number of earlier tokens that a token attends to; ``None`` for all earlier tokens.
     """
 
     layer: torch.nn.Module
@@ -71,7 +71,7 @@ class Attention(NamedTuple):
 
 
 class KeysAndValues:
-    """Holds the keys and values of a document in one layer, and their gathered gradients.
+    """Stores the keys and values of a document in one layer, and their gathered gradients.
 
     Positions are relative to the document's first token.
 
@@ -93,10 +93,10 @@ class KeysAndValues:
         return self._buffers
 
     def extend(self, first: int, start: int, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Stores keys and values of a slice, and returns the keys and values that it attends to.
+        """Stores a slice's keys and values, and returns all keys and values that it attends to.
 
-        The returned tensors are not copies. Later calls do not invalidate what autograd has saved
-        of these tensors, because later calls write to other tokens.
+        The returned tensors are not copies. Later calls write to other tokens, so they do not
+        invalidate what autograd has saved of these tensors.
 
         Args:
             first: Position of the first token that the slice attends to.
@@ -111,7 +111,7 @@ class KeysAndValues:
     def exchange(
         self, first: int, start: int, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Gathers gradients of earlier slices' tokens, and returns the final ones of this slice.
+        """Gathers gradients of earlier tokens, and returns the final gradients of this slice.
 
         Gradients of 16-bit tensors are gathered in 32 bits.
 
@@ -129,7 +129,7 @@ class KeysAndValues:
                 for part, gathered in zip(complete, later, strict=True)
             ]
         self._gathered = None
-        if not start:  # no backward pass of the document is left
+        if not start:  # the document has no further backward pass
             self._buffers = []
         if not earlier:
             return complete
@@ -162,13 +162,14 @@ def _sum_at_end(part: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
 
 
 class LastKeysAndValues(KeysAndValues):
-    """Holds only the keys and values that a window of later slices can see.
+    """Stores only the keys and values that a window of later slices can see.
 
     Args:
-        like: Keys and values of a slice, for shapes and dtypes.
+        like: Keys and values of a slice, for their shapes and dtypes.
         window: Number of earlier tokens that a token attends to.
-        forgets: Whether to drop keys and values that the next slice does not see. That is possible
-            only without recomputation. In training, backward passes drop the remaining ones.
+        forgets: Whether to drop keys and values that the next slice does not see, which is possible
+            only without recomputation. In training, backward passes drop the remaining keys and
+            values.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], window: int, *, forgets: bool) -> None:
@@ -211,12 +212,12 @@ class LastKeysAndValues(KeysAndValues):
 class SequenceSlices:
     """Tracks the current slice, and stores the keys and values of each chunk and microbatch.
 
-    The engine calls :meth:`begin` before each action, and :meth:`finish` at the end of a step. Not
-    thread-safe, but autograd's thread may read it while the calling thread waits.
+    The engine calls :meth:`begin` before each action, and :meth:`finish` at the end of a step. The
+    class is not thread-safe, but autograd's thread may read it while the calling thread waits.
 
     Args:
-        ends: Position after the last token of each slice, ascending. Used without a ``rule``.
-        rule: Rule by which microbatches are cut, ``None`` if all are cut in the same way.
+        ends: Position after the last token of each slice, ascending. Used if there is no ``rule``.
+        rule: Rule for cutting microbatches; ``None`` if all microbatches are cut in the same way.
 
     Attributes:
         count: Number of slices of each microbatch of the current step.
@@ -237,11 +238,11 @@ class SequenceSlices:
         self._longest = max(ends[-1], (rule and rule.tokens) or 0)
 
     def plan(self, contents: Sequence[Sequence[int]]) -> None:
-        """Cuts the microbatches of a step, unless all microbatches of the run are equal.
+        """Cuts the microbatches of a step, unless all microbatches are cut in the same way.
 
         Args:
-            contents: For each microbatch, its number of token positions with padding, and the
-                number of tokens of each of its documents.
+            contents: Number of token positions of each microbatch, including padding, followed by
+                the number of tokens of each of its documents.
         """
         if (rule := self._rule) is None:
             return
@@ -254,21 +255,21 @@ class SequenceSlices:
 
     @property
     def stride(self) -> int:
-        """Returns a number of slices that no microbatch of the step exceeds, equal on all ranks."""
+        """Returns an upper limit of slices per microbatch, which is equal on all ranks."""
         if isinstance(self.count, int) and (self._rule is None or not self._rule.varies):
             return self.count
         return self._most
 
     @property
     def sizes(self) -> list[int] | None:
-        """Returns the number of tokens of each item of the step, ``None`` if all cuts are equal."""
+        """Returns the number of tokens of each item, or ``None`` if all cuts are equal."""
         if self._rule is None:
             return None
         return [self.tokens(item) for item in range(item_count(len(self._cuts), self.count))]
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step, 0 if all microbatches are equal."""
+        """Returns the number of microbatches of the step, or 0 if all are cut in the same way."""
         return len(self._cuts)
 
     def work(self, item: int) -> tuple[int, int]:
@@ -286,18 +287,18 @@ class SequenceSlices:
         return self._equal if self._rule is None else self._cuts[microbatch]
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes an item's slice the current one, before its forward or backward pass."""
+        """Makes an item's slice the current slice, before its forward or backward pass."""
         microbatch, index, _ = place_of(item, self.count)
         self._pieces = self._cut(microbatch).pieces(index)
         self._positions = None
         self._key = (chunk, microbatch)
 
     def release(self, chunk: int, item: int) -> None:
-        """Frees the keys and values of an item's microbatch, which no slice needs any more."""
+        """Frees the keys and values of an item's microbatch after their last use."""
         self._kept.pop((chunk, place_of(item, self.count).microbatch), None)
 
     def finish(self) -> None:
-        """Frees everything at the end of a step, also after an error."""
+        """Frees all keys and values at the end of a step, even after an error."""
         self._kept.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -309,7 +310,7 @@ class SequenceSlices:
         """Returns the size in bytes of keys and values that a chunk keeps of an item's slice.
 
         The size is measured after the first forward pass of the chunk that keeps keys and values.
-        Before, it is 0.
+        Before that, it is 0.
         """
         microbatch, index, _ = place_of(item, self.count)
         tokens = self._cut(microbatch).kept_tokens(index)
@@ -323,10 +324,10 @@ class SequenceSlices:
         return tokens * self._bytes_per_token.get(chunk, 0.0)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Makes the layers of ``chunks`` attend to earlier slices, and positions continue there.
+        """Lets the layers of ``chunks`` attend to earlier slices and continue their positions.
 
         Raises:
-            ConfigError: A layer has an attention that cannot attend to earlier slices.
+            ConfigError: If a layer's attention cannot attend to earlier slices.
         """
         for chunk in chunks:
             for module in chunk.modules():
@@ -343,23 +344,23 @@ class SequenceSlices:
         if not hasattr(attention, "slices"):
             raise ConfigError(
                 f"--sequence-slices {self._most} cannot be used, because layer "
-                f"{layer.layer_number} computes attention by {type(attention).__name__}, which "
-                "does not attend to earlier slices; remove the flag, or choose a model with "
-                "plain attention"
+                f"{layer.layer_number} computes attention with {type(attention).__name__}, which "
+                "cannot attend to earlier slices; remove the flag, or choose a model with "
+                "standard attention"
             )
         attention.slices = self
 
     def _ask_positions(
         self, _module: Any, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Requests the rotation from the slice's first token on, or from 0 if it has documents."""
+        """Requests the rotary embedding from the slice's first token, or from 0 for documents."""
         pieces = self._pieces
         if len(pieces) == 1:
             return inputs, {**options, "offset": pieces[0].start - pieces[0].begin}
         return (self._longest, *inputs[1:]), options
 
     def _pick_positions(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        """Selects the rotation of each token's position in its document."""
+        """Selects the rotary embedding of each token's position in its document."""
         pieces = self._pieces
         if len(pieces) == 1:
             return output
@@ -378,7 +379,7 @@ class SequenceSlices:
         Args:
             microbatch: Index of the microbatch in the step.
             batch: Tensors ``[b, s]``, and possibly ``attention_mask [b, 1, s, s]``; empty on a rank
-                that needs no data.
+                that does not need data.
 
         Yields:
             The tensors of each slice. ``whole_tokens`` is the number of tokens in the whole
@@ -402,7 +403,7 @@ class SequenceSlices:
             call: Description of the call.
             query: Queries of the slice ``[s, b, heads, width]``.
             key: Keys of the slice ``[s, b, groups, width]``.
-            value: Values of the slice, in the same form.
+            value: Values of the slice, in the same layout.
         """
         pieces = self._pieces
         origin = pieces[0].start
@@ -445,7 +446,7 @@ class SequenceSlices:
         first = 0 if window is None else max(0, start - window)
         arguments = (query, key, value, call.attend, kept, (first, start))
         if makes_graph and any(part.requires_grad for part in (query, key, value)):
-            function: Any = _AttendSlice  # torch declares no types for apply()
+            function: Any = _AttendSlice  # torch does not declare types for apply()
             output: torch.Tensor = function.apply(*arguments)
             return output
         if piece.end == piece.close and not call.layer.training:
@@ -454,7 +455,7 @@ class SequenceSlices:
 
 
 class _AttendSlice(torch.autograd.Function):
-    """Attends to the buffer of keys and values; its backward pass gathers their gradients.
+    """Attends to the buffer of keys and values; the backward pass gathers their gradients.
 
     Autograd differentiates the attention itself, in a separate graph that begins at the queries and
     at the buffer.

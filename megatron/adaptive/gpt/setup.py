@@ -59,11 +59,11 @@ from megatron.adaptive.profiling.free_memory import total_host_bytes
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
-"""Assumed length of the shortest microbatches, relative to the mean, to choose buffer sizes."""
+"""Assumed length of the shortest microbatches relative to the mean, for choosing buffer sizes."""
 
 
 def _orders(job: TrainingJob, placement: Placement) -> Orders:
-    """Returns the object that provides the order of each rank's actions. All ranks must call it."""
+    """Creates the object that orders each rank's actions. All ranks must call this."""
     config = job.config
     settings = job.config.schedule
     orders = Orders(
@@ -89,8 +89,8 @@ def _orders(job: TrainingJob, placement: Placement) -> Orders:
 def _slice_shares(config: TrainerConfig) -> list[float]:
     """Returns the length of each slice, relative to the sequence.
 
-    If microbatches are cut differently, the list is for the largest number of slices, which then
-    have equal lengths.
+    If microbatches are cut differently, the list assumes the largest number of slices, with equal
+    lengths.
     """
     if (rule := config.slice_rule) is not None:
         most = config.num_slices
@@ -108,7 +108,7 @@ def _record_shape(config: TrainerConfig, orders: Orders) -> RecordShape:
 
 
 def _record_index(config: TrainerConfig) -> int:
-    """Returns the index of this rank's order of actions in the list of a recorded step."""
+    """Returns the index of this rank's action order in the record of a step."""
     pp_rank: int = parallel_state.get_pipeline_model_parallel_rank()
     if config.balance == "off":
         return pp_rank  # only one replica's orders are recorded
@@ -117,14 +117,14 @@ def _record_index(config: TrainerConfig) -> int:
 
 
 def make_recording(run: Run, after_step: int) -> Recording | None:
-    """Returns the object that records orders of actions for ``--record-schedule``.
+    """Creates the object that records action orders for ``--record-schedule``.
 
     Args:
         run: Run with a built model.
-        after_step: Number of steps that the job did before this start, 0 at the first start.
+        after_step: Number of steps that the job did before this start; 0 at the first start.
 
     Returns:
-        Object that records orders, ``None`` without ``--record-schedule``.
+        Object that records orders; ``None`` without ``--record-schedule``.
     """
     job = run.job
     path = job.config.schedule.record_schedule
@@ -147,15 +147,15 @@ def make_recording(run: Run, after_step: int) -> Recording | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Holds the datasets of a run, and how many samples the run takes from them.
+    """Contains the datasets of a run, and the numbers of samples to take from them.
 
     Attributes:
         iterations: Number of iterations of the whole training run.
         train_samples: Number of training samples in all iterations.
         valid_samples: Number of samples in all validations.
-        train: Dataset for training, ``None`` on a rank that needs no data.
-        valid: Dataset for validation, ``None`` on a rank that needs no data.
-        test: Dataset for the test after training, ``None`` on a rank that needs no data.
+        train: Dataset for training; ``None`` on a rank that does not need data.
+        valid: Dataset for validation; ``None`` on a rank that does not need data.
+        test: Dataset for the test after training; ``None`` on a rank that does not need data.
     """
 
     iterations: int
@@ -168,7 +168,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Holds all parts of a run that is ready for its first step.
+    """Contains all parts of a run that is ready for its first step.
 
     Attributes:
         job: Settings of the run, and rank and process groups of this process.
@@ -177,13 +177,13 @@ class Run:
         core: megatron-core's configuration of the model, shared by the chunks.
         optimizer: megatron-core's optimizer.
         scheduler: megatron-core's scheduler of learning rate and weight decay.
-        samples: Datasets, and how many samples the run takes from them.
+        samples: Datasets, and the numbers of samples to take from them.
         forward_backward: Function that runs the forward and backward passes of a step, with this
             program's executor or with megatron-core's schedule.
-        wiring: Executor and its channels to other ranks, ``None`` with megatron-core's schedule.
+        wiring: Executor and its channels to other ranks; ``None`` with megatron-core's schedule.
         tracing: Object that records the trace of the run.
-        replay: Source of recorded orders of actions, ``None`` if no record is replayed.
-        slices: Slices of the sequences, ``None`` if sequences are not cut.
+        replay: Source of recorded action orders; ``None`` if no record is replayed.
+        slices: Slices of the sequences; ``None`` if sequences are not cut.
         padded_vocab_size: Number of rows of the embedding, including padding rows.
     """
 
@@ -203,9 +203,9 @@ class Run:
 
 
 class KeptParts(NamedTuple):
-    """Holds parts of a :class:`Run` that can be reused after a change of the layer partition.
+    """Contains parts of a :class:`Run` that can be reused after a change of the layer partition.
 
-    Without ``orders``, sequences are cut in another way, so that all orders change.
+    ``orders`` is ``None`` if sequences are cut differently, because this changes all orders.
     """
 
     samples: Samples
@@ -214,11 +214,11 @@ class KeptParts(NamedTuple):
 
 
 def build_run(job: TrainingJob, kept: KeptParts | None = None) -> Run:
-    """Builds model, optimizer, data, executor and trace. Collective over all ranks.
+    """Builds model, optimizer, data, executor and trace. All ranks must call this.
 
     Args:
         job: Settings of the run, and rank and process groups of this process.
-        kept: Parts of an earlier run to reuse, ``None`` to build all parts.
+        kept: Parts of an earlier run to reuse; ``None`` to build all parts.
     """
     config = job.config
     placement = placement_of(config)
@@ -299,7 +299,7 @@ def _start_trace(
 def _add_details(
     tracing: Tracing, folder: str, job: TrainingJob, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Adds the measurements that ``--trace-detail`` names to a trace."""
+    """Adds the measurements that ``--trace-detail`` requests to a trace."""
     details = job.config.schedule.trace_details
     if "layers" in details:
         tracing.layers = LayerMeter(chunks, job.accelerator.clock())
@@ -324,7 +324,7 @@ def _wire(
     core: TransformerConfig,
     tracing: Tracing,
 ) -> Wiring:
-    """Builds the executor and its channels. Collective over all ranks."""
+    """Builds the executor and its channels. All ranks must call this."""
     config = job.config
     widths = widths_of(config)
     return build_executor(
@@ -356,16 +356,16 @@ def _wire(
 def make_loader(
     run: Run, dataset: Any, consumed_samples: int, *, on_read: OnRead | None = None
 ) -> MicrobatchLoader | None:
-    """Returns a loader of this rank's microbatches.
+    """Creates a loader of this rank's microbatches.
 
     Args:
         run: Run with a built model.
-        dataset: Dataset to read, ``None`` on a rank that needs no data.
-        consumed_samples: Number of samples to skip, because they were used before.
+        dataset: Dataset to read; ``None`` on a rank that does not need data.
+        consumed_samples: Number of samples to skip, because they were already used.
         on_read: Function that is called after each read.
 
     Returns:
-        The loader, ``None`` on a rank that needs no data.
+        Loader, or ``None`` on a rank that does not need data.
     """
     if dataset is None:
         return None
@@ -374,8 +374,8 @@ def make_loader(
     return MicrobatchLoader(
         dataset,
         consumed_samples=consumed_samples,
-        # Use the number of replicas of this rank's stage, because other stages may have more or
-        # fewer.
+        # Use the number of replicas of this rank's stage, because other stages may have a different
+        # number.
         batching=replace(
             batching_of(config), replicas=parallel_state.get_data_parallel_world_size()
         ),
@@ -396,12 +396,12 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
     """
     if config.data.num_workers is not None:
         return config.data.num_workers
-    # Ranks that compute on CPUs leave no core free, so reader processes would slow them down.
+    # Ranks that compute on CPUs use all cores, so reader processes would slow them down.
     return 2 if is_cuda else 0
 
 
 def batching_of(config: TrainerConfig) -> Batching:
-    """Returns the settings that decide how samples are combined into microbatches."""
+    """Returns the settings that determine how samples are combined into microbatches."""
     parallel = config.parallel
     context = parallel.context_parallel_size
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -420,7 +420,7 @@ def batching_of(config: TrainerConfig) -> Batching:
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
-    """Returns the shape ``[s, b, h]`` of the largest tensor that a stage sends to the next."""
+    """Returns the shape ``[s, b, h]`` of the largest tensor that is sent between stages."""
     longest = config.model.seq_length
     width = batching_of(config).row_tokens(config.data.pack_to or longest)
     if (rule := config.slice_rule) is not None:
@@ -438,9 +438,9 @@ def payload_shape(config: TrainerConfig) -> tuple[int, ...]:
 
 
 def passes_predictions(config: TrainerConfig) -> bool:
-    """Returns whether multi-token prediction is on an earlier stage than the last.
+    """Returns whether a stage before the last has the multi-token prediction layers.
 
-    If so, its hidden states are sent on to the last stage.
+    If so, their hidden states are sent on to the last stage.
     """
     return config.mtp_stage not in (None, config.num_stages - 1)
 
@@ -455,7 +455,7 @@ def _build_samples(job: TrainingJob, placement: Placement, tokenizer: Tokenizer)
     config = job.config
     run = config.run
     data = config.data
-    # All ranks need the data if lengths vary, because the lengths decide how microbatches are made.
+    # All ranks need the data if lengths vary, because the lengths determine the microbatches.
     needs_data = data.variable_seq_lengths or _needs_data(config, placement)
     sizes = BatchSizes(config.batch, config.parallel.data_parallel_size)
     if run.train_iters is not None:
@@ -501,7 +501,8 @@ def _connect_chunks(
     """Adds functions of the chunks and the optimizer to megatron-core's configuration.
 
     megatron-core's schedule and the executor call these functions to scale losses and to start or
-    delay the communication of gradients and parameters. Also enables megatron-core's timers.
+    delay the communication of gradients and parameters. This function also enables megatron-core's
+    timers.
     """
     parallel = config.parallel
     timing = config.logging
@@ -525,7 +526,7 @@ _GIB = 1 << 30
 
 
 def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
-    """Checks, before the model is built, that the weights of a rank fit in memory.
+    """Checks before the model is built that the weights of a rank fit in memory.
 
     Gradients, optimizer state and activations are not counted, so a model that passes may still not
     fit. All ranks are assumed to have equal parts of the weights.
@@ -549,6 +550,6 @@ def require_room(config: TrainerConfig, accelerator: Accelerator) -> None:
             f"a model of {count:.3g} parameters (--num-layers {model.num_layers} --hidden-size "
             f"{model.hidden_size} --ffn-hidden-size {model.ffn_hidden_size}) has "
             f"{rank_bytes / _GIB:,.0f} GiB of weights on each of {ranks} ranks, but "
-            f"{accelerator.name} has {whole_bytes / _GIB:,.0f} GiB; make it smaller, or divide it "
-            "among more ranks"
+            f"{accelerator.name} has {whole_bytes / _GIB:,.0f} GiB; use a smaller model or more "
+            "ranks"
         )

@@ -30,14 +30,14 @@ from megatron.adaptive.schedule.microbatch_assignment import Dealt
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Holds the results of a training step.
+    """Contains the results of a training step.
 
     Attributes:
-        losses: Mean losses by name on ranks of the last stage. Empty on other ranks.
+        losses: Mean losses by name on ranks of the last stage; empty on other ranks.
         updated: Whether the parameters were updated. False if gradients overflowed in fp16.
-        grad_norm: L2 norm of all gradients before clipping, ``None`` if it is not computed.
-        num_zeros: Number of zeros in the gradients, ``None`` if they are not counted.
-        bubble_fraction: Fraction of the step's time in which the pipeline's ranks were idle,
+        grad_norm: L2 norm of all gradients before clipping; ``None`` if it is not computed.
+        num_zeros: Number of zeros in the gradients; ``None`` if they are not counted.
+        bubble_fraction: Fraction of the step's time in which the pipeline's ranks were idle;
             ``None`` at iterations that are not logged.
         curves: Values for TensorBoard only, by tag, on ranks of the last stage.
     """
@@ -67,7 +67,7 @@ class Step:
         self._forward = GptForward(run.job.accelerator)
         self._balancing = _balancing_losses(config.core)
         self._eval_steps = 0
-        # Times in the last training step. They stay None with megatron-core's schedule.
+        # Times of the last training step. They remain None with megatron-core's schedule.
         self.times: RankTimes | None = None
 
     def train(
@@ -81,11 +81,11 @@ class Step:
         """Runs forward and backward passes and updates the parameters.
 
         Args:
-            microbatches: Microbatches of this rank, ``None`` on a rank that needs no data.
+            microbatches: Microbatches of this rank; ``None`` on a rank that does not need data.
             num_microbatches: Number of microbatches of this rank.
-            iteration: Step number, from which random numbers for dropout are derived.
+            iteration: Index of the step, from which random numbers for dropout are derived.
             before_update: Function that is called before the optimizer changes the parameters.
-            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin.
+            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin.
 
         Raises:
             AdaptiveError: If a gradient is infinite or NaN.
@@ -93,7 +93,7 @@ class Step:
         """
         run = self._run
         try:
-            chunk: Any  # megatron-core's wrapper, which declares no types
+            chunk: Any  # megatron-core does not declare types for its wrapper
             for chunk in run.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -139,14 +139,14 @@ class Step:
         """Computes the mean losses over batches of ``loader``, without gradients.
 
         Args:
-            loader: Loader of the batches, ``None`` on a rank that needs no data.
+            loader: Loader of the batches; ``None`` on a rank that does not need data.
             iterations: Maximum number of batches.
             num_microbatches: Number of microbatches of this rank per batch.
-            until: Function that is called after each batch. If it returns True, no more batches are
-                evaluated. It must return the same value on all ranks.
+            until: Function that is called after each batch. If it returns true, the evaluation
+                stops. It must return the same value on all ranks.
 
         Returns:
-            The mean losses by name on ranks of the last stage. Empty on other ranks.
+            Mean losses by name on ranks of the last stage; empty on other ranks.
         """
         steps = []
         for _ in range(iterations):
@@ -157,16 +157,16 @@ class Step:
         return self._mean_losses(steps)
 
     def generate(self, tokens: Sequence[int], count: int, num_microbatches: int) -> list[int]:
-        """Continues a text by greedy decoding. All ranks must call this together.
+        """Continues a text by greedy decoding. All ranks must call this.
 
         This is slow and only meant for inspecting the model: for each new token, all replicas
         process the whole text again.
 
         Args:
             tokens: Tokens of the text, at least one.
-            count: Number of tokens to add. The sequence length limits it.
-            num_microbatches: Number of microbatches per step, each a copy of the text, because some
-                schedules need several.
+            count: Maximum number of tokens to add. The sequence length also limits it.
+            num_microbatches: Number of microbatches per step, each a copy of the text. Some
+                schedules require several.
 
         Returns:
             The new tokens, on all ranks.
@@ -180,7 +180,7 @@ class Step:
             batch = {"tokens": rows, "position_ids": torch.arange(length).expand_as(rows)}
             forward = NextToken(job.accelerator, len(text) - 1)
             reduced = self._forward_only([batch] * num_microbatches, num_microbatches, forward)
-            # Send the token to all ranks: those of the last stage have it, others contribute -1.
+            # Send the token to all ranks. Ranks that do not have the last stage contribute -1.
             last = torch.tensor(int(reduced[0][TOKEN_NAME]) if reduced else -1)
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=job.control_group)
             text.append(int(last))
@@ -190,7 +190,7 @@ class Step:
     def _forward_only(
         self, microbatches: Any, num_microbatches: int, forward: NextToken | None = None
     ) -> list[Any]:
-        """Runs forward passes in evaluation mode; returns the losses of each microbatch."""
+        """Runs forward passes in evaluation mode, and returns the losses of each microbatch."""
         run = self._run
         for chunk in run.chunks:
             chunk.eval()
@@ -219,9 +219,9 @@ class Step:
         run = self._run
         model = self._config.model
         if microbatches is not None:
-            num_microbatches = len(microbatches)  # packing may make fewer microbatches
+            num_microbatches = len(microbatches)  # packing may result in fewer microbatches
         more: dict[str, Any] = {}
-        if run.wiring is not None:  # megatron-core's loop has no argument for sizes
+        if run.wiring is not None:  # megatron-core's loop does not accept sizes
             more["sizes"] = getattr(microbatches, "sizes", None)
         if dealt is not None:
             more["loss_parts"] = dealt.total
@@ -277,11 +277,11 @@ class Step:
 
         Args:
             steps: Losses of each microbatch in each step.
-            dealt: Assignment of microbatches to replicas, ``None`` if assigned round-robin. It
+            dealt: Assignment of microbatches to replicas; ``None`` if assigned round-robin. It
                 requires a single step.
 
         Returns:
-            Mean losses by name on ranks of the last stage, empty on other ranks.
+            Mean losses by name on ranks of the last stage; empty on other ranks.
         """
         reported = [losses for step in steps for losses in step]
         if not reported:
@@ -321,12 +321,12 @@ class Step:
     def _mean_balancing_losses(
         self, num_microbatches: int, dealt: Dealt | None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the mean auxiliary losses that balance experts. All ranks must call it together.
+        """Returns the mean load-balancing losses of experts. All ranks must call this.
 
-        Names are Megatron-LM's. The mean is over microbatches and layers with experts. As in
-        megatron-core, load-balancing losses are summed over tensor- and context-parallel ranks,
-        which each have a part of the sum, and averaged over replicas. The z-loss is averaged over
-        all ranks, while megatron-core takes the value of one rank.
+        Names are the names in Megatron-LM. The mean is over microbatches and layers with experts.
+        As in megatron-core, load-balancing losses are summed over tensor- and context-parallel
+        ranks, which each have a part of the sum, and averaged over replicas. The z-loss is averaged
+        over all ranks, while megatron-core uses the value of one rank.
 
         Returns:
             Two mappings: mean losses by name, and losses per layer by TensorBoard's tag. The latter
@@ -339,7 +339,7 @@ class Step:
         sums = torch.zeros(len(names), num_layers, dtype=torch.float64)
         recorded = balancing_losses()
         for row, name in enumerate(names):
-            if name in recorded:  # stages without experts record none
+            if name in recorded:  # stages without experts do not record losses
                 sums[row] = recorded[name]
         reset_balancing_losses()
         dist.all_reduce(sums, group=run.job.control_group)
@@ -373,7 +373,7 @@ _LOSS_OF_KIND = {
 
 
 def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
-    """Returns megatron-core's names of the enabled auxiliary losses that balance experts."""
+    """Returns megatron-core's names of the enabled load-balancing losses of experts."""
     if core.num_moe_experts is None:
         return ()
     kinds = zip(core.moe_router_load_balancing_type, core.moe_aux_loss_coeff, strict=True)
@@ -382,12 +382,12 @@ def _balancing_losses(core: CoreConfig) -> tuple[str, ...]:
 
 
 def gather_parameters(run: Run) -> None:
-    """Gathers the updated parameters now, instead of in the next forward pass.
+    """Gathers the updated parameters immediately, instead of in the next forward pass.
 
-    With ``--overlap-param-gather``, call this before reading parameters. Collective over all ranks.
+    With ``--overlap-param-gather``, call this before reading parameters. All ranks must call this.
     """
     if run.job.config.parallel.overlap_param_gather:
-        chunk: Any  # megatron-core's wrapper, which declares no types
+        chunk: Any  # megatron-core does not declare types for its wrapper
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -397,7 +397,7 @@ def counted_parameters(
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
     """Yields the parameters of a chunk, for a sum over all ranks that counts each parameter once.
 
-    Each rank must add ``value / copies`` for each parameter that it gets.
+    Each rank must add ``value / copies`` for each yielded parameter.
 
     Args:
         run: Run that the chunk belongs to.
@@ -408,7 +408,7 @@ def counted_parameters(
     """
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if run.job.config.parallel.unequal_sizes is not None:
-        replicas = 1  # parameters on all replicas but the first are marked as shared
+        replicas = 1  # parameters on all replicas except the first are marked as shared
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "shared", False):
             continue
@@ -422,7 +422,7 @@ def counted_parameters(
 
 
 def params_norm(run: Run) -> float:
-    """Returns the L2 norm of all parameters of the model. Collective over all ranks."""
+    """Returns the L2 norm of all parameters of the model. All ranks must call this."""
     gather_parameters(run)
     total = torch.zeros(1, dtype=torch.float64)
     for chunk in run.chunks:
@@ -436,11 +436,11 @@ def params_norm(run: Run) -> float:
 _NOT_FINITE = re.compile(r"\bfound (NaN|Inf) in local grad norm\b")
 """Pattern of the RuntimeError that megatron-core raises for a gradient that is not finite."""
 _CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Text of the RuntimeError that torch raises if a CPU has no memory left."""
+"""Text of the RuntimeError that torch raises if host memory is exhausted."""
 
 
 def out_of_memory(run: Run, error: Exception) -> DeviceMemoryError:
-    """Returns an error that describes on one line that this rank's device ran out of memory."""
+    """Returns a one-line error that says that this rank's device ran out of memory."""
     accelerator = run.job.accelerator
     gib = 1024**3
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""Trains any ``torch.nn.Module`` as a pipeline: mark where it may be cut, and train its stages.
+"""Trains any ``torch.nn.Module`` as a pipeline of stages, cut at positions that the user marks.
 
 ::
 
@@ -7,10 +7,10 @@
                                          torch, in      received and sent
                                          order)         tensors)
 
-This package cuts the model, and ends each step: it sums gradients over replicas and shared weights,
-computes their norm and calls the optimizer. ``engine`` runs the actions, ``transport`` sends the
-messages and ``trace`` records both. Nothing here needs a model of megatron-core; only its
-``parallel_state`` is used, to form the process groups.
+This package cuts the model, and ends each step by reducing gradients over replicas and copies of
+shared weights, computing their norm and calling the optimizer. ``engine`` runs the actions,
+``transport`` sends the messages and ``trace`` records both. The package does not require a model of
+megatron-core. It uses only megatron-core's ``parallel_state``, to create the process groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Puts PEFT's low-rank adapters (LoRA, rsLoRA) into models on the ``meta`` device.
+"""Adds PEFT's low-rank adapters (LoRA, rsLoRA) to models on the ``meta`` device.
 
-PEFT makes the adapters' parameters on the device of the layer that they belong to. So on the
-``meta`` device they have no values, and each process sets the values for its own stages. The values
-depend only on a seed and on the layer's name, so they are the same for any number of processes.
+PEFT creates an adapter's parameters on the device of the layer that it adapts. On the ``meta``
+device they have no values, so each process initializes the adapters of its own stages. The values
+depend only on a seed and on the layer's name, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _SUPPORTED = {
     *("peft_type", "peft_version", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "target_parameters", "task_type", "use_rslora"),
 }
-"""Settings of a ``LoraConfig`` that may have any value. All other settings need their default."""
+"""Settings of a ``LoraConfig`` that may have any value. All other settings must have their default
+values.
+"""
 
 
 def _peft() -> Any:
@@ -58,8 +60,8 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     start = config.init_lora_weights
     if start not in (True, "gaussian"):
         raise ConfigError(
-            f"adapter has init_lora_weights={start!r}, for which each process needs the weights "
-            'of other processes; remove it, or set True or "gaussian"'
+            f"adapter must not have init_lora_weights={start!r}, because each process would need "
+            'the weights of other processes; remove it, or set True or "gaussian"'
         )
     defaults = peft.LoraConfig()
     for name, value in vars(config).items():
@@ -71,7 +73,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
     config.base_model_name_or_path = str(folder)
     try:
         with warnings.catch_warnings():
-            # PEFT reads an attribute of transformers by its former name.
+            # PEFT uses a deprecated name of an attribute of transformers.
             warnings.simplefilter("ignore", FutureWarning)
             adapted: torch.nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
@@ -80,7 +82,7 @@ def add_adapters(model: torch.nn.Module, config: Any, folder: Path) -> torch.nn.
 
 
 def initialize_adapters(model: Any, seed: int) -> None:
-    """Draws initial values for this process's adapters that are not on the ``meta`` device.
+    """Initializes this process's adapters randomly, except adapters on the ``meta`` device.
 
     Args:
         model: Model with adapters.
@@ -108,7 +110,7 @@ def initialize_adapters(model: Any, seed: int) -> None:
 def adapter_file(
     model: Any, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Returns the configuration and the tensors of a model's adapters, in the form that PEFT saves.
+    """Returns a model's adapter configuration and tensors in the format that PEFT saves.
 
     Args:
         model: Model with adapters.

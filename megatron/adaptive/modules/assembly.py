@@ -84,7 +84,7 @@ _LIKE_FLAGS = (
 )
 
 Initialize = Callable[[Mapping[str, torch.Tensor]], None]
-"""Function that fills parameters and buffers in place. It gets them by their names in the model."""
+"""Function that fills parameters and buffers in place. Its argument maps their names to tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -92,52 +92,54 @@ class PipelineSettings(SampledModel):
     """Contains the settings of a :class:`~megatron.adaptive.modules.pipeline.Pipeline`.
 
     Attributes:
-        max_recordings: Maximum number of recordings of the model to keep, one for each combination
-            of shapes (and values of ``decisive_entries``) of a microbatch.
+        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
+            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
-            arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
-            the same order. A model whose forward pass changes buffers in training needs ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
-            counted arithmetic or by predicted time.
-        repartition: Whether segments, with their optimizer state, move between processes if
-            measured times predict a gain: ``auto`` or ``off``.
-        repartition_interval: Number of steps between two checks for a better partition, from 4.
-        repartition_gain: Minimum gain for which segments move, as a fraction of the step time.
-        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
-            used if the sample batch is a list of microbatches.
+            order. ``work`` and ``time`` run cheap microbatches first and last; their cost is the
+            operation count of their recordings or the predicted time. Two runs with ``work`` have
+            the same order. A model whose forward pass changes buffers in training requires
+            ``given``.
+        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
+            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
+            or by predicted time.
+        repartition: Whether segments and their optimizer state move between processes if measured
+            times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between two checks for a better partition, at least 4.
+        repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
+            time.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+            Ignored if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
-        batch_size: Number of samples per step over all replicas; ``None`` takes the size of the
+        batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Maximum memory per process in bytes, which the planner respects;
-            ``None`` allows all free memory of the device.
-        schedule: Name of the schedule, one of those in ``docs/schedules.md``.
-        chunks: Number of stages per process; ``None`` takes the schedule's default.
+        memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
+            allows all free memory of the device.
+        schedule: Name of the schedule, as listed in ``docs/schedules.md``.
+        chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes a default for the
-            numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate
-            from the backward pass; ``None`` takes the schedule's default.
+            of one microbatch for all stages of the process. ``None`` uses a default that depends on
+            the numbers of stages and microbatches.
+        split_backward: Whether weight gradients are computed in their own actions, separate from
+            the backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, as in dropout.
-        transport: Settings of the connections between processes; ``None`` takes the defaults.
-        trace_dir: Folder to which traces are written; ``None`` writes none.
+        transport: Settings of the connections between processes; ``None`` uses the defaults.
+        trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to add each collective too.
+            and backward of each segment, ``collectives`` to also add each collective.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that other processes
-            wait for is reported. 0 means never, ``None`` means 10 times the median step time, but
-            at least 30 s. Time between two steps is ignored.
-        on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
-            ``end`` also stops the job.
+        hang_after_s: Time in seconds without progress after which the process that blocks the
+            others is reported. 0 disables the report, ``None`` means 10 times the median step time,
+            but at least 30 s. Time between two steps is not counted.
+        on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
+            also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device. The function gets the tensors to fill by name.
+            model is on the ``meta`` device. Its argument maps names to tensors.
     """
 
     max_recordings: int = 64
@@ -191,7 +193,7 @@ class PipelineSettings(SampledModel):
 
 
 def check_settings(request: PipelineSettings) -> None:
-    """Checks the values of settings. Most of them have the limits of the trainer's flags.
+    """Checks the values of settings, most of them against the limits of the trainer's flags.
 
     Raises:
         ConfigError: If a value is outside its range.
@@ -203,7 +205,7 @@ def check_settings(request: PipelineSettings) -> None:
 
 
 class PipelineOptions(TypedDict, total=False):
-    """Lists the keyword arguments of ``Pipeline``, as a type for functions that pass them on."""
+    """Declares the types of ``Pipeline``'s keyword arguments, for functions that pass them on."""
 
     loss: Loss | None
     arguments: Mapping[str, Any] | None
@@ -251,9 +253,9 @@ class Assembly:
         largest_message: Size of the largest message between two stages, in bytes.
         update: Object that combines gradients and updates the parameters at the end of a step.
         forwards: Recordings of the sample batch.
-        sample_work: Counted work of each segment for each signature of the sample batch.
-        segment_kinds: Number of each segment's kind, equal for segments that make the same calls on
-            the first microbatch of the sample batch; empty if segments are not measured.
+        sample_work: Operation count of each segment, for each signature of the sample batch.
+        segment_kinds: Index of each segment's kind; empty if segments are not measured. Segments of
+            the same kind make the same calls on the first microbatch of the sample batch.
     """
 
     cut_points: tuple[str, ...]
@@ -270,16 +272,16 @@ class Assembly:
 
     @property
     def mean_work(self) -> tuple[float, ...]:
-        """Returns the counted work of each segment, a mean over the sample's signatures."""
+        """Returns the operation count of each segment, averaged over the sample's signatures."""
         works = zip(*self.sample_work.values(), strict=True)
         return tuple(sum(work) / len(work) for work in works)
 
 
 def require_alike(request: PipelineSettings, job: Job) -> None:
-    """Checks that all ranks have the same parameters and settings. Collective over all ranks.
+    """Checks that all ranks have the same parameters and settings. All ranks must call this.
 
-    If ranks differed, they would wait for messages or sums that never come. A parameter that is
-    frozen on one rank alone, for example, changes the messages of its stage.
+    If ranks differed, they would wait for messages or reductions that never come. A parameter that
+    is frozen on one rank alone, for example, changes the messages of its stage.
 
     Raises:
         ConfigError: If ranks differ. The message names the first difference.
@@ -301,7 +303,7 @@ def require_alike(request: PipelineSettings, job: Job) -> None:
 def assemble(
     request: PipelineSettings, microbatches: Sequence[Microbatch], mesh: Mesh, placement: Placement
 ) -> Assembly:
-    """Cuts the model into stages and keeps the stages of this rank. Collective over all ranks.
+    """Cuts the model into stages and keeps the stages of this rank. All ranks must call this.
 
     Args:
         request: Settings of the pipeline, with all sizes filled in.
@@ -333,7 +335,7 @@ def assemble(
             return tuple(weights or ())
         return _segment_seconds(request, examples)
 
-    # Measured times differ by rank, but all ranks must cut the model in the same places. So all
+    # Measured times differ by rank, but all ranks must cut the model at the same points. So all
     # ranks use the times of the first rank.
     weights = mesh.on_first(measured)
     if request.partition is not None:
@@ -391,7 +393,7 @@ def _keep_part(
     mesh: Mesh,
     placement: Placement,
 ) -> Assembly:
-    """Keeps the parameters of this rank's stages and returns the rank's part of the model."""
+    """Keeps the parameters of this rank's stages and returns the rank's :class:`Assembly`."""
     model = request.model
     device = mesh.accelerator.device
     order = [name for name, _ in model.named_parameters()]
@@ -444,7 +446,7 @@ def _keep_part(
 
 
 def _kinds_of(request: PipelineSettings, examples: Sequence[Example]) -> tuple[int, ...]:
-    """Returns the kind number of each segment; empty if segments are not measured."""
+    """Returns the index of each segment's kind, or an empty tuple if segments are not measured."""
     if request.trace_dir is None or request.trace_detail == "actions":
         return ()
     return segment_kinds(examples[0].forwards.training)
@@ -475,9 +477,9 @@ class PartitionLayout:
     Attributes:
         cuts: Recordings of the sample batch, cut into stages.
         buffer_use: Ranks that use each buffer in these recordings.
-        uses: Positions of the ranks that use each parameter, by name. The same on all ranks.
-        shared: Ascending positions of the ranks that have a copy of a parameter, by name, for each
-            parameter with several copies. The same on all ranks.
+        uses: Positions of the ranks that use each parameter, by name; equal on all ranks.
+        shared: Positions of the ranks that have a copy of a parameter, in ascending order, by name;
+            equal on all ranks. Only parameters with several copies are included.
         kept: Names of the parameters and buffers that this rank keeps.
     """
 
@@ -531,7 +533,7 @@ def names_of_shared(
 
     Args:
         forwards: Recordings of the sample batch.
-        shared: First name of each of these parameters.
+        shared: First name of each parameter that several processes use.
     """
     aliases = forwards[0].training.aliases
     return tuple((name, *aliases.get(name, ())) for name in shared)
@@ -584,7 +586,7 @@ def _names_to_keep(
 def _report_unused(
     request: PipelineSettings, examples: Sequence[Example], cut_examples: Sequence[CutForwards]
 ) -> None:
-    """Prints a line on the first rank if no stage uses an entry of the sample batch."""
+    """Prints a line about the entries of the sample batch that no stage uses, if there are any."""
     used = set(request.decisive_entries)
     for cut in cut_examples:
         for plan in (*cut.training, *cut.evaluation):
@@ -598,7 +600,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     """Fills tensors with the user's function, and checks that it has filled all of them.
 
     Raises:
-        ConfigError: If a tensor of floating-point numbers is not filled.
+        ConfigError: If a floating-point tensor is not filled.
     """
     floats = {
         name: tensor
@@ -612,6 +614,6 @@ def _fill(tensors: Mapping[str, torch.Tensor], initialize: Initialize) -> None:
     for name, tensor in floats.items():
         if tensor.view(-1)[0].isnan():
             raise ConfigError(
-                f"initialize has not filled {name}, of shape {list(tensor.shape)}; it must write "
+                f"initialize did not fill {name} of shape {list(tensor.shape)}; it must write "
                 "values into each tensor in place"
             )

@@ -1,7 +1,7 @@
-"""Checks batches and divides them into microbatches, and describes the content of a microbatch.
+"""Checks batches, divides them into microbatches, and describes the content of microbatches.
 
-A batch is a dictionary of tensors whose first axis counts the samples, or a list of microbatches.
-A microbatch in a list is a dictionary of tensors of any shapes, as a collator returns it.
+A batch is a dictionary of tensors whose first dimension is the samples, or a list of microbatches.
+Each microbatch of a list is a dictionary of tensors of any shape, as a data collator returns it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from megatron.adaptive.errors import ConfigError
 Microbatch = Mapping[str, torch.Tensor]
 """Tensors of a microbatch, by the name of their batch entry."""
 Batch = Mapping[str, torch.Tensor] | Sequence[Microbatch]
-"""Dictionary of tensors whose first axis counts the samples, or a list of microbatches."""
+"""Dictionary of tensors whose first dimension is the samples, or a list of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Describes the content of a microbatch; microbatches of equal signatures share a recording.
+    """Describes a microbatch's content; microbatches with equal signatures share a recording.
 
     Attributes:
         entries: Name, shape and dtype of each entry, ordered by name.
-        values: Name of each entry whose values decide what the model does, and its values.
+        values: Name and values of each entry whose values determine which operations the model
+            runs.
     """
 
     entries: tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -38,7 +39,7 @@ class Signature:
 
         Args:
             microbatch: Tensors of the microbatch, by name.
-            decisive_entries: Names of the entries whose values belong to the signature.
+            decisive_entries: Names of the entries whose values are part of the signature.
         """
         return cls(
             tuple(
@@ -57,10 +58,10 @@ class Signature:
 
 
 class BatchShape:
-    """Takes from a sample batch the entries and dtypes that every batch must have.
+    """Compares batches with a sample batch and divides them into microbatches.
 
     Args:
-        sample: Sample batch, with enough samples for a microbatch.
+        sample: Sample batch with at least ``micro_batch_size`` samples.
         micro_batch_size: Number of samples per microbatch.
 
     Attributes:
@@ -86,31 +87,31 @@ class BatchShape:
         """Checks a batch and returns the number of its microbatches.
 
         Raises:
-            ConfigError: If ``batch`` is not a dictionary of tensors, does not divide into
+            ConfigError: If ``batch`` is not a dictionary of tensors, cannot be divided into
                 microbatches, or differs from the sample batch in entries or dtypes.
         """
         count = samples_in(batch, "batch")
         if count % self.micro_batch_size:
             raise ConfigError(
-                f"a batch of {count} samples does not divide into microbatches of "
-                f"{self.micro_batch_size}; pass a multiple"
+                f"a batch of {count} samples cannot be divided into microbatches of "
+                f"{self.micro_batch_size} samples; pass a multiple of micro_batch_size"
             )
         unmatched = sorted(set(batch) ^ set(self._entries))
         if unmatched:
             lacking = "the sample_batch lacks" if unmatched[0] in batch else "the batch lacks"
             raise ConfigError(
-                f"{lacking} {unmatched[0]!r}; a batch must have the entries "
-                f"{', '.join(map(repr, self._entries))} of the sample_batch"
+                f"{lacking} {unmatched[0]!r}; a batch must have the same entries as the "
+                f"sample_batch: {', '.join(map(repr, self._entries))}"
             )
         for name, dtype in self._entries.items():
             _require_type(f"batch[{name!r}]", batch[name].dtype, dtype)
         return count // self.micro_batch_size
 
     def microbatches(self, batch: Any) -> list[Microbatch]:
-        """Checks a batch and returns its microbatches, as views.
+        """Checks a batch and returns its microbatches as views of the batch.
 
         Raises:
-            ConfigError: If the batch is not valid, see :meth:`num_microbatches`.
+            ConfigError: If :meth:`num_microbatches` rejects the batch.
         """
         size = self.micro_batch_size
         return [
@@ -129,12 +130,12 @@ class BatchShape:
         self, batch: Mapping[str, torch.Tensor], number: int, device: torch.device,
         names: Iterable[str] | None = None,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Returns a microbatch on ``device``, as views if the batch is on this device too.
+        """Returns a microbatch on ``device``, as views of the batch if it is on the same device.
 
         Args:
             batch: Batch that contains the microbatch.
             number: Index of the microbatch, from 0.
-            device: Device on which the microbatch is needed.
+            device: Device of the returned tensors.
             names: Names of the batch entries to return; ``None`` for all entries.
         """
         start = number * self.micro_batch_size
@@ -173,7 +174,7 @@ def _require_type(entry: str, dtype: torch.dtype, expected: torch.dtype) -> None
     if dtype != expected:
         raise ConfigError(
             f"{entry} has dtype {dtype}, but the sample_batch has {expected}; cast the batch, or "
-            "make the Pipeline with a sample of this dtype"
+            "create the Pipeline with a sample_batch of this dtype"
         )
 
 
@@ -186,8 +187,8 @@ def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
     """Checks a list of microbatches and returns it.
 
     Args:
-        batch: List from the user, not yet checked.
-        argument: Name of the list in error messages.
+        batch: List to check, as the user passed it.
+        argument: Name of the argument, for error messages.
 
     Raises:
         ConfigError: If ``batch`` is not a list of dictionaries of tensors, or is empty.
@@ -200,28 +201,29 @@ def microbatch_list(batch: Any, argument: str) -> list[Microbatch]:
     for number, part in enumerate(batch):
         if not isinstance(part, Mapping) or not part:
             raise ConfigError(
-                f"{argument}[{number}] is {'empty' if part == {} else f'a {type(part).__name__}'};"
-                " each microbatch must be a dictionary of tensors, by the names of forward's"
-                " arguments"
+                f"{argument}[{number}] is "
+                f"{'empty' if part == {} else f'a {type(part).__name__}'}; each microbatch must "
+                "be a dictionary that maps the names of forward's arguments to tensors"
             )
         for name, entry in part.items():
             if not isinstance(name, str) or not isinstance(entry, torch.Tensor):
                 raise ConfigError(
-                    f"{argument}[{number}][{name!r}] is a {type(entry).__name__}; each entry must"
-                    " be a tensor, without entries that a microbatch does not have"
+                    f"{argument}[{number}][{name!r}] is a {type(entry).__name__}; each entry "
+                    "must be a tensor; omit entries that the microbatch does not have"
                 )
     return list(batch)
 
 
 def check_num_items(num_items: Any, count: int) -> list[float] | None:
-    """Checks the numbers of items of a step's microbatches and returns them as floats.
+    """Checks that ``num_items`` has one number per microbatch, and returns the numbers as floats.
 
     Args:
-        num_items: Number of items in each microbatch, as the user gave them; ``None`` if not given.
+        num_items: Number of items in each microbatch, as the user passed it; ``None`` if not
+            passed.
         count: Number of microbatches.
 
     Raises:
-        ConfigError: If there is not one number for each microbatch, or a number is negative.
+        ConfigError: If ``num_items`` does not contain ``count`` finite, non-negative numbers.
     """
     if num_items is None:
         return None
@@ -231,8 +233,8 @@ def check_num_items(num_items: Any, count: int) -> list[float] | None:
         numbers = []
     if len(numbers) != count or not all(0 <= number < float("inf") for number in numbers):
         raise ConfigError(
-            f"num_items {num_items!r} must have one non-negative number for each of {count}"
-            " microbatches"
+            f"num_items must have one non-negative number for each of the {count} microbatches, "
+            f"got {num_items!r}"
         )
     return numbers
 
@@ -250,16 +252,16 @@ def samples_in(batch: Any, argument: str) -> int:
     """Checks a batch and returns its number of samples.
 
     Args:
-        batch: Batch from the user, not yet checked.
-        argument: Name of the batch in error messages.
+        batch: Batch to check, as the user passed it.
+        argument: Name of the argument, for error messages.
 
     Raises:
         ConfigError: If ``batch`` is not a dictionary of tensors with the same number of samples.
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"{argument} is a {type(batch).__name__}; pass a dictionary of tensors, by the names "
-            "of forward's arguments"
+            f"{argument} is a {type(batch).__name__}; pass a dictionary that maps the names of "
+            "forward's arguments to tensors"
         )
     counts: dict[str, int] = {}
     for name, entry in batch.items():
@@ -268,8 +270,9 @@ def samples_in(batch: Any, argument: str) -> int:
                 "a scalar" if isinstance(entry, torch.Tensor) else f"a {type(entry).__name__}"
             )
             raise ConfigError(
-                f"{argument}[{name!r}] is {entry_text}; each entry must be a tensor with an axis "
-                "of samples; a value that is the same for all samples belongs in arguments={...}"
+                f"{argument}[{name!r}] is {entry_text}; each entry must be a tensor whose first "
+                "dimension is the samples; pass a value that is the same for all samples in "
+                f"arguments={{...}}"
             )
         counts[name] = entry.shape[0]
     if len(set(counts.values())) != 1 or not all(counts.values()):
@@ -289,7 +292,8 @@ def require_whole(least: int, **values: Any) -> None:
         **values: Settings to check, by name.
 
     Raises:
-        ConfigError: If a setting is not such an integer. The message names the first such setting.
+        ConfigError: If a setting is not an integer or is too small. The message names the first
+            such setting.
     """
     for name, value in values.items():
         if type(value) is not int or value < least:

@@ -1,15 +1,15 @@
-"""Finds the repeated blocks of a model, after which the model may be cut into stages.
+"""Finds lists of repeated blocks in a model; the model may be cut into stages after each block.
 
 ::
 
     model
     ├── vision.layers       list of 24 blocks    ┐ a cut point after each block
-    ├── projector           plain layers         │ none: other lists have blocks
+    ├── projector           plain layers         │ no cut points: other lists have blocks
     └── language.layers     list of 32 blocks    ┘ a cut point after each block
-            └── experts     list within a block    none: only outermost lists count
+            └── experts     list within a block    no cut points: not an outermost list
 
-The rules look at the structure of the model alone, not at names of classes. This module does not
-check that the forward pass calls each block exactly once. The recorder checks this.
+The search uses only the structure of the model, not the names of its classes. This module does not
+check that the forward pass calls each block exactly once; the recorder does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """Returns the members of each list of repeated blocks, by the name of the list in the model.
+    """Returns the blocks of each list of repeated blocks, by the name of the list in the model.
 
     A list is a ``ModuleList`` or ``Sequential`` in which at least two members have the same class
-    and parameters. Lists within a block do not count, unless the blocks have unequal sizes and a
+    and parameters. Lists within a block are ignored, unless the blocks have unequal sizes and a
     list has most of its block's parameters, as in models of several resolutions. Lists of layers
-    without submodules count only if there are no other lists.
+    without submodules are used only if there are no other lists.
 
     Args:
-        model: Model to search, which stays unchanged.
+        model: Model to search; it is not changed.
     """
     lists: dict[str, list[nn.Module]] = {}
     _search("", model, lists, set())
@@ -54,7 +54,7 @@ def _search(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Returns the members of a list of repeated blocks; an empty list for any other module."""
+    """Returns a module's members if it is a list of repeated blocks, or else an empty list."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     members = list(module)
@@ -68,8 +68,8 @@ def _members(module: nn.Module) -> list[nn.Module]:
 def _is_divided(member: nn.Module, members: Iterable[nn.Module]) -> bool:
     """Returns whether to search a block for lists of smaller blocks.
 
-    This is so if the blocks of its list differ in size, and a list within the block has most of the
-    block's parameters.
+    A block is searched if the blocks of its list differ in size and a list within the block has
+    most of the block's parameters.
     """
     if len({_num_parameters(other) for other in members}) == 1:
         return False

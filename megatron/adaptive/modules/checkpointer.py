@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of a pipeline, in which tensors have their names in the model.
+"""Saves and loads checkpoints of a pipeline. Tensors are saved under their names in the model.
 
 A checkpoint does not depend on the number of stages, ranks or replicas, so any other pipeline of
 the same model can continue from it. All replicas have the same parameters, so only the ranks of the
@@ -41,7 +41,7 @@ _REMEDY = "Free space there or choose another folder"
 
 
 class Checkpointer:
-    """Saves and loads a rank's state. Its methods are collective over all ranks.
+    """Saves and loads a rank's state. All ranks must call its methods.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
@@ -50,7 +50,7 @@ class Checkpointer:
         update: Object that owns the optimizer and the loss scale.
 
     Attributes:
-        saver: Object that writes the files of checkpoints, directly or in a thread.
+        saver: Object that writes the checkpoint files, directly or in a background thread.
     """
 
     def __init__(
@@ -60,14 +60,15 @@ class Checkpointer:
         self._update = update
         self._ranks = RankGroup(mesh.rank, mesh.control_group)
         self.saver = CheckpointSaver(mesh)
-        # Non-persistent buffers are not saved, as in state_dict() of a torch module.
+        # Non-persistent buffers are not saved, as in state_dict() of torch.
         not_saved = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
             for name in module._non_persistent_buffers_set
         }
         self._not_saved = not_saved
-        # Parameters that move to another rank are replaced in this dictionary.
+        # Keep a reference to this dictionary, because parameters that move between ranks are
+        # replaced in it.
         self._all_held = held
 
     @property
@@ -98,7 +99,7 @@ class Checkpointer:
             state: Objects of the user with a ``state_dict``, by name.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written.
+            CheckpointError: If the checkpoint cannot be written.
             ConfigError: If ``keep`` is not a valid number of checkpoints.
         """
         return self.saver.save(
@@ -153,11 +154,11 @@ class Checkpointer:
         return model_name != name and model_name not in self._update.parameters
 
     def head(self, step: int, seed: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the entries of a checkpoint's manifest that are the same on all ranks.
+        """Returns the entries of a checkpoint's manifest that are equal on all ranks.
 
         Args:
             step: Number of training steps so far.
-            seed: Seed of the random numbers that the model draws, as in dropout.
+            seed: Seed of the random numbers that the model draws, for example in dropout.
             extra: Numbers, strings, lists and dictionaries to save, such as a scheduler's state.
 
         Raises:
@@ -244,15 +245,15 @@ class Checkpointer:
     def _read(
         self, reader: CheckpointReader, manifest: Mapping[str, Any] | None
     ) -> dict[str, dict[str, Any]]:
-        """Reads parameters and buffers of this rank in place, and returns the optimizer's state.
+        """Reads this rank's parameters and buffers in place, and returns the optimizer's state.
 
         Args:
             reader: Opened checkpoint from which tensors are read.
             manifest: Manifest of the checkpoint; ``None`` to skip the optimizer's state.
 
         Returns:
-            State of the optimizer: for each parameter's name, a value for each key such as
-            ``exp_avg``.
+            Optimizer state by parameter name. Each parameter's state maps keys such as ``exp_avg``
+            to values.
         """
         path = reader.path
         saved_tensors = reader.tensors
@@ -321,16 +322,16 @@ class Checkpointer:
         """Returns this rank's parameters and buffers by their names in the checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint lacks one of these tensors, or has it with another
-                shape.
+            CheckpointError: If one of these tensors is missing from the checkpoint or has a
+                different shape there.
         """
         for name, tensor in self._held.items():
             saved = saved_tensors.get(_MODEL + name)
             if saved is None or tuple(saved.size) != tuple(tensor.shape):
                 has = "lacks it" if saved is None else f"has it with shape {list(saved.size)}"
                 raise CheckpointError(
-                    f"{path}: the model has {name} with shape {list(tensor.shape)}, the checkpoint "
-                    f"{has}; load it into the model that was saved"
+                    f"{path}: the model has {name} with shape {list(tensor.shape)}, but the "
+                    f"checkpoint {has}; load it into the model that was saved"
                 )
         return {_MODEL + name: tensor for name, tensor in self._held.items()}
 
@@ -357,14 +358,14 @@ class Checkpointer:
             if unequal:
                 raise CheckpointError(
                     f"{path}: {names[0]} and {unequal[0]} were saved in groups with different "
-                    f"options, but the optimizer has both in a group of {len(names)}; make the"
-                    " same groups"
+                    f"options, but the optimizer has both in one group of {len(names)} "
+                    "parameters; use the same parameter groups as the saved optimizer"
                 )
 
     def _empty_states(
         self, saved_tensors: Mapping[str, SavedTensor], manifest: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Returns an optimizer state for this rank's parameters, with empty tensors to read into.
+        """Returns optimizer state for this rank's parameters, with empty tensors to read into.
 
         Values that are not tensors are taken from the manifest.
         """
@@ -403,7 +404,7 @@ class Checkpointer:
 
 
 class PipelineState(SnapshotState):
-    """Provides a rank's state for snapshots, which are copies in memory that survive its crash.
+    """Provides a rank's state for snapshots, which are in-memory copies that survive a crash.
 
     Args:
         checkpointer: Object that reads and writes the rank's state.
@@ -443,7 +444,7 @@ class PipelineState(SnapshotState):
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> dict[Part, Piece]:
-    """Returns a checkpoint entry for each tensor, which contains the whole tensor."""
+    """Returns a checkpoint entry for each tensor. Each entry contains the whole tensor."""
     return {
         (name, (0,) * tensor.dim()): Piece(
             tensor=tensor, size=list(tensor.shape), whole=list(tensor.shape)
@@ -464,8 +465,8 @@ def _state_bytes(state: Mapping[str, Any]) -> bytes:
         )
     except TypeError as error:
         raise ConfigError(
-            f"state: the states of {', '.join(state)} cannot be read again ({error}); pass objects"
-            " whose state_dict() has only plain values and tensors"
+            f"state_dict() of {', '.join(state)} cannot be saved ({error}); pass objects whose "
+            "state_dict() contains only plain values and tensors"
         ) from error
 
 
@@ -480,8 +481,8 @@ def _read_state(
     if missing:
         present = ", ".join(states) or "none"
         raise CheckpointError(
-            f"{reader.path} has no state of {missing[0]!r} (it has: {present}); use the names"
-            " that it was saved with"
+            f"{reader.path} does not contain the state of {missing[0]!r} (it contains: "
+            f"{present}); use the names under which the states were saved"
         )
     return states
 
@@ -494,7 +495,7 @@ def _plain(value: Any) -> Any:
 
 def _without_lists(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group without its lists of parameters and names."""
-    # Older checkpoints have names among the options.
+    # Older checkpoints also have names among the options.
     return {key: value for key, value in group.items() if key not in PARAMETER_LISTS}
 
 

@@ -1,11 +1,11 @@
-"""Orders microbatches of unequal content, and distributes them over replicas, by predicted cost.
+"""Orders unequal microbatches and distributes them over replicas, based on predicted costs.
 
 ::
 
     content of each microbatch ──> cost on each stage ──┬──> order within a replica's step
      (elements of its entries)        ^                 └──> replica that trains it (``share``)
                                       │
-          counted work of the sample's recordings, or measured times of the steps so far
+          operation counts of the sample's recordings, or measured times of the steps so far
 
 All ranks make the same decisions from the same numbers. Before each step they compare these
 numbers, because ranks with different decisions would lose microbatches or train them twice.
@@ -43,16 +43,18 @@ from megatron.adaptive.schedule.workload import order_by_cost
 MicrobatchOrder = Literal["given", "work", "time"]
 """Order in which a replica runs its microbatches."""
 Dealing = Literal["turns", "work", "time"]
-"""Way to distribute the microbatches of a list over replicas."""
+"""Method of distributing the microbatches of a list over replicas."""
 
 _REFIT_STEPS = 8
-"""Number of first steps that are each followed by a fit of costs; later, steps between fits."""
+"""Number of initial steps after each of which costs are fitted; later, the number of steps between
+fits.
+"""
 _ADVISED_AFTER = 2 * _REFIT_STEPS
-"""Number of measured steps after which a better partition is reported, if there is one."""
+"""Number of measured steps after which a better partition, if there is one, is reported."""
 _WORTH = 0.1
 """Minimum relative reduction of the longest stage time for which a partition is reported."""
 _LEAST_COST = 0.02
-"""Cost that dealing adds to each microbatch, relative to the mean.
+"""Constant added to each microbatch's cost before distribution, as a fraction of the mean cost.
 
 Without it, all microbatches with a predicted cost of 0 would go to the same replica.
 """
@@ -66,7 +68,7 @@ class Digest:
 
     Attributes:
         kinds: Digest of names, shapes and dtypes of tensors, and of other objects; never 0.
-        read: Digest of the names of those tensors whose values were read.
+        read: Digest of the names of the tensors whose values were read.
         values: Digest of the values of these tensors.
     """
 
@@ -90,11 +92,11 @@ class DealtList(list[Microbatch]):
     Args:
         batch: All microbatches of the step.
         numbers: Indices in ``batch`` of this replica's microbatches, ascending.
-        digest: Digest that is alike on ranks that dealt the same batch in the same way.
+        digest: Digest that matches on ranks that distributed the same batch in the same way.
 
     Attributes:
         numbers: Indices in the whole batch of this replica's microbatches, ascending.
-        digest: Digest that is alike on ranks that dealt the same batch in the same way.
+        digest: Digest that matches on ranks that distributed the same batch in the same way.
         total: Number of microbatches in the whole batch.
     """
 
@@ -118,12 +120,13 @@ class Declared:
     """Contains the facts about a step that ranks compare before the step.
 
     Attributes:
-        step: Number of the training step; -1 in an evaluation.
-        refused: Whether this rank refuses its batch.
+        step: Index of the training step; -1 in an evaluation.
+        refused: Whether this rank rejects its batch.
         is_listed: Whether the batch is a list of microbatches.
-        has_items: Whether the numbers of items of the microbatches are known.
+        has_items: Whether the number of items of each microbatch is known.
         content: Digest of the replica's microbatches.
-        dealt: Digest of the whole batch and its distribution over replicas; empty without dealing.
+        dealt: Digest of the whole batch and its distribution over replicas; empty if the batch is
+            not distributed by cost.
         order: Digest of the order in which the replica runs its microbatches.
     """
 
@@ -157,10 +160,10 @@ class Declared:
 
 
 class Content:
-    """Describes the content of microbatches by numbers, from which costs are predicted.
+    """Describes microbatches by numbers, from which their costs are predicted.
 
-    The numbers are the number of elements of each entry, for each integer entry also this number
-    times the length of its last axis (such as the pairs of tokens), and 1.
+    The numbers are the element count of each entry, for each integer entry also this count times
+    the length of its last dimension (such as the number of token pairs), and the constant 1.
 
     Args:
         signatures: Signatures of the sample batch's microbatches.
@@ -177,11 +180,11 @@ class Content:
 
     @property
     def labels(self) -> list[str]:
-        """Returns a name for each of the numbers that describe a microbatch."""
+        """Returns a label for each number that describes a microbatch."""
         return [*self._names, *(f"{name} pairs" for name in self._paired), "microbatch"]
 
     def numbers(self, microbatch: Microbatch) -> Numbers:
-        """Returns the numbers that describe a microbatch; 0 for entries that it lacks."""
+        """Returns the numbers that describe a microbatch; 0 for missing entries."""
         return self._of_shapes({name: tensor.shape for name, tensor in microbatch.items()})
 
     def numbers_of(self, signature: Signature) -> Numbers:
@@ -224,20 +227,20 @@ def digest_of(parts: Iterable[object]) -> Digest:
 class ContentBalance:
     """Chooses the order and the replica of each microbatch from its predicted cost.
 
-    The constructor is collective over all ranks if a cost-based order or dealing is chosen.
+    All ranks must call the constructor together if the order or the distribution is based on costs.
 
     Args:
         order: Order in which a replica runs its microbatches.
-        dealing: Way to distribute microbatches over replicas.
+        dealing: Method of distributing microbatches over replicas.
         mesh: Replica and pipeline position of this process, and its process groups.
         placement: Assignment of stages to ranks.
         partition: Number of segments in each stage.
-        sample_work: Counted work of each segment for each signature of the sample batch.
+        sample_work: Operation count of each segment, for each signature of the sample batch.
         group: Number by which each replica's number of microbatches must be divisible.
         least: Minimum number of microbatches per replica.
 
     Attributes:
-        is_on: Whether a cost-based order or dealing is chosen.
+        is_on: Whether the order or the distribution is based on costs.
         advises: Whether to report once that another partition would be much better.
     """
 
@@ -281,7 +284,7 @@ class ContentBalance:
     def use(self, partition: Sequence[int]) -> None:
         """Discards the measured costs, and estimates the costs of a new partition's stages.
 
-        Must be called on all ranks after the same step.
+        All ranks must call this after the same step.
 
         Args:
             partition: Number of segments in each stage.
@@ -290,11 +293,11 @@ class ContentBalance:
         self._begin_fits()
 
     def _fitted(self, work: Sequence[float], start: Collection[int] = ()) -> StageFit:
-        """Returns a fit that predicts counted work from content, made from the sample's recordings.
+        """Fits a prediction of operation counts from content to the sample's recordings.
 
         Args:
-            work: Counted work of each recording.
-            start: Indices of the content numbers with which the fit starts; empty for all.
+            work: Operation count of each recording.
+            start: Indices of the content numbers with which the fit starts; empty for all of them.
         """
         rows = [self._content.numbers_of(signature) for signature in self._sample_work]
         fit = StageFit(len(rows[0]))
@@ -304,7 +307,7 @@ class ContentBalance:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Returns for each stage the fitted seconds per unit of each content number, by its name.
+        """Returns the fitted seconds per unit of each content number, by label, for each stage.
 
         The list is empty before the first fit.
         """
@@ -315,17 +318,18 @@ class ContentBalance:
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Returns the mean seconds of each segment for the microbatches of the steps so far.
+        """Returns the mean time of each segment in seconds, over the steps so far.
 
         The tuple is empty before the first fit.
         """
         return self._times.segment_costs() if self._fits else ()
 
     def _costs_of(self, rule: str, batch: Sequence[Microbatch]) -> list[float]:
-        """Returns the predicted cost of each microbatch; before the first fit, counted work.
+        """Returns the predicted cost of each microbatch.
 
         Args:
-            rule: ``work`` or ``time``.
+            rule: ``work`` for operation counts, or ``time`` for times. Before the first fit,
+                ``time`` also uses operation counts.
             batch: All microbatches whose costs are compared.
         """
         rows = [self._content.numbers(microbatch) for microbatch in batch]
@@ -345,7 +349,7 @@ class ContentBalance:
 
         Args:
             microbatches: Microbatches of the replica.
-            work: Counted work of each microbatch, over all stages.
+            work: Operation count of each microbatch, over all stages.
         """
         if self._order == "given":
             return list(range(len(microbatches)))
@@ -356,11 +360,11 @@ class ContentBalance:
     def share(self, batch: Sequence[Microbatch]) -> DealtList | None:
         """Returns this replica's microbatches of a whole batch.
 
-        Returns ``None`` if the batch is a list of objects that are not microbatches, and
-        ``dealing`` is ``turns`` or there is one replica.
+        Returns ``None`` for a list of objects that are not microbatches, if ``dealing`` is
+        ``turns`` or there is only one replica.
 
         Raises:
-            ConfigError: If the batch is a list of such objects, and ``dealing`` is by cost.
+            ConfigError: If the batch is a list of such objects, and ``dealing`` is based on costs.
         """
         replicas = self._mesh.dp_size
         is_of_microbatches = all(isinstance(part, Mapping) for part in batch)
@@ -369,9 +373,9 @@ class ContentBalance:
             return DealtList(batch, numbers) if is_of_microbatches else None
         if not is_of_microbatches:
             raise ConfigError(
-                f"share() does not accept a list of other objects than microbatches if dealing is"
-                f" {self._dealing!r}; use [values[n] for n in numbers], with the numbers of the"
-                " list that share() returned for the microbatches"
+                f"share() accepts only microbatches if dealing is {self._dealing!r}; for other "
+                "objects, use [values[n] for n in numbers], with the numbers of the list that "
+                "share() returned for the microbatches"
             )
         each = self._costs_of(self._dealing, batch)
         least_cost = _LEAST_COST * sum(each) / len(each) or 1.0
@@ -389,33 +393,33 @@ class ContentBalance:
         return not total % self._group and total >= self._least * self._mesh.dp_size
 
     def check_total(self, batch: Any) -> None:
-        """Checks that the schedule can train the number of microbatches of a dealt list.
+        """Checks that the schedule supports the number of microbatches in a distributed list.
 
         Raises:
-            ConfigError: If the whole batch had too few microbatches, or their number is not a
-                multiple that the schedule needs.
+            ConfigError: If the whole batch has too few microbatches, or their number is not a
+                multiple that the schedule requires.
         """
         replicas = self._mesh.dp_size
         if self._dealing == "turns" or replicas == 1 or not isinstance(batch, DealtList):
             return
         if not self._is_trainable(batch.total):
             raise ConfigError(
-                f"a batch of {batch.total} microbatches was given to {replicas} replicas; pass at"
-                f" least {self._least * replicas}"
+                f"a batch of {batch.total} microbatches cannot be distributed over {replicas} "
+                f"replicas; pass at least {self._least * replicas}"
                 + (f", and a multiple of {self._group}" if self._group > 1 else "")
             )
 
     def numbers_of(self, batch: Any, count: int, *, is_listed: bool) -> Sequence[int]:
-        """Returns the index of each microbatch of this replica among those of all replicas.
+        """Returns each microbatch's index among the microbatches of all replicas.
 
         Args:
             batch: Batch of the replica, as the user passed it.
-            count: Number of its microbatches.
+            count: Number of microbatches in ``batch``.
             is_listed: Whether the batch is a list of microbatches.
 
         Raises:
-            ConfigError: If microbatches are dealt by cost, and the list is not an unchanged result
-                of :meth:`share`.
+            ConfigError: If microbatches are distributed by cost, and the list is not an unchanged
+                result of :meth:`share`.
         """
         mesh = self._mesh
         if not is_listed:
@@ -424,21 +428,21 @@ class ContentBalance:
             return range(mesh.dp_rank, mesh.dp_rank + count * mesh.dp_size, mesh.dp_size)
         if not isinstance(batch, DealtList) or not batch.is_unchanged:
             raise ConfigError(
-                f"dealing is {self._dealing!r}, but the list was not made by share(), or was"
-                " changed since; pass the list that share() returned"
+                f"dealing {self._dealing!r} requires a list made by share() and not changed "
+                "since; pass the list that share() returned"
             )
         return batch.numbers
 
     def agree(self, declared: Declared, error: Exception | None = None) -> None:
-        """Compares all ranks' facts before a step, and exchanges times. Collective over all ranks.
+        """Compares all ranks' facts before a step, and exchanges times. All ranks must call this.
 
         Args:
             declared: Facts about the step on this rank.
-            error: Error with which this rank refuses its batch; ``None`` if it accepts the batch.
+            error: Error with which this rank rejects its batch; ``None`` if it accepts the batch.
 
         Raises:
-            ConfigError: If a rank refuses its batch, or ranks disagree. All ranks raise the same
-                error, but a rank that refuses its batch raises its own error.
+            ConfigError: If a rank rejects its batch, or ranks disagree. A rank that rejects its
+                batch raises its own error; all other ranks raise the same error.
         """
         sums = self._sums or [0.0] * self._times.num_sums
         self._sums = []
@@ -454,15 +458,15 @@ class ContentBalance:
             self._add_times([row[len(row) - len(sums) :] for row in rows])
 
     def _refuse(self, error: Exception | None) -> None:
-        """Raises this rank's error, or an error that names a rank that refused its batch.
+        """Raises this rank's error, or an error that names a rank that rejected its batch.
 
-        Collective over all ranks.
+        All ranks must call this.
         """
         texts = self._mesh.gather(None if error is None else str(error))
         if error is not None:
             raise error
         rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise ConfigError(f"rank {rank} refuses its batch: {text}")
+        raise ConfigError(f"rank {rank} rejected its batch: {text}")
 
     def _require_equal(self, answers: Sequence[Declared]) -> None:
         """Checks that all ranks have the same facts about the step.
@@ -471,12 +475,17 @@ class ContentBalance:
             ConfigError: If a fact differs between two ranks.
         """
         texts = {
-            "step": "are in different steps; call step() and eval() equally often on all processes",
+            "step": (
+                "are in different steps; call step() and eval() the same number of times on "
+                "all processes"
+            ),
             "is_listed": "have different kinds of batches; pass a list of microbatches on all"
             " processes, or a dictionary on all",
             "has_items": "disagree on num_items; pass it on all processes, or on none",
-            "dealt": "dealt different batches, or dealt before different steps; pass the same whole"
-            " batch to share() equally often on all processes",
+            "dealt": (
+                "distributed different batches, or called share() before different steps; pass "
+                "the same whole batch to share() the same number of times on all processes"
+            ),
             "content": "of one replica have different microbatches; pass the same list on all"
             " processes of a replica",
             "order": "of one replica have different orders, because their recordings or times of"
@@ -501,13 +510,13 @@ class ContentBalance:
     def end(self, times: RankTimes) -> None:
         """Records this rank's times of the current training step."""
         self._steps += 1
-        # The first step warms up, so its times are too long.
+        # The first step includes warm-up, so its times are too long.
         if not self._is_timed or self._steps == 1:
             return
         self._sums = self._times.measured(self._rows, times.actions)
 
     def _add_times(self, sums: Sequence[Sequence[float]]) -> None:
-        """Adds all ranks' sums of times to the fits, and computes the fits again if this is due."""
+        """Adds all ranks' sums of times to the fits, and repeats the fits after certain steps."""
         if not any(map(any, sums)):
             return
         self._times.add(dict(zip(self._positions, sums, strict=True)))
@@ -534,7 +543,7 @@ class ContentBalance:
 
 
 def _differing(values: Sequence[object]) -> tuple[int, int] | None:
-    """Returns the indices of two values that differ, or of two digests that are not alike."""
+    """Returns the indices of two values that differ, or of two digests that do not match."""
     first_of: dict[int, int] = {}
     for index, value in enumerate(values):
         if not isinstance(value, Digest):
@@ -564,7 +573,7 @@ def check_rules(order: str, dealing: str) -> None:
     """Checks the settings ``order`` and ``dealing``.
 
     Raises:
-        ConfigError: If a setting is not one of its allowed values.
+        ConfigError: If a setting does not have an allowed value.
     """
     for name, value, values in (
         ("order", order, get_args(MicrobatchOrder)),

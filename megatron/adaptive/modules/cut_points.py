@@ -15,8 +15,8 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.blocks import repeated_blocks
 
 NO_BLOCKS = (
-    "no list of repeated blocks in which to find cut points; call CutPoint.after(module) for each "
-    "module after which it may be cut"
+    "no list of repeated blocks after which to cut; call CutPoint.after(module) for each module "
+    "after which the model may be cut"
 )
 """End of the error message about a model in which no cut points can be found."""
 
@@ -45,7 +45,8 @@ def _exported_mark(tensor: torch.Tensor, cut_point: int, passing: int) -> torch.
 
 
 _exported_mark.register_fake(lambda tensor, cut_point, passing: torch.empty_like(tensor))
-# mark() tests with this tensor whether a recorder is active: has_torch_function() is then true.
+# mark() uses this tensor to test whether a recorder is active, because has_torch_function() is then
+# true.
 _WITNESS = torch.empty(0)
 _PASSINGS = itertools.count()
 
@@ -106,8 +107,8 @@ class CutPoint(torch.nn.Module):
         existing = next(iter(cut_points_of(model)), None)
         if existing is not None:
             raise ConfigError(
-                f"{type(model).__name__} already has the cut point {existing}; set either all cut "
-                "points yourself, or none"
+                f"{type(model).__name__} already has the cut point {existing}; add either all "
+                "cut points yourself, or none"
             )
         lists = repeated_blocks(model)
         if not lists:
@@ -139,7 +140,7 @@ def are_added(model: torch.nn.Module) -> bool:
 
 
 def describe(cut_points: Iterable[str]) -> str:
-    """Returns the number of cut points in each list of blocks as text: ``32 in model.layers``.
+    """Returns the number of cut points per list of blocks as text, such as ``32 in model.layers``.
 
     Args:
         cut_points: Names of the cut points in the model.

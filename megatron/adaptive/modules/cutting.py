@@ -47,9 +47,9 @@ def check_stages(num_segments: int, num_stages: int) -> None:
         )
     if num_stages > num_segments:
         raise ConfigError(
-            f"{num_segments - 1} cut points make {num_segments} segments, but {num_stages} stages "
-            f"were requested; mark at least {num_stages - 1} cut points, or reduce pipeline_size "
-            "or chunks"
+            f"{num_segments - 1} cut points make {num_segments} segments, but {num_stages} "
+            f"stages were requested; add at least {num_stages - 1} cut points, or reduce "
+            "pipeline_size or chunks"
         )
 
 
@@ -57,7 +57,7 @@ def read_partition(partition: str | Sequence[int]) -> tuple[int, ...]:
     """Reads the number of segments per stage from a partition such as ``3-4-5`` or a sequence.
 
     Raises:
-        ConfigError: If ``partition`` does not have this form.
+        ConfigError: If ``partition`` has a different form.
     """
     try:
         if isinstance(partition, str):
@@ -93,12 +93,12 @@ def check_weights(weights: Sequence[float] | None, num_segments: int) -> None:
     """Checks that there is one weight for each segment.
 
     Raises:
-        ConfigError: If the number of weights is not the number of segments.
+        ConfigError: If the number of weights differs from the number of segments.
     """
     if weights is not None and len(weights) != num_segments:
         raise ConfigError(
-            f"{len(weights)} weights were given for {num_segments} segments; pass one for each "
-            "piece between cut points"
+            f"weights must have one value for each of the {num_segments} segments (parts between "
+            f"cut points), got {len(weights)}"
         )
 
 
@@ -109,7 +109,7 @@ def balanced(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     costs is chosen.
 
     Args:
-        weights: Cost of each segment, in any unit, at least 0.
+        weights: Cost of each segment, in any unit; non-negative.
         num_stages: Number of stages, each of which gets at least one segment.
 
     Returns:
@@ -135,13 +135,13 @@ def balanced_together(
     """Divides segments among stages like :func:`balanced`, but keeps some segments together.
 
     Args:
-        weights: Cost of each segment, in any unit, at least 0.
+        weights: Cost of each segment, in any unit; non-negative.
         num_stages: Number of stages, each of which gets at least one segment.
         together: Disjoint ascending ranges of segments that must be in the same stage.
 
     Returns:
-        Number of segments in each stage. If the segments are too few to be kept together, the
-        result is the same as from :func:`balanced`.
+        Number of segments in each stage. If the ranges leave fewer pieces than stages, the result
+        is the same as from :func:`balanced`.
     """
     begins = {segments.start: segments for segments in together}
     pieces: list[range] = []
@@ -173,8 +173,8 @@ class StagePlan:
         inputs: Names of the batch entries that the stage uses.
         parameters: Names of the parameters that the stage uses.
         buffers: Names of the buffers that the stage uses.
-        copied: Tensors that the stage changes in place although it does not own them, so it must
-            copy them first.
+        copied: Tensors that the stage changes in place but does not own, so that it must copy them
+            first.
         result: Index of the loss on the tape in the last stage; ``None`` in other stages.
         segments: Indices of the stage's segments in the model.
     """
@@ -207,8 +207,7 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
     Args:
         tape: Recorded forward pass.
-        partition: Number of segments in each stage. Their sum must be the tape's number of
-            segments.
+        partition: Number of segments in each stage. The sum must be the tape's number of segments.
 
     Raises:
         ConfigError: If a stage changes a tensor in place that another stage also uses.
@@ -219,9 +218,10 @@ def slice_tape(tape: Tape, partition: Sequence[int]) -> list[StagePlan]:
 
 
 def unchecked_slices(tape: Tape) -> list[StagePlan]:
-    """Returns a plan for each segment, even if a segment changes a buffer that others use.
+    """Returns a plan for each segment, without the check for changes that other segments read.
 
-    Such segments can run one after the other in one process, for example to be measured.
+    Segments that share a changed buffer can still run one after another in one process, for example
+    to be measured.
     """
     return _Slicer(tape, (1,) * tape.num_segments).run()
 
@@ -269,7 +269,7 @@ def segments_with_one_buffer(tapes: Iterable[Tape]) -> list[range]:
 
 
 def signature_of(tape: Tape, plan: StagePlan) -> str:
-    """Returns a string that is equal for stages with the same calls on equal tensor shapes.
+    """Returns a key that is equal for stages with the same calls and tensor shapes.
 
     Args:
         tape: Recorded forward pass.
@@ -296,7 +296,7 @@ def signature_of(tape: Tape, plan: StagePlan) -> str:
 
 
 def segment_kinds(tape: Tape) -> tuple[int, ...]:
-    """Returns a number for each segment; segments that make the same calls have equal numbers."""
+    """Returns an index for each segment; segments that make the same calls have the same index."""
     numbers: dict[str, int] = {}
     return tuple(
         numbers.setdefault(signature_of(tape, plan), len(numbers))
@@ -362,11 +362,11 @@ class _Slicer:
         return self._plans
 
     def _home(self, value: Value) -> int:
-        """Returns the stage that runs the call which computes a tensor."""
+        """Returns the stage that computes a tensor."""
         return self._stage_of[self._tape.calls[value.made_by].segment]
 
     def _use(self, number: int, stage: int) -> frozenset[int] | set[int]:
-        """Notes that a stage uses a tensor; returns the calls that the stage repeats for it."""
+        """Records that a stage uses a tensor. Returns the calls that the stage repeats for it."""
         value = self._tape.values[number]
         if value.made_by < 0 or self._home(value) == stage:
             return set()
@@ -377,7 +377,7 @@ class _Slicer:
         return set()
 
     def _find_closure(self, number: int) -> frozenset[int] | None:
-        """Returns the calls that compute a tensor again; ``None`` if the tensor must be sent."""
+        """Returns the calls that recompute a tensor, or ``None`` if the tensor must be sent."""
         value = self._tape.values[number]
         if value.requires_grad or value.source == "parameter" or value.storage in self._changed:
             return None
@@ -416,7 +416,7 @@ class _Slicer:
                     plan.copied.add(old)
 
     def check_changes(self) -> None:
-        """Raises a ``ConfigError`` if a stage changes a tensor in place that another reads."""
+        """Raises ``ConfigError`` if a stage changes a tensor in place that another stage reads."""
         tape = self._tape
         by_storage: dict[int, list[int]] = {}
         for number, value in enumerate(tape.values):
@@ -451,7 +451,7 @@ class _Slicer:
         """
         tape = self._tape
         value = tape.values[view]
-        # A view that is made after the change has the new content in any stage, so no check is
+        # A view that is created after the change has the new content in every stage, so no check is
         # needed.
         if (view == new and old != new) or value.made_by > number:
             return
@@ -475,11 +475,11 @@ class _Slicer:
 
 
 def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Checks that each group of ``shared_weights`` names a single parameter of the model.
+    """Checks that each group of ``shared_weights`` refers to a single parameter of the model.
 
     Args:
         model: The user's whole model.
-        groups: For each shared parameter, its names.
+        groups: Groups of parameter names, as in the setting ``shared_weights``.
 
     Raises:
         ConfigError: If a name is unknown, or the names in a group belong to different parameters.
@@ -493,12 +493,12 @@ def check_groups(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> Non
         for name in group:
             if name not in named:
                 raise ConfigError(
-                    f"shared_weights names {name!r}, which is not a parameter of the model"
+                    f"shared_weights contains {name!r}, which is not a parameter of the model"
                 )
             if named[name] is not named[group[0]]:
                 raise ConfigError(
-                    f"shared_weights says that {group[0]} and {name} are one parameter, but the "
-                    f"model has two; assign one to the other first"
+                    f"shared_weights has {group[0]} and {name} in one group, but they are two "
+                    "parameters of the model; assign one parameter to the other first"
                 )
 
 
@@ -507,10 +507,10 @@ def keep_only(
 ) -> dict[str, torch.Tensor]:
     """Moves the named parameters and buffers to a device, and frees the memory of other tensors.
 
-    Kept parameters remain the same Python objects, except those on the ``meta`` device: they are
-    replaced by parameters with memory, whose values are not set. The other tensors are replaced by
-    tensors of the same shape on the ``meta`` device. A replacement gets the class and the Python
-    attributes of the former parameter, such as a ``no_decay`` that the model's code has set.
+    Kept parameters remain the same Python objects, except parameters on the ``meta`` device, which
+    are replaced by uninitialized parameters. The other tensors are replaced by tensors of the same
+    shape on the ``meta`` device. A replacement has the class and the Python attributes of the
+    former parameter, such as a ``no_decay`` that the model's code has set.
 
     Args:
         model: The user's whole model.
@@ -553,12 +553,12 @@ def keep_only(
 def _parameter_like(
     parameter: torch.nn.Parameter, device: torch.device | str
 ) -> torch.nn.Parameter:
-    """Returns a parameter of the same shape, class and attributes, whose values are not set."""
+    """Returns an uninitialized parameter of the same shape, class and attributes."""
     values = torch.empty_like(parameter.detach(), device=device)
     replacement = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
     kind = type(parameter)
     if kind is not type(replacement) and issubclass(kind, torch.nn.Parameter):
-        # The constructor of a derived class may take other arguments, so it is not called.
+        # Do not call the constructor of a derived class, because it may require other arguments.
         replacement = torch.Tensor._make_subclass(kind, values, parameter.requires_grad)
     vars(replacement).update(vars(parameter))
     return replacement

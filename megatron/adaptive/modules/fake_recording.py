@@ -1,11 +1,11 @@
-"""Records the forward pass of a model on the ``meta`` device, without memory for its parameters.
+"""Records the forward pass of a model on the ``meta`` device without allocating its parameters.
 
 ::
 
     parameters, buffers, microbatch ──replaced by fakes──> forward ──FakeRecorder──> Tape
 
 A fake (torch's ``FakeTensor``) has a shape, a dtype and a device, but no memory and no values.
-Calls of torch on fakes compute only the shapes of results. If a call needs values, for example to
+Torch calls on fakes compute only the shapes of results. If a call needs values, for example to
 choose a branch or a shape, the recorder computes the values with real tensors: it runs the recorded
 calls on which the values depend. This works unless the values depend on parameters or on random
 numbers.
@@ -39,8 +39,8 @@ from megatron.adaptive.modules.recorder import (
 )
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 
-# An operation whose argument of one of these names is 0 drops no elements, so it draws no random
-# numbers.
+# Names of dropout rates. An operation whose dropout rate is 0 drops no elements, so it draws no
+# random numbers.
 _PROBABILITIES = ("dropout_p", "dropout")
 
 
@@ -50,16 +50,16 @@ def is_on_meta(model: torch.nn.Module) -> bool:
 
 
 class Fakes:
-    """Replaces the tensors of a model and of a microbatch by fakes on one device.
+    """Replaces the tensors of a model and of a microbatch with fakes on one device.
 
     Args:
         model: Model with parameters or buffers on the ``meta`` device.
         sample: Tensors of the microbatch by name, on the device that the fakes should have.
 
     Attributes:
-        device: Device that the fakes have.
+        device: Device of the fakes.
         sample: Fakes of the microbatch's tensors, by name.
-        mode: Mode of torch in which calls accept fakes.
+        mode: ``FakeTensorMode`` in which torch calls accept fakes.
         values: Real tensors of the microbatch and real buffers of the model, by a pair of
             ``input`` or ``buffer`` and the name. Buffers on ``meta`` are not included.
     """
@@ -104,7 +104,8 @@ class Fakes:
                         fake = fakes.get(id(tensor))
                         if fake is None:
                             fake = fakes[id(tensor)] = self.fake(tensor)
-                        # Assign by name, because recurrent layers then update their own lists.
+                        # Assign with setattr(), because recurrent layers then update their own
+                        # lists of weights.
                         setattr(module, name, fake)
             with self.mode:
                 yield
@@ -117,7 +118,7 @@ class Fakes:
 
 
 class _Operations(TorchDispatchMode):
-    """Runs operations on fakes, and notes whether any of them draws random numbers.
+    """Runs operations on fakes, and records whether any of them draws random numbers.
 
     Attributes:
         is_random: Whether an operation has drawn random numbers since this attribute was last set
@@ -151,11 +152,11 @@ class FakeRecorder(CallRecorder):
     """Records the torch calls of a model whose tensors are fakes.
 
     Args:
-        model: Model in which :meth:`Fakes.in_model` has put the fakes.
+        model: Model that contains fakes, from :meth:`Fakes.in_model`.
         inputs: Fakes of the microbatch's tensors, by the name of their batch entry.
-        freeze: Whether Python code may read tensor values, which then count as the same for every
-            microbatch. If false, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are the same
+        freeze: Whether Python code may read tensor values, which are then assumed equal for every
+            microbatch. Otherwise, reading them is an error.
+        decisive: Names of the inputs whose values Python code may read, because they are equal
             whenever the recording is used.
         fakes: Fakes of the model and of the microbatch.
         may_miss: Whether the forward pass may skip cut points.
@@ -207,7 +208,7 @@ class FakeRecorder(CallRecorder):
             return map_aggregate(result, self._fakes.fake_of)
 
     def _number_of(self, tensor: torch.Tensor) -> int:
-        """Returns a tensor's index on the tape; -1 if neither the tape nor the model has it."""
+        """Returns a tensor's index on the tape, or -1 if the tape and the model lack it."""
         if id(tensor) not in self._numbers and id(tensor) in self._names:
             return self._source(tensor)
         return self._numbers.get(id(tensor), -1)
@@ -232,7 +233,7 @@ class FakeRecorder(CallRecorder):
         run: Any,
         unread: torch.Tensor | None = None,
     ) -> Any:
-        """Returns the result of a call on real tensors instead of fakes.
+        """Runs a call on real tensors instead of fakes, and returns its result.
 
         Args:
             args: Positional arguments of the call.
@@ -299,7 +300,7 @@ def values_on(
 
 
 def _calls_for(tape: Tape, numbers: Iterable[int]) -> list[Call]:
-    """Returns the calls that compute tensors or change their memory, in the tape's order."""
+    """Returns the calls that compute the tensors or change their memory, in the tape's order."""
     needed = set(numbers)
     memory = {tape.values[number].storage for number in needed} - {0}
     calls = []

@@ -1,6 +1,6 @@
 """Fine-tunes a saved model of ``transformers`` on a file of samples, for ``train finetune``.
 
-``examples/finetune/finetune.py`` is a short version of this module, to copy and change.
+``examples/finetune/finetune.py`` is a short version of this module that users can copy and change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.adaptive.modules.recording import Slicing
 from megatron.adaptive.modules.samples import SampleFile, SampleReader, num_learned
 
 _RECORD = "finetune.json"
-"""Name of the file in the tuned model's folder with the settings that made it."""
+"""Name of the file in the tuned model's folder that contains the settings of the run."""
 
 _READ_LIMIT_S = 600.0
 """Maximum time in seconds to wait for another process that encodes its part of the samples."""
@@ -41,28 +41,28 @@ class FineTuning:
 
     Attributes:
         model: Folder of the model.
-        data: Path of the file of samples, in JSON lines.
-        output: Folder for the tuned model, new or empty.
+        data: Path of the file of samples, in JSON Lines format.
+        output: New or empty folder for the tuned model.
         image_folder: Folder that contains all images; ``None`` for the folder of ``data``.
-        lora_rank: Rank of the adapters; 0 trains the whole model.
-        epochs: Number of times that all samples are trained.
+        lora_rank: Rank of the LoRA adapters; 0 trains the whole model.
+        epochs: Number of passes over the training samples.
         batch_size: Number of samples per step, over all replicas.
-        lr: Learning rate of AdamW at the first step; it decays to 0 along a cosine.
-        max_length: Number of tokens after which a sample is cut off.
-        length_multiple: Number to whose next multiple each sample is padded, in tokens.
-        eval_share: Share of the samples that is kept for evaluation, from 0 to below 1.
-        pipeline_size: Number of processes per pipeline; ``None`` for all.
+        lr: Initial learning rate of AdamW, which decays to 0 along a cosine.
+        max_length: Maximum number of tokens per sample; longer samples are truncated.
+        length_multiple: Number of tokens to whose next multiple each sample is padded.
+        eval_share: Fraction of the samples held out for evaluation; at least 0 and below 1.
+        pipeline_size: Number of processes per pipeline; ``None`` uses all processes.
         schedule: Name of the schedule.
         dtype: Name of the parameters' dtype, such as ``bfloat16``; ``None`` for the saved dtype.
-        mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` turns autocast off.
-        recompute: Calls that the backward pass runs again, as for :class:`Pipeline`.
+        mixed_precision: ``bf16`` or ``fp16`` for autocast; ``None`` disables autocast.
+        recompute: Calls that the backward pass recomputes, as for :class:`Pipeline`.
         slicing: Method of recording the forward pass, as for :class:`Pipeline`.
         repartition: Whether segments move between processes, as for :class:`Pipeline`.
-        seed: Seed of the order of samples, of adapters and of dropout.
-        checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None`` to
-            save none.
+        seed: Seed of the sample order, of adapters and of dropout.
+        checkpoints: Folder of checkpoints, from which an interrupted run continues; ``None``
+            disables checkpoints.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
-        wandb: Project of Weights & Biases to log to; ``None`` turns it off.
+        wandb: Weights & Biases project to log to; ``None`` disables this log.
         trust_remote_code: Whether Python code in the model's folder may be run.
     """
 
@@ -91,13 +91,14 @@ class FineTuning:
     trust_remote_code: bool = False
 
     def read(self) -> tuple[Any, SampleFile]:
-        """Returns the processor of the model, and the samples.
+        """Loads the processor of the model, and encodes the samples.
 
-        Collective over all processes, which share the work of encoding the samples.
+        All processes must call this, because they share the work of encoding the samples.
 
         Raises:
             ConfigError: If the output folder is not empty, or the model or a sample cannot be read.
-                A restarted job may find the model there that it saved before it lost a process.
+                A restarted job accepts an output folder with the model that the job saved before
+                the restart.
         """
         # Check the path now, because an error after the training would lose the result.
         self._check_output()
@@ -118,7 +119,7 @@ class FineTuning:
         """Returns whether an earlier start of this job has saved the tuned model.
 
         Args:
-            samples: Samples of this start; ``None`` to compare only the settings.
+            samples: Samples of this start; ``None`` compares only the settings.
         """
         if not Environment.read().restart_count:
             return False
@@ -130,7 +131,7 @@ class FineTuning:
         return bool(record == self.record(digest or record.get("samples")))
 
     def record(self, digest: str) -> dict[str, Any]:
-        """Returns the settings that decide the tuned model, for a file in its folder.
+        """Returns the settings that determine the tuned model, for a file in its folder.
 
         Args:
             digest: Hash of the samples.
@@ -150,14 +151,14 @@ class FineTuning:
     def num_trained(self, num_samples: int) -> int:
         """Returns the number of samples to train on; the remaining samples are for evaluation.
 
-        The number does not depend on the number of processes, so that a run can continue a
+        The number does not depend on the number of processes, so a run can continue from a
         checkpoint with more processes.
 
         Args:
-            num_samples: Number of all samples.
+            num_samples: Total number of samples.
 
         Raises:
-            ConfigError: If too few samples are left to train on.
+            ConfigError: If too few samples are left for training.
         """
         num_held_out = max(1, round(self.eval_share * num_samples)) if self.eval_share else 0
         num_trained = num_samples - num_held_out
@@ -170,7 +171,7 @@ class FineTuning:
 
     @property
     def adapter(self) -> Any:
-        """Returns PEFT's configuration of the adapters; ``None`` without adapters."""
+        """Returns PEFT's configuration of the adapters, or ``None`` if there are no adapters."""
         if not self.lora_rank:
             return None
         try:
@@ -184,13 +185,13 @@ class FineTuning:
 
 @naming_lost_peers()
 def _read_together(reader: SampleReader, path: Path) -> SampleFile:
-    """Reads the samples of a file with all processes. Collective over all processes."""
+    """Reads a sample file with all processes, all of which must call this."""
     if Environment.read().world_size == 1:
         return reader.read(path)
-    # Imported after Pipeline, which lets megatron-core run without CUDA.
+    # Import after Pipeline, because Pipeline lets megatron-core run without CUDA.
     from megatron.adaptive.modules.mesh import join_job
 
-    # This job ends before the pipeline joins its own job, which may have other settings.
+    # This job ends before the pipeline joins its own job, which may have different settings.
     job = join_job(_READ_LIMIT_S)
     try:
         samples = reader.read(path, job)
@@ -202,9 +203,9 @@ def _read_together(reader: SampleReader, path: Path) -> SampleFile:
 
 
 def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None:
-    """Fine-tunes the model, and saves it as a folder that ``transformers`` reads.
+    """Fine-tunes the model, and saves it as a folder that ``transformers`` can load.
 
-    Collective over all processes.
+    All processes must call this.
 
     Args:
         settings: Settings of the run.
@@ -236,8 +237,8 @@ def fine_tune(settings: FineTuning, processor: Any, samples: SampleFile) -> None
 def _save(settings: FineTuning, pipeline: Pipeline, processor: Any, samples: SampleFile) -> None:
     """Saves the model and its processor, unless an earlier start of this job has saved them.
 
-    The folder gets its name when it is complete: a job that loses a process before saves again, and
-    a job that loses one afterwards has finished.
+    The folder is renamed to its final name when it is complete. A job that loses a process before
+    this saves the model again after a restart.
     """
     mesh, output = pipeline._mesh, settings.output
     unnamed = output.parent / f".{output.name}.tuned"
@@ -261,11 +262,11 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
     """Returns a batch of the largest sample, for which an elastic job's launcher chooses a layout.
 
     Args:
-        samples: Samples that will be trained.
+        samples: Samples for training.
         count: Number of samples in the batch.
 
     Raises:
-        ConfigError: If samples have entries without an axis of samples, such as images.
+        ConfigError: If samples have entries without a batch dimension, such as images.
     """
     kinds = samples.kinds
     # The layout must have memory for every sample.
@@ -273,9 +274,9 @@ def _alike(samples: SampleFile, count: int) -> Microbatch:
     entries = [*kinds[0].values(), *sample.values()]
     if len(kinds) > 1 or any(entry.shape[:1] != (1,) for entry in entries):
         raise ConfigError(
-            "train finetune was started in an elastic job, which cannot choose sizes for samples "
-            "with images; start it under torchrun --max-restarts N or job launch, with "
-            "--checkpoints DIR; a later start continues from the newest checkpoint"
+            "train finetune in an elastic job does not support samples with images; start it "
+            "under torchrun --max-restarts N or job launch, with --checkpoints DIR; a later "
+            "start continues from the newest checkpoint"
         )
     return {name: entry.expand(count, *entry.shape[1:]) for name, entry in sample.items()}
 
@@ -286,7 +287,7 @@ class _Run:
     Args:
         settings: Settings of the run.
         pipeline: Pipeline of the model.
-        samples: Samples to train on and to evaluate with.
+        samples: Samples for training and evaluation.
 
     """
 
@@ -305,15 +306,15 @@ class _Run:
         self._logger: Any = None
 
     def train(self) -> None:
-        """Trains all epochs, and evaluates after each epoch. Collective over all processes."""
+        """Trains all epochs, and evaluates after each epoch. All processes must call this."""
         settings = self._settings
         pipeline = self._pipeline
         steps = self._steps_per_epoch * settings.epochs
         pipeline.set_optimizer(self._make_optimizer, clip_norm=1.0)
         self._open_logger()
         self._say(
-            f"{len(self._trained)} samples to train on, {len(self._held_out)} for evaluation, "
-            f"{self._samples.num_empty} without anything to learn left out"
+            f"{len(self._trained)} samples for training, {len(self._held_out)} for evaluation, "
+            f"{self._samples.num_empty} skipped because they have no tokens to learn"
         )
         for step in pipeline.loop(
             steps,
@@ -334,7 +335,7 @@ class _Run:
                 self._log({"evaluation loss": loss})
 
     def state_dict(self) -> dict[str, int | str]:
-        """Returns the values with which a continued run trains on the same samples in each step."""
+        """Returns the values that determine which samples each step trains on."""
         settings = self._settings
         return {
             "seed": settings.seed,
@@ -355,22 +356,22 @@ class _Run:
             saved = state.get(name)
             if name == "samples" and saved not in (None, value):
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with other samples than "
-                    f"{self._settings.data} has now; use the former file and images, or a new "
-                    "folder of checkpoints"
+                    f"{self._settings.checkpoints} was made with different samples than "
+                    f"{self._settings.data} contains now; use the former file and images, or a "
+                    "new folder of checkpoints"
                 )
             # Checkpoints of earlier versions have no digest.
             if name != "samples" and saved != value:
                 raise CheckpointError(
-                    f"{self._settings.checkpoints} was made with {name} {saved}, but now "
-                    f"it is {value}; use the former settings, or a new folder of checkpoints"
+                    f"{self._settings.checkpoints} was made with {name} {saved}, but this run "
+                    f"has {value}; use the former settings, or a new folder of checkpoints"
                 )
 
     def _evaluate(self) -> float:
-        """Returns the mean loss over all learned tokens of the evaluation samples.
+        """Returns the mean loss over all tokens to learn in the evaluation samples.
 
-        Collective over all processes. Evaluates the samples in batches of a training step's size,
-        because more samples may not fit in memory.
+        All processes must call this. The samples are evaluated in batches of a training step's
+        size, because more samples may not fit in memory.
         """
         pipeline = self._pipeline
         indices = self._held_out
@@ -379,6 +380,7 @@ class _Run:
         for start in range(0, len(indices), size):
             chosen = indices[start : start + size]
             # Each replica needs a sample, so repeat one if needed. Repeated samples count as 0
+            # Each replica needs a sample, so repeat a sample if needed. Repeated samples count as 0
             # items.
             items = [(index, float(self._samples.num_learned[index])) for index in chosen]
             items += [(chosen[0], 0.0)] * max(0, pipeline.replicas - len(chosen))
@@ -392,11 +394,11 @@ class _Run:
         return total / total_items
 
     def _encoded(self, indices: Sequence[int]) -> list[Microbatch]:
-        """Returns samples; processes of other replicas need not encode them."""
+        """Encodes the samples at these indices; other replicas' processes need not do so."""
         return [self._samples[index] for index in indices]
 
     def _indices(self, epoch: int, position: int) -> list[int]:
-        """Returns the samples of a step, in an order that differs between epochs."""
+        """Returns the indices of a step's samples, in an order that differs between epochs."""
         order = list(self._trained)
         random.Random(self._settings.seed + 1 + epoch).shuffle(order)
         size = self._settings.batch_size

@@ -47,7 +47,7 @@ class Mesh(Job):
     dp_group: Any
 
     def groups_of(self, position_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Makes one process group per replica and set of positions. Collective over all ranks.
+        """Creates one process group per replica and set of positions. All ranks must call this.
 
         Args:
             position_sets: Sets of positions in the pipeline; all ranks must pass the same sets.
@@ -67,10 +67,10 @@ class Mesh(Job):
         return groups
 
     def over_replicas(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gathers numbers from all replicas. Collective over this rank's ``dp_group``.
+        """Gathers numbers from all replicas. All ranks of ``dp_group`` must call this.
 
         Args:
-            numbers: Numbers of this replica; all replicas must pass the same count of numbers.
+            numbers: Numbers of this replica; all replicas must pass equally many numbers.
         """
         if self.dp_size == 1:
             return [list(numbers)]
@@ -89,13 +89,13 @@ _store_of_process = functools.cache(meet)
 
 
 def join_job(timeout_s: float) -> Job:
-    """Connects this process with the other processes of the job. Collective over all ranks.
+    """Connects this process with the other processes of the job. All ranks must call this.
 
     Args:
         timeout_s: Maximum time in seconds to wait for another rank.
 
     Raises:
-        TransportError: If the processes cannot connect to one another.
+        TransportError: If the processes cannot connect to each other.
     """
     environment = Environment.read()
     accelerator = detect(environment.local_rank)
@@ -137,7 +137,7 @@ def join_job(timeout_s: float) -> Job:
 
 
 def check_pipeline_size(size: int) -> int:
-    """Returns ``size`` if the number of processes is a multiple of ``size``.
+    """Checks that the number of processes is a multiple of ``size``, and returns ``size``.
 
     Raises:
         ConfigError: If the number of processes is not a multiple of ``size``.
@@ -145,14 +145,14 @@ def check_pipeline_size(size: int) -> int:
     world_size = dist.get_world_size()
     if type(size) is not int or size < 1 or world_size % size:
         raise ConfigError(
-            f"pipeline_size {size!r} was given to {world_size} processes; it must divide their "
-            "number"
+            f"the number of processes must be a multiple of pipeline_size {size!r}, got "
+            f"{world_size}; choose another pipeline_size"
         )
     return size
 
 
 def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
-    """Divides the ranks of the job into pipelines. Collective over all ranks.
+    """Divides the ranks of the job into pipelines. All ranks must call this.
 
     Args:
         job: Job that all ranks have joined.
@@ -165,8 +165,8 @@ def make_mesh(job: Job, pipeline_size: int | None) -> Mesh:
     size = check_pipeline_size(world_size if pipeline_size is None else pipeline_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError(
-            "megatron-core's parallel state is in use already; close the Pipeline first, or do "
-            "not initialize it"
+            "megatron-core's parallel state is already initialized; close the other Pipeline "
+            "first, or do not initialize it"
         )
     minutes = math.ceil(job.timeout.total_seconds() / 60)
     parallel_state.initialize_model_parallel(1, size, distributed_timeout_minutes=minutes)

@@ -6,7 +6,7 @@ Between two steps all ranks change to another partition::
                                 (pairs of ranks, one         (recordings are cut again,
                                  tensor after the other)      the optimizer stays)
 
-Messages go over gloo, from host memory to host memory.
+Messages are sent over gloo, from host memory to host memory.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class _Holdings:
-    """Contains the names of the tensors that a rank has and needs, and why it refuses to move.
+    """Contains the tensor names that a rank has and needs, and any reason why it cannot move.
 
     Attributes:
         position: Replica and position in the pipeline.
         held: Names of the parameters and buffers that the rank keeps now.
         needed: Names of the parameters and buffers that the rank keeps after the move.
-        groups: Options of each of the optimizer's parameter groups as text, by key; ``None``
-            without an optimizer.
+        groups: Options of each of the optimizer's parameter groups as text, by key; ``None`` if
+            there is no optimizer.
         refusal: Reason why the rank cannot change its segments; empty if it can.
     """
 
@@ -72,9 +72,10 @@ class _Parcel:
 
     Attributes:
         value: Values of the parameter or buffer.
-        attributes: Plain values among the Python attributes, by name.
-        group: Index of the optimizer's parameter group; ``None`` if the tensor is in no group.
-        label: Name in the ``param_names`` of that group; ``None`` if the group has no names.
+        attributes: Python attributes of the tensor that have plain values, by name.
+        group: Index of the optimizer's parameter group; ``None`` if the tensor is not in a group.
+        label: Name of the tensor in the group's ``param_names``; ``None`` if the group has no
+            names.
         tensors: Tensors of the optimizer's state, by key.
         on_host: Keys of the tensors that the optimizer keeps in host memory.
         plain: Other values of the optimizer's state, by key.
@@ -90,7 +91,7 @@ class _Parcel:
 
 
 class SegmentMover:
-    """Moves segments between ranks. Its methods are collective over all ranks.
+    """Moves segments between ranks. All ranks must call its methods.
 
     Args:
         model: The user's whole model.
@@ -112,7 +113,7 @@ class SegmentMover:
         """Changes to another partition. All ranks must pass the same partition.
 
         Returns:
-            Reason why no segment moved, the same on all ranks; ``None`` if segments moved.
+            Reason why no segment moved, equal on all ranks; ``None`` if segments moved.
         """
         plan: _Plan | None = None
         refusal = ""
@@ -202,14 +203,17 @@ class SegmentMover:
             if name in plan.layout.kept:
                 continue
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                return f"parameter {name} has hooks, which would stay behind"
+                return f"parameter {name} has hooks, which cannot move to another rank"
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, (torch.Tensor, *_PLAIN)):
-                    return f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}"
+                    return (
+                        f"the optimizer keeps {key!r} of {name} as a {type(value).__name__}, "
+                        "which cannot be sent"
+                    )
         return ""
 
     def _options(self) -> list[dict[str, str]] | None:
-        """Returns the options of each parameter group as text, ``None`` without an optimizer."""
+        """Returns each parameter group's options as text, or ``None`` if there is no optimizer."""
         optimizer = self._update.optimizer
         if optimizer is None:
             return None
@@ -219,7 +223,7 @@ class SegmentMover:
         ]
 
     def _exchange(self, everyone: Sequence[_Holdings]) -> dict[str, _Parcel]:
-        """Sends tensors that other ranks of the pipeline need; returns the tensors received."""
+        """Sends tensors that other ranks of the pipeline need, and returns the received tensors."""
         mesh = self._mesh
         of_position = {
             of_rank.position[1]: of_rank
@@ -234,7 +238,8 @@ class SegmentMover:
                 for position, of_rank in sorted(of_position.items())
                 if name in of_rank.held
             ]
-            # A buffer that changes is up to date only on the rank that uses it.
+            # A buffer that changes is up to date only on the rank that uses it, so send that rank's
+            # buffer.
             is_changed = name in use.changed and bool(use.ranks.get(name))
             source = min(use.ranks[name]) if is_changed else has[0]
             for position, of_rank in sorted(of_position.items()):
@@ -270,7 +275,7 @@ class SegmentMover:
                     parcel.on_host.add(key)
         tensors = [parcel.value, *parcel.tensors.values()]
         shapes = [(tuple(each.shape), each.dtype) for each in tensors]
-        # The tensors follow one by one, so that they are not pickled.
+        # Send the tensors separately, so that they are not pickled.
         header = dataclasses.replace(
             parcel, value=torch.empty(0), tensors=dict.fromkeys(parcel.tensors, torch.empty(0))
         )
@@ -281,7 +286,7 @@ class SegmentMover:
                 dist.send(content, dst=rank, group=self._mesh.control_group)
 
     def _receive(self, rank: int) -> _Parcel:
-        """Receives a parameter or buffer that :meth:`_send` on another rank sends."""
+        """Receives a parameter or buffer that another rank sends with :meth:`_send`."""
         box: list[Any] = [None]
         dist.recv_object_list(box, src=rank, group=self._mesh.control_group)
         shapes, parcel = box[0]
@@ -300,7 +305,7 @@ class SegmentMover:
     def _adopt(self, plan: _Plan, received: Mapping[str, _Parcel]) -> None:
         """Keeps only the tensors of the new stages, and uses the recordings cut into these stages.
 
-        Collective over all ranks.
+        All ranks must call this.
         """
         mesh = self._mesh
         layout = plan.layout
@@ -312,7 +317,8 @@ class SegmentMover:
             for name, parcel in received.items():
                 kept[name].copy_(parcel.value)
                 vars(kept[name]).update(parcel.attributes)
-        # Programs, checkpoints and later recordings refer to this dictionary.
+        # Change this dictionary in place, because programs, checkpoints and later recordings refer
+        # to it.
         held.clear()
         held.update(kept)
         parameters = {
@@ -325,7 +331,8 @@ class SegmentMover:
         )
         self._grouped.update(new_sets)
         groups = mesh.groups_of(new_sets)
-        # settle() took the groups that existed before. close() destroys only groups in the list.
+        # settle() recorded only the groups that existed then, and close() destroys only recorded
+        # groups.
         mesh.groups.extend(groups.values())
         self._update.use(parameters, layout.shared, groups)
         if self._update.optimizer is not None:
@@ -334,7 +341,7 @@ class SegmentMover:
 
 
 def _text(value: object) -> str:
-    """Returns an option as text, in which a tensor appears by its values, without its device."""
+    """Returns an option as text. The text of a tensor contains its values, but not its device."""
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     if isinstance(value, (list, tuple)):
@@ -343,26 +350,29 @@ def _text(value: object) -> str:
 
 
 def _difference(groups: Sequence[Sequence[Mapping[str, str]] | None]) -> str:
-    """Returns in which option the optimizers of two ranks differ, empty if they are alike.
+    """Describes an option that differs between the optimizers of two ranks, if there is one.
 
     Args:
-        groups: Options of each parameter group as text, by rank; ``None`` without an optimizer.
+        groups: Options of each parameter group as text, by rank; ``None`` for a rank without an
+            optimizer.
     """
     optimizers = [(rank, options) for rank, options in enumerate(groups) if options is not None]
     for rank, options in optimizers[1:]:
         first, expected = optimizers[0]
         if len(options) != len(expected):
             return (
-                f"the optimizer of rank {first} has {len(expected)} parameter groups, but that of "
-                f"rank {rank} has {len(options)}; make the same groups on all ranks"
+                f"the optimizer of rank {first} has {len(expected)} parameter groups, but the "
+                f"optimizer of rank {rank} has {len(options)}; create the same groups on all "
+                "ranks"
             )
         for index, (left, right) in enumerate(zip(expected, options, strict=True)):
             for key in sorted(left.keys() | right.keys()):
                 texts = [options.get(key, "missing") for options in (left, right)]
                 if texts[0] != texts[1]:
                     return (
-                        f"option {key} of the optimizer's parameter group {index} is {texts[0]} on "
-                        f"rank {first} and {texts[1]} on rank {rank}; use the same on all ranks"
+                        f"option {key} of the optimizer's parameter group {index} is {texts[0]} "
+                        f"on rank {first}, but {texts[1]} on rank {rank}; use the same value on "
+                        "all ranks"
                     )
     return ""
 
@@ -378,10 +388,10 @@ def _replace_parameters(
     parameters: Mapping[str, torch.nn.Parameter],
     received: Mapping[str, _Parcel],
 ) -> None:
-    """Removes parameters that have left this rank from its optimizer, and adds new parameters.
+    """Removes parameters that left this rank from its optimizer, and adds received parameters.
 
     Args:
-        optimizer: Optimizer of this rank, which stays the same object.
+        optimizer: Optimizer of this rank, which is changed in place.
         former: Parameters before the move, by name.
         parameters: Parameters after the move, by name.
         received: Parameters that this rank has received, with their optimizer state, by name.

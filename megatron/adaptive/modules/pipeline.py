@@ -1,4 +1,4 @@
-"""Defines ``Pipeline``, which trains a model with cut points in a user's own training loop."""
+"""Defines ``Pipeline``, which trains a model with cut points in the user's own training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from megatron.adaptive import accelerator as _accelerator
 
-# install() lets megatron-core run without CUDA. It must run before the modules below import
+# install() lets megatron-core run without CUDA, so call it before the modules below import
 # megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
@@ -88,89 +88,94 @@ def _checked_sample(request: PipelineSettings) -> tuple[PipelineSettings, int]:
 class Pipeline:
     """Trains a model whose stages are divided among several processes.
 
-    The constructor, :meth:`step`, :meth:`eval` and :meth:`close` must be called on all processes of
-    the job. All processes must build the same model with the same weights. The constructor keeps
-    only the parameters of this process's stages and moves all others to the ``meta`` device. If the
-    model is already on the ``meta`` device, only the parameters of this process's stages get
-    memory, and ``initialize`` sets their values.
+    All processes of the job must call the constructor, :meth:`step`, :meth:`eval` and
+    :meth:`close`. All processes must build the same model with the same weights. The constructor
+    keeps only the parameters of this process's stages and moves all other parameters to the
+    ``meta`` device. If the model is already on the ``meta`` device, only the parameters of this
+    process's stages are allocated, and ``initialize`` sets their values.
 
     Args:
         model: Model to train. If it contains no :class:`CutPoint`, cut points are added between its
             repeated blocks. The model gets the batch's entries as keyword arguments. With a
             ``loss`` function, it gets only the entries that its ``forward`` takes.
-        sample_batch: Batch that shows what batches contain. Either a dictionary of tensors whose
-            first axis is the axis of samples: the forward pass is recorded with its first
-            microbatch and checked with its second. Or a list of microbatches, which are
-            dictionaries of tensors of any shapes and together use all parameters.
+        sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
+            whose first dimension is the samples, or a list of microbatches. The forward pass of a
+            dictionary is recorded with the first microbatch and checked with the second. Each
+            microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
+            must use all parameters.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
-        arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
+        arguments: Additional keyword arguments of the model's ``forward``, equal for every
+            microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
-            a dynamic loss scale. ``None`` turns autocast off.
+            a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
             Microbatches with other values get their own recording.
-        shared_weights: Groups of parameter names. All names in a group must belong to a single
-            parameter. Parameters used on both sides of a cut are found without this setting.
+        shared_weights: Groups of parameter names. All names in a group must refer to the same
+            parameter. Parameters used on both sides of a cut are detected without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
-        recompute: Calls that the backward pass runs again, instead of keeping their results in
+        recompute: Calls that the backward pass recomputes, instead of keeping their results in
             memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
-            these indices. ``None`` runs no calls again.
-        max_recordings: Maximum number of recordings of the model to keep, one for each combination
-            of shapes (and values of ``decisive_entries``) of a microbatch.
+            these indices. ``None`` disables recomputation.
+        max_recordings: Maximum number of recordings of the model to keep. Each combination of a
+            microbatch's shapes (and values of ``decisive_entries``) needs its own recording.
         order: Order in which a replica runs the microbatches of a list. ``given`` keeps the list's
-            order. ``work`` and ``time`` run cheap microbatches first and last, judged by the
-            arithmetic counted in their recordings or by predicted time. Two runs with ``work`` have
-            the same order. A model whose forward pass changes buffers in training needs ``given``.
-        dealing: Way in which ``share`` distributes a list over replicas. ``turns`` assigns
-            microbatches to the replicas in turn. ``work`` and ``time`` balance the replicas by
-            counted arithmetic or by predicted time.
-        repartition: Whether segments, with their optimizer state, move between processes if
-            measured times predict a gain: ``auto`` or ``off``.
-        repartition_interval: Number of steps between two checks for a better partition, from 4.
-        repartition_gain: Minimum gain for which segments move, as a fraction of the step time.
-        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose. Not
-            used if the sample batch is a list of microbatches.
+            order. ``work`` and ``time`` run cheap microbatches first and last; their cost is the
+            operation count of their recordings or the predicted time. Two runs with ``work`` have
+            the same order. A model whose forward pass changes buffers in training requires
+            ``given``.
+        dealing: Method by which ``share`` distributes a list over replicas. ``turns`` assigns
+            microbatches round-robin. ``work`` and ``time`` balance the replicas by operation count
+            or by predicted time.
+        repartition: Whether segments and their optimizer state move between processes if measured
+            times predict a gain: ``auto`` or ``off``.
+        repartition_interval: Number of steps between two checks for a better partition, at least 4.
+        repartition_gain: Minimum predicted gain for moving segments, as a fraction of the step
+            time.
+        micro_batch_size: Number of samples per microbatch; ``None`` lets the planner choose.
+            Ignored if the sample batch is a list of microbatches.
         pipeline_size: Number of processes per pipeline. If there are more processes, they run
             replicas of the pipeline. ``auto`` lets the planner choose. ``None`` means all
             processes, or lets the planner choose if ``micro_batch_size`` is ``None`` too.
-        batch_size: Number of samples per step over all replicas; ``None`` takes the size of the
+        batch_size: Number of samples per step over all replicas; ``None`` uses the size of the
             sample batch.
-        memory_limit_bytes: Maximum memory per process in bytes, which the planner respects;
-            ``None`` allows all free memory of the device.
-        schedule: Name of the schedule, one of those in ``docs/schedules.md``.
-        chunks: Number of stages per process; ``None`` takes the schedule's default.
+        memory_limit_bytes: Maximum memory per process in bytes that the planner may use; ``None``
+            allows all free memory of the device.
+        schedule: Name of the schedule, as listed in ``docs/schedules.md``.
+        chunks: Number of stages per process; ``None`` uses the schedule's default.
         activation_cap: Limit on the activations that a process keeps. One unit is the activations
-            of one microbatch for all stages of the process. ``None`` takes a default for the
-            numbers of stages and microbatches.
-        split_backward: Whether weight gradients are computed in their own actions, separate
-            from the backward pass; ``None`` takes the schedule's default.
+            of one microbatch for all stages of the process. ``None`` uses a default that depends on
+            the numbers of stages and microbatches.
+        split_backward: Whether weight gradients are computed in their own actions, separate from
+            the backward pass; ``None`` uses the schedule's default.
         partition: Number of segments (parts between cut points) in each stage, such as ``"3-4-5"``
             or a sequence of numbers; ``None`` balances the stages by the costs of segments.
         weights: Cost of each segment, in any unit; ``None`` measures the costs with the sample
             batch.
         seed: Seed of the random numbers that the model draws, as in dropout.
-        transport: Settings of the connections between processes; ``None`` takes the defaults.
-        trace_dir: Folder to which traces are written; ``None`` writes none.
+        transport: Settings of the connections between processes; ``None`` uses the defaults.
+        trace_dir: Folder to which traces are written; ``None`` disables tracing.
         trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each segment, ``collectives`` to add each collective too.
+            and backward of each segment, ``collectives`` to also add each collective.
         timeout_s: Maximum time in seconds to wait for another process.
-        hang_after_s: Time in seconds without progress after which the process that other processes
-            wait for is reported. 0 means never, ``None`` means 10 times the median step time, but
-            at least 30 s. Time between two steps is ignored.
-        on_hang: Reaction if the job hangs: ``report`` writes a report page and a line of output,
-            ``end`` also stops the job.
+        hang_after_s: Time in seconds without progress after which the process that blocks the
+            others is reported. 0 disables the report, ``None`` means 10 times the median step time,
+            but at least 30 s. Time between two steps is not counted.
+        on_hang: Reaction to a hang: ``report`` writes a report page and a line of output, ``end``
+            also stops the job.
         initialize: Function that fills the parameters and buffers of this process in place if the
-            model is on the ``meta`` device. The function gets the tensors to fill by name.
+            model is on the ``meta`` device. Its argument maps names to tensors.
 
     Attributes:
         model: The user's model, as passed to the constructor.
-        plan: Layout that the planner chose, and alternatives; ``None`` if no planner was used.
+        plan: Layout that the planner chose, with alternatives; ``None`` if the planner was not
+            used.
         device: Device on which this process computes.
         pipeline_size: Number of processes per pipeline.
-        replicas: Number of pipelines, each of which trains on its part of the batch.
-        replica: Index of this process's pipeline, from 0.
+        replicas: Number of replicas of the pipeline, each of which trains on a part of the batch.
+        replica: Index of this process's replica, from 0.
         micro_batch_size: Number of samples per microbatch.
         partition: Number of segments in each stage; changes if segments move.
         weights: Relative cost of each segment; empty if the partition was chosen without costs.
@@ -179,9 +184,8 @@ class Pipeline:
         steps: Number of training steps so far, including those before a loaded checkpoint.
         loss: Mean loss of the last step over all microbatches and replicas.
         grad_norm: Norm of the whole model's gradient in the last step, before clipping.
-        last_order: Index in the batch of each microbatch of the last step, in the order in which
-            they ran.
-        times: Times of this process in the last step, such as computing and waiting.
+        last_order: Batch index of each microbatch of the last step, in the order in which they ran.
+        times: Times of this process in the last step, such as computing and waiting times.
 
     Raises:
         ConfigError: If a setting, the sample batch or the model is invalid. The error message names
@@ -242,25 +246,25 @@ class Pipeline:
         trust_remote_code: bool = False,
         **settings: Unpack[PipelineOptions],
     ) -> Pipeline:
-        """Makes a pipeline of a model that ``transformers`` has saved.
+        """Creates a pipeline from a model that ``transformers`` has saved.
 
-        Must be called on all processes. Each process reads only the tensors of its stages. Nothing
-        is downloaded.
+        All processes must call this. Each process reads only the tensors of its stages. Nothing is
+        downloaded.
 
         Args:
             folder: Folder with ``config.json`` and ``safetensors`` files.
-            sample_batch: Batch that shows what batches contain, as for :class:`Pipeline`.
+            sample_batch: Batch with the same entries as later batches, as for :class:`Pipeline`.
             adapter: ``LoraConfig`` of PEFT to train only adapters; ``None`` to train all
                 parameters.
             dtype: Dtype of the parameters; ``auto`` and ``None`` mean the dtype in ``config.json``.
             trust_remote_code: Whether Python code in the folder may be run.
-            settings: Other arguments of :class:`Pipeline`, by name.
+            settings: Additional arguments of :class:`Pipeline`, by name.
 
         Raises:
             CheckpointError: If a file is missing or damaged, or does not fit ``config.json``.
             ConfigError: If the model cannot be built, or an argument is invalid.
         """
-        # Imported only when needed, because transformers and PEFT are optional.
+        # Import only when needed, because transformers and PEFT are optional.
         from megatron.adaptive.modules.pretrained import open_pretrained
 
         source = open_pretrained(
@@ -272,11 +276,11 @@ class Pipeline:
 
     @naming_lost_peers()
     def save_pretrained(self, folder: str | Path, *, shard_bytes: int = 5_000_000_000) -> Path:
-        """Writes the model as a folder that ``transformers`` reads.
+        """Writes the model as a folder that ``transformers`` can load.
 
-        Must be called on all processes. Each process writes the tensors of its stages. If PEFT has
-        put adapters into the model, only the adapters are written, in PEFT's format. The folder
-        gets its name when it is complete.
+        All processes must call this. Each process writes the tensors of its stages. If PEFT has
+        added adapters to the model, only the adapters are written, in PEFT's format. The folder is
+        renamed to its final name when it is complete.
 
         Args:
             folder: Folder to write, visible to all nodes; new or empty.
@@ -287,9 +291,10 @@ class Pipeline:
 
         Raises:
             CheckpointError: If the folder cannot be written.
-            ConfigError: If the model is not one of ``transformers``, or the folder is not empty.
+            ConfigError: If the model is not a model of ``transformers``, or the folder is not
+                empty.
         """
-        # Imported only when needed, because transformers is optional.
+        # Import only when needed, because transformers is optional.
         from megatron.adaptive.modules.pretrained_saving import save_pretrained
 
         path = Path(folder)
@@ -304,7 +309,7 @@ class Pipeline:
         return path
 
     def _begin(self, request: PipelineSettings) -> None:
-        """Makes this process's part of the pipeline. Collective over all processes."""
+        """Creates this process's part of the pipeline. All processes must call this."""
         check_settings(request)
         request, samples = _checked_sample(request)
         check_groups(request.model, request.shared_weights)
@@ -359,7 +364,7 @@ class Pipeline:
         self._mesh.settle()
 
     def _make_wiring(self, request: PipelineSettings) -> Wiring:
-        """Makes the executor and its channels, with message buffers for the largest message."""
+        """Creates the executor and its channels, with message buffers for the largest message."""
         transport = request.transport or TransportConfig()
         if transport.transport_slot_bytes is None:
             size = max(_LEAST_SLOT_BYTES, self._assembly.largest_message)
@@ -378,7 +383,7 @@ class Pipeline:
         )
 
     def _make_guard(self, request: PipelineSettings) -> HangGuard:
-        """Makes the hang detector, which has access to the trace and executor."""
+        """Creates the hang detector, which has access to the trace and executor."""
         guard = HangGuard(
             self._mesh,
             after_s=request.hang_after_s,
@@ -394,10 +399,10 @@ class Pipeline:
         """Returns the part of a whole batch that this replica must pass to :meth:`step`.
 
         Samples of a dictionary are divided into equal contiguous parts. Microbatches of a list are
-        dealt to the replicas in turn. If ``dealing`` is ``work`` or ``time``, they are dealt by
-        predicted cost. All processes must then pass the same whole list, and pass the returned list
-        to :meth:`step` unchanged. The attribute ``numbers`` of the returned list contains the
-        indices of its microbatches in the whole list.
+        distributed round-robin, or by predicted cost if ``dealing`` is ``work`` or ``time``. In the
+        latter case, all processes must pass the same whole list, and pass the returned list to
+        :meth:`step` unchanged. The attribute ``numbers`` of the returned list contains the indices
+        of its microbatches in the whole list.
 
         Raises:
             ConfigError: If the samples cannot be divided equally among the replicas, or a list has
@@ -407,20 +412,20 @@ class Pipeline:
 
     @property
     def costs(self) -> list[dict[str, float]]:
-        """Returns the measured cost of content: seconds per unit of content, for each stage.
+        """Returns the measured cost of content in seconds per unit, for each stage.
 
-        Units are elements of batch entries, pairs of elements in a sequence, and the microbatch.
-        The list is empty before the first fit of times. Times are fitted only if ``order`` or
+        Units are elements of batch entries, pairs of elements in a sequence, and microbatches. The
+        list is empty before the first fit of times. Times are fitted only if ``order`` or
         ``dealing`` is ``time``.
         """
         return self._maker.balance.seconds
 
     @property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Returns the measured time of each segment, a mean over the last steps' microbatches.
+        """Returns the measured time of each segment, averaged over recent microbatches.
 
-        Pass the result as ``weights`` at the next start, so that the partition suits the trained
-        content. Like ``costs``, the result is empty before the first fit of times.
+        Pass the result as ``weights`` at the next start, so that the stages are balanced for these
+        microbatches. Like ``costs``, the result is empty before the first fit of times.
         """
         return self._maker.balance.segment_seconds
 
@@ -448,8 +453,9 @@ class Pipeline:
         """Sets the optimizer that updates the parameters after each step.
 
         Args:
-            optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that makes
-                an optimizer from a list of parameters; ``None`` on a process without parameters.
+            optimizer: A ``torch.optim.Optimizer`` over :meth:`parameters`, or a function that
+                creates an optimizer from a list of parameters; ``None`` on a process without
+                parameters.
             clip_norm: Maximum norm of the whole model's gradient, to which larger gradients are
                 scaled down; ``None`` for no limit.
             initial_loss_scale: Loss scale of the first step in fp16.
@@ -463,26 +469,26 @@ class Pipeline:
 
     @naming_lost_peers()
     def step(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> tuple[float, bool]:
-        """Trains on a batch: runs the passes, averages gradients over replicas, updates parameters.
+        """Trains on a batch: runs all passes, averages gradients and updates the parameters.
 
-        Must be called on all processes. If no optimizer is set, the gradients stay in ``grad`` of
-        the parameters until the next step.
+        All processes must call this. If no optimizer is set, the gradients stay in the parameters'
+        ``grad`` until the next step.
 
         Args:
-            batch: Batch of this replica, the same on all processes of its pipeline: a dictionary
-                whose number of samples is a multiple of the microbatch size, or a list of
-                microbatches of any shapes. All replicas must pass a dictionary, or all
-                must pass a list. A process uses only the entries that its stages need.
-            num_items: Number of items in each microbatch of this replica over which its loss is a
-                mean, such as the tokens that have a label. The loss and the gradients are then
-                means over all items of all replicas. ``None`` takes the mean over microbatches.
+            batch: Batch of this replica, equal on all processes of its pipeline: a dictionary whose
+                number of samples is a multiple of the microbatch size, or a list of microbatches of
+                any shapes. All replicas must pass a dictionary, or all must pass a list. A process
+                uses only the entries that its stages need.
+            num_items: Number of items, such as tokens with a label, over which each microbatch's
+                loss is a mean. The loss and the gradients are then means over all items of all
+                replicas. ``None`` averages over microbatches.
 
         Returns:
             The mean loss over microbatches (or items) and replicas, and whether the update was
-            skipped because the gradient was not finite. Both are the same on all processes.
+            skipped because the gradient was not finite. Both are equal on all processes.
 
         Raises:
-            ConfigError: If the batch does not divide into microbatches, differs from the sample
+            ConfigError: If the batch cannot be divided into microbatches, differs from the sample
                 batch in entries or dtypes, or uses parameters that the sample batch did not use.
             TransportError: If another process has exited or does not respond.
         """
@@ -517,7 +523,7 @@ class Pipeline:
         return self.loss, overflow
 
     def _after_step(self, repartitioner: SegmentBalancer, work: StepWork, times: RankTimes) -> None:
-        """Moves segments if measured times predict a gain. Collective over all processes."""
+        """Moves segments if measured times predict a gain. All processes must call this."""
         move = repartitioner.after_step(work, times)
         if move is None:
             return
@@ -532,14 +538,14 @@ class Pipeline:
 
     @naming_lost_peers()
     def eval(self, batch: Batch, *, num_items: Sequence[float] | None = None) -> float:
-        """Returns the mean loss of a batch in evaluation mode, the same value on all processes.
+        """Returns the mean loss of a batch in evaluation mode, equal on all processes.
 
         Args:
             batch: Batch of this replica, in the form that :meth:`step` accepts.
             num_items: Number of items in each microbatch, as for :meth:`step`.
 
         Raises:
-            ConfigError: If the batch does not divide into microbatches, differs from the sample
+            ConfigError: If the batch cannot be divided into microbatches, differs from the sample
                 batch in entries or dtypes, or uses parameters that the sample batch did not use.
             TransportError: If another process has exited or does not respond.
         """
@@ -553,11 +559,11 @@ class Pipeline:
         return loss
 
     def _run(self, work: StepWork, *, step: int, scale: float | None) -> list[torch.Tensor]:
-        """Runs a batch; returns its microbatches' losses, or an empty list without the last stage.
+        """Runs a batch and returns the loss of each microbatch; empty without the last stage.
 
         Args:
             work: Microbatches of this replica, and their programs, in the order in which they run.
-            step: Number of the training step, which seeds the random numbers.
+            step: Index of the training step, which seeds the random numbers.
             scale: Factor by which the loss is multiplied. ``None`` runs only forward passes, in
                 evaluation mode.
         """
@@ -607,9 +613,9 @@ class Pipeline:
     ) -> Path:
         """Saves parameters, buffers, optimizer, loss scale, step and seed.
 
-        Must be called on all processes. Any pipeline of the same model can load the checkpoint,
-        even with another pipeline size, partition or number of replicas. The checkpoint gets its
-        final name only when it is complete.
+        All processes must call this. Any pipeline of the same model can load the checkpoint, even
+        with a different pipeline size, partition or number of replicas. The checkpoint is renamed
+        to its final name when it is complete.
 
         Args:
             folder: Folder of checkpoints, visible to all nodes. The checkpoint is the folder
@@ -648,7 +654,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """Loads a checkpoint that :meth:`save` has written.
 
-        Must be called on all processes, after :meth:`set_optimizer`.
+        All processes must call this, after :meth:`set_optimizer`.
 
         Args:
             folder: Folder of checkpoints.
@@ -657,15 +663,15 @@ class Pipeline:
             state: Objects whose states were saved, by the names under which they were saved;
                 ``load_state_dict`` is called on each object.
             trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
-                and could run foreign code.
+                and can run arbitrary code.
 
         Returns:
             Value of ``extra`` that was saved.
 
         Raises:
-            CheckpointError: If there is no checkpoint, or it is damaged, not trusted, or of another
-                model or optimizer.
-            ConfigError: If the checkpoint has the state of an optimizer, and no optimizer is set.
+            CheckpointError: If there is no checkpoint, or it is damaged or not trusted, or belongs
+                to another model or optimizer.
+            ConfigError: If the checkpoint has the state of an optimizer, but no optimizer is set.
         """
         manifest = self._checkpointer.load(
             folder, step=step, optimizer=optimizer, state=state, trust=trust_checkpoint
@@ -691,30 +697,31 @@ class Pipeline:
     ) -> Loop:
         """Loads the newest checkpoint and returns an iterator over the remaining steps.
 
-        Must be called on all processes, after :meth:`set_optimizer`. Call :meth:`step` once in each
+        All processes must call this, after :meth:`set_optimizer`. Call :meth:`step` once in each
         iteration of the loop. If any process receives SIGTERM, SIGINT, SIGUSR1 or SIGHUP, all
         processes save a checkpoint after the same step and exit with status 0. See
         ``docs/elastic.md``.
 
         Args:
             total_steps: Number of steps in the whole training run, counted from step 0.
-            folder: Folder of checkpoints; ``None`` to save none. An elastic job uses the folder
-                that was given to its launcher instead.
+            folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses the
+                folder that was passed to its launcher instead.
             save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
             keep: Number of newest complete checkpoints to keep; ``None`` for all.
             state: Objects whose state is also saved and loaded, by name, as in
                 :meth:`Pipeline.save`.
-            async_save: Whether a thread writes checkpoints, so that training waits only until the
-                state is copied in memory.
+            async_save: Whether a background thread writes checkpoints, so that training waits only
+                until the state is copied in memory.
             local_folder: Folder on each node's local disk, to which checkpoints are written before
-                a thread copies them to ``folder``.
+                a background thread copies them to ``folder``.
             diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
-                turns the search off. Has no effect without a trace.
+                disables the search. Ignored without a trace.
             trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles
-                and could run foreign code.
+                and can run arbitrary code.
 
         Raises:
-            CheckpointError: If the newest checkpoint cannot be loaded, or has another batch size.
+            CheckpointError: If the newest checkpoint cannot be loaded, or has a different batch
+                size.
             ConfigError: If a setting is invalid, or this pipeline already has a loop.
         """
         if self._loop is not None:
@@ -735,7 +742,7 @@ class Pipeline:
 
     @functools.cached_property
     def _checkpointer(self) -> Any:
-        # Imported only when needed, because the import is slow.
+        # Import only when needed, because the import is slow.
         from megatron.adaptive.modules.checkpointer import Checkpointer
 
         return Checkpointer(self._mesh, self.model, self._assembly.held, self._update)
@@ -744,7 +751,7 @@ class Pipeline:
     def close(self) -> None:
         """Closes channels and the trace, and destroys the pipeline's process groups.
 
-        Must be called on all processes. Idempotent.
+        All processes must call this. It is safe to call it more than once.
         """
         if self._is_closed:
             return

@@ -1,4 +1,4 @@
-"""Writes the trace of a ``Pipeline``, in new files after each move of segments.
+"""Writes the trace of a ``Pipeline``, with new files after each move of segments.
 
 The header of a trace file describes one partition. So the files of the former partition are moved
 to another folder before the first step of the new partition::
@@ -26,18 +26,18 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class PipelineTrace:
-    """Opens this process's trace. The constructor is collective over all processes.
+    """Opens this process's trace. All processes must call the constructor.
 
     Args:
         request: Settings of the pipeline.
-        samples: Number of samples, or of microbatches of a list, in the sample batch.
+        samples: Number of samples in the sample batch, or of microbatches if it is a list.
         sizes: Layout of the job. Each layout of an elastic job gets its own folder.
         assembly: This rank's part of the model.
         placement: Assignment of stages to ranks.
 
     Attributes:
         folder: Folder of the trace files; ``None`` if tracing is off.
-        tracing: Trace of this process, the same object for all partitions.
+        tracing: Trace of this process, which remains the same object for all partitions.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class PipelineTrace:
 
     @property
     def meter(self) -> SegmentMeter | None:
-        """Returns the meter of segments in the current step; ``None`` if it is not measured."""
+        """Returns the meter of segments, or ``None`` if the current step is not measured."""
         return self._meter if self.tracing.is_traced else None
 
     def continue_with(self, partition: Sequence[int]) -> None:
-        """Continues in new files for another partition. Collective over all processes.
+        """Continues in new files for another partition. All processes must call this.
 
-        Must be called between two steps. The former files are then in ``<folder>-1``, or with the
-        next free number.
+        Must be called between two steps. The former files are moved to ``<folder>-1``, or to the
+        folder with the next free number.
 
         Args:
             partition: Number of segments in each stage.

@@ -1,14 +1,14 @@
-"""Builds models from folders of ``transformers``, and reads only the tensors of this process.
+"""Builds models from folders of ``transformers``, and reads only this process's tensors.
 
 ::
 
     config.json ──transformers──> model on the meta device
     *.safetensors ──names as transformers converts them──> tensors of this process, one at a time
 
-A folder may have other names or layouts of tensors than the model: ``transformers`` renames
-tensors, and merges or splits some, such as the weights of experts. This module uses the rules and
-functions of ``transformers`` for this. Each conversion is first done on the ``meta`` device, which
-gives the names and shapes of its results without reading a byte.
+The tensors in a folder may have other names or layouts than the model's tensors: ``transformers``
+renames tensors, and merges or splits some of them, such as the weights of experts. This module uses
+the rules and functions of ``transformers`` for this. Each conversion first runs on the ``meta``
+device, which gives the names and shapes of its results without reading the files.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def transformers_module(name: str = "") -> Any:
     """Returns ``transformers`` or one of its modules.
 
     Raises:
-        ConfigError: If ``transformers`` is not installed, or its version lacks the module.
+        ConfigError: If ``transformers`` is not installed, or its version does not have the module.
     """
     try:
         return importlib.import_module(f"transformers{name and '.'}{name}")
     except ImportError as error:
         raise ConfigError(
-            f"model folders need transformers 5.20 or newer ({error}); install transformers"
+            f"loading a model folder requires transformers 5.20 or newer ({error}); install "
+            "transformers"
         ) from None
 
 
@@ -54,14 +55,16 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         trust_remote_code: Whether Python code in the folder may be run.
 
     Raises:
-        ConfigError: If there is no ``config.json``, or the model is quantized, of unknown type, or
-            needs Python code that is not trusted.
+        ConfigError: If there is no ``config.json``, or the model is quantized, has an unknown type,
+            or requires Python code that is not trusted.
     """
     path = folder / CONFIG
-    document = read_json(path, "name the folder of a model that transformers saved")
+    document = read_json(path, "pass the folder of a model that transformers saved")
     kind = document.get("model_type") if isinstance(document, dict) else None
     if not isinstance(kind, str):
-        raise ConfigError(f"{path} has no model_type, so it describes no model of transformers")
+        raise ConfigError(
+            f"{path} has no model_type; pass the folder of a model that transformers saved"
+        )
     if document.get("quantization_config"):
         raise ConfigError(
             f"{path}: the weights are quantized, but training needs them in 16 or 32 bits; save "
@@ -76,8 +79,8 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         )
     if kind not in known_types and "auto_map" not in document:
         raise ConfigError(
-            f"{path}: transformers {transformers.__version__} does not know model_type {kind!r}; "
-            "install a newer version"
+            f"{path}: transformers {transformers.__version__} does not support model_type "
+            f"{kind!r}; install a newer version"
         )
     try:
         return transformers.AutoConfig.from_pretrained(
@@ -88,9 +91,9 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Returns the model of a configuration on the ``meta`` device, in training mode.
+    """Builds a configuration's model on the ``meta`` device, in training mode.
 
-    Buffers that files do not contain, such as frequencies of rotary embeddings, are computed in
+    Buffers that the files do not contain, such as frequencies of rotary embeddings, are computed in
     host memory instead.
 
     Args:
@@ -99,7 +102,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
         dtype: Dtype of the parameters; ``None`` for the dtype in the configuration.
 
     Raises:
-        ConfigError: If the configuration names no class of ``transformers``.
+        ConfigError: If the configuration does not name a class of ``transformers``.
     """
     kind = _model_class(folder, config)
     saved = getattr(config, "dtype", None)
@@ -122,7 +125,7 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype | None) -> torch
 
 
 def _model_class(folder: Path, config: Any) -> Any:
-    """Returns the class that ``architectures`` in a configuration names."""
+    """Returns the model class that ``architectures`` in a configuration names."""
     transformers = transformers_module()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
@@ -142,7 +145,7 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
-    """Gives parameters the dtype that the model prescribes, such as float32 in a router."""
+    """Converts parameters to the dtype that the model requires, such as float32 in a router."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -160,7 +163,7 @@ def _set(model: torch.nn.Module, name: str, buffer: torch.Tensor) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Returns a tensor's name in the model without adapters, by removing what PEFT has added."""
+    """Returns a tensor's name in the model without adapters, by removing PEFT's additions."""
     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return re.sub(r"\.(original_module|modules_to_save\.\w+)\.", ".", name)
 
@@ -171,9 +174,9 @@ class Conversion:
 
     Attributes:
         target: Name that ``transformers`` gives to the group of tensors.
-        sources: Names of the tensors in the folder, with the pattern that each name matches.
+        sources: Name of each tensor in the folder, and the pattern that the name matches.
         converter: Converter of ``transformers``; ``None`` if the tensor is only renamed.
-        targets: Shape of each resulting tensor of the model, by name.
+        targets: Shape of each resulting model tensor, by name.
     """
 
     target: str
@@ -199,14 +202,14 @@ class PretrainedWeights:
 
     Args:
         folder: Folder of the model.
-        model: Model from :func:`build_on_meta`, before anything else changes it.
+        model: Model from :func:`build_on_meta`, not yet changed.
 
     Attributes:
         folder: Folder of the model.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or the folder lacks tensors of the model,
-            or has other tensors or shapes.
+        CheckpointError: If a file is missing or damaged, or the folder does not contain exactly the
+            model's tensors in the model's shapes.
     """
 
     def __init__(self, folder: Path, model: torch.nn.Module) -> None:
@@ -280,8 +283,8 @@ class PretrainedWeights:
                 groups.setdefault(target, []).append((source, pattern))
             else:
                 self._extra.add(target)
-        # When the model is saved, transformers reverses the rules in this list. Keep only the rules
-        # that were used.
+        # When the model is saved, transformers reverses the rules in this list, so keep only the
+        # rules that were used.
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         for target, sources in groups.items():
             pattern = sources[0][1]
@@ -311,23 +314,25 @@ class PretrainedWeights:
                     self._extra.add(name)
                 elif shapes[name] != shape:
                     raise CheckpointError(
-                        f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG} says "
-                        f"{list(shapes[name])}; copy both again from one model"
+                        f"{self.folder}: {name} has shape {list(shape)}, but {CONFIG} requires "
+                        f"{list(shapes[name])}; copy both again from the same model"
                     )
                 else:
                     read.add(self._name_of[name])
         missing = {name for name in shapes if self._name_of[name] not in read}
         if missing:
             raise CheckpointError(
-                f"{self.folder} lacks {_first_of(missing)} of {type(self._model).__name__}; use a "
-                f"folder with all tensors of the model that its {CONFIG} describes"
+                f"{self.folder} does not contain {_first_of(missing)} of "
+                f"{type(self._model).__name__}; use a folder with all tensors of the model that "
+                f"its {CONFIG} describes"
             )
         report = SimpleNamespace(missing_keys=set(), unexpected_keys=self._extra)
         self._model._adjust_missing_and_unexpected_keys(report)
         if report.unexpected_keys:
             raise CheckpointError(
-                f"{self.folder} has {_first_of(report.unexpected_keys)}, for which "
-                f"{type(self._model).__name__} has no place; correct architectures in its {CONFIG}"
+                f"{self.folder} contains {_first_of(report.unexpected_keys)}, which "
+                f"{type(self._model).__name__} does not use; correct architectures in its "
+                f"{CONFIG}"
             )
 
 
@@ -342,7 +347,7 @@ class Pretrained:
 
     Attributes:
         model: Model on the ``meta`` device, with adapters if they are trained.
-        weights: Reader of the folder's tensors.
+        weights: Object that reads the folder's tensors.
         arguments: Keyword arguments of the model's ``forward`` for training.
         has_adapters: Whether only adapters are trained.
     """
@@ -353,15 +358,15 @@ class Pretrained:
     has_adapters: bool
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the user's settings of a pipeline, completed for this model.
+        """Returns the user's settings of a pipeline, with ``initialize`` and ``arguments`` added.
 
         Raises:
             ConfigError: If the settings contain ``initialize``.
         """
         if "initialize" in settings:
             raise ConfigError(
-                "initialize was given to from_pretrained, which reads all tensors from the folder; "
-                "remove it, or build the model on the meta device and call Pipeline"
+                "initialize cannot be used with from_pretrained, which reads all tensors from "
+                "the folder; remove it, or build the model on the meta device and call Pipeline"
             )
 
         def initialize(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -380,7 +385,7 @@ def open_pretrained(
     dtype: torch.dtype | Literal["auto"] | None,
     trust_remote_code: bool,
 ) -> Pretrained:
-    """Builds the model of a folder on the ``meta`` device and checks the files with its weights.
+    """Builds a folder's model on the ``meta`` device and checks the files with its weights.
 
     Args:
         folder: Folder of the model.
@@ -390,7 +395,7 @@ def open_pretrained(
 
     Raises:
         CheckpointError: If a file is missing or damaged, or does not fit the configuration.
-        ConfigError: If the model is quantized or cannot be built, or the adapter does not fit.
+        ConfigError: If the model is quantized or cannot be built, or the adapter is not supported.
     """
     if dtype == "auto":
         dtype = None

@@ -1,4 +1,4 @@
-"""Writes a pipeline's model as a folder that ``transformers`` or PEFT reads.
+"""Writes a pipeline's model as a folder that ``transformers`` or PEFT can load.
 
 Each rank writes the tensors of its stages to its own files, so no process holds the whole
 model::
@@ -9,8 +9,8 @@ model::
 
 Adapters are small. The first rank gathers them, because PEFT reads them from a single file.
 
-The folder gets its name when it is complete. If a process exits earlier, a folder named
-``.NAME.partial`` remains, and the next save replaces it.
+The folder is renamed to its final name when it is complete. If a process exits earlier, a folder
+named ``.NAME.partial`` remains, and the next save replaces it.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def save_pretrained(
     source: Path | None,
     shard_bytes: int,
 ) -> None:
-    """Writes the model, or only its adapters if it has adapters. Collective over all ranks.
+    """Writes the model, or only its adapters if it has adapters. All ranks must call this.
 
     Args:
         folder: Folder to write, new or empty.
-        model: Model of which each rank holds a part.
+        model: Model, a part of which is on each rank.
         held: Parameters and buffers of this rank, by name in the model.
         mesh: Replica and pipeline position of this process, and its process groups.
-        source: Folder from which tokenizer and generation settings are copied; ``None`` to copy
+        source: Folder from which tokenizer and generation settings are copied; ``None`` copies
             nothing.
         shard_bytes: Maximum size of a file in bytes.
 
     Raises:
         CheckpointError: If the folder cannot be written.
-        ConfigError: If the model is not one of ``transformers``, the folder is not empty, or
+        ConfigError: If the model is not a model of ``transformers``, the folder is not empty, or
             ``shard_bytes`` is not a positive integer.
     """
     require_whole(1, shard_bytes=shard_bytes)
     base: Any = model.get_base_model() if is_adapted(model) else model
     if not isinstance(base, transformers_module().PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained writes models of transformers, but {type(base).__name__} is not one; "
-            "use save"
+            f"save_pretrained requires a model of transformers, got a {type(base).__name__}; use "
+            "save"
         )
     partial = folder.parent / f".{folder.name}.partial"
     mesh.on_first(lambda: _make(folder, partial))
@@ -93,7 +93,7 @@ def save_pretrained(
 
 
 def _make(folder: Path, partial: Path) -> None:
-    """Makes the folder ``partial`` for the files, and replaces a folder of an earlier save."""
+    """Creates the folder ``partial``, and removes the folder of an interrupted save."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; choose a new folder")
 
@@ -105,7 +105,7 @@ def _make(folder: Path, partial: Path) -> None:
 
 
 def guarded(action: Callable[[], None]) -> None:
-    """Runs an action that writes files, and turns an ``OSError`` into a ``CheckpointError``."""
+    """Runs an action that writes files, and converts ``OSError`` to ``CheckpointError``."""
     try:
         action()
     except OSError as error:
@@ -136,7 +136,7 @@ def _own_tensors(
 def _write_model(
     partial: Path, model: Any, tensors: Mapping[str, torch.Tensor], mesh: Mesh, shard_bytes: int
 ) -> None:
-    """Writes this rank's files, and an index of several files. Collective over all ranks."""
+    """Writes this rank's files, and the index of all files. All ranks must call this."""
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     shards = split_shards(about, shard_bytes) if about else []
     counts = mesh.gather(len(shards))
@@ -183,7 +183,7 @@ def _write_settings(partial: Path, model: Any, source: Path | None) -> None:
 
 
 def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the adapters in the form that PEFT reads."""
+    """Writes the adapters in PEFT's format."""
     config, state = adapter_file(model, tensors)
     about = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     config.save_pretrained(str(partial))
@@ -197,7 +197,7 @@ def _write_adapters(partial: Path, model: Any, tensors: Mapping[str, torch.Tenso
 
 
 def finish(partial: Path, folder: Path) -> None:
-    """Flushes the files to disk and gives the folder its name."""
+    """Flushes the files to disk and renames the folder to its final name."""
     for path in partial.iterdir():
         sync(path)
     sync(partial)

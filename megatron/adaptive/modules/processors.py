@@ -1,8 +1,8 @@
-"""Loads the processor of a model's folder: tokenizer and image processor of ``transformers``.
+"""Loads the processor (tokenizer and image processor) from a model folder of ``transformers``.
 
-``transformers`` makes image processors with torchvision or with Pillow, but video processors only
-with torchvision. Samples for fine-tuning have no videos. So without torchvision, a processor gets
-the settings of its video processor in place of the video processor::
+``transformers`` creates image processors with torchvision or with Pillow, but video processors only
+with torchvision. Samples for fine-tuning have no videos. So without torchvision, a processor
+contains the settings of its video processor instead of the video processor::
 
     processor of Qwen2.5-VL ──┬── tokenizer
                               ├── image processor (Pillow)
@@ -29,9 +29,9 @@ _CORRECT = "save the folder again with save_pretrained of the processor"
 
 
 class VideoSettings(dict[str, Any]):
-    """Replaces a video processor, and contains the processor's settings from the folder."""
+    """Replaces a video processor, and contains the settings of that processor."""
 
-    # Attributes that processors of transformers read from each of their parts.
+    # Define the attributes that processors of transformers read from each of their parts.
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
 
@@ -43,13 +43,13 @@ class VideoSettings(dict[str, Any]):
 
 
 _FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-"""Errors of transformers for folders whose files are missing, damaged, or of another form."""
+"""Errors that transformers raises for folders with missing, damaged or unsupported files."""
 
 
 def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Returns the processor of a model, or its tokenizer if the model takes only text.
+    """Returns the processor of a model, or its tokenizer if the model accepts only text.
 
-    Without torchvision, the processor takes no videos.
+    Without torchvision, the processor does not support videos.
 
     Args:
         folder: Folder of the model.
@@ -84,19 +84,19 @@ def _has(package: str) -> bool:
 
 def _reason(folder: Path, error: Exception) -> str:
     """Returns the reason why a folder's processor cannot be loaded."""
-    # For a missing folder, the message of transformers names its server, although nothing is
+    # For a missing folder, the error of transformers refers to its server, although nothing is
     # downloaded. So state the reason here.
     if not folder.is_dir():
         return "there is no such folder"
-    # A torchvision that does not fit torch prevents all image processors, and transformers does
-    # not say why.
+    # A torchvision that does not match torch breaks all image processors, and transformers does not
+    # report the cause.
     if _has("torchvision"):
         try:
             importlib.import_module("torchvision")
         except (ImportError, OSError, RuntimeError) as cause:
             return (
-                f"torchvision cannot be imported: {first_line(cause)}; install the torchvision of "
-                "the installed torch, or remove it"
+                f"torchvision cannot be imported: {first_line(cause)}; install the torchvision "
+                "version that matches torch, or uninstall torchvision"
             )
     # The messages of these exceptions contain only the name of a missing key or attribute.
     name = f"{type(error).__name__} " if isinstance(error, AttributeError | LookupError) else ""
@@ -104,25 +104,25 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the processor with :class:`VideoSettings`; ``None`` if it has no video processor.
+    """Returns the processor with :class:`VideoSettings`, or ``None`` if it has no video processor.
 
     Args:
         folder: Folder of the model.
-        options: Arguments for ``from_pretrained`` of the parts.
+        options: Arguments of ``from_pretrained`` for the processor's parts.
     """
     transformers = transformers_module()
     kind = _class_of(folder, options)
     if kind is None or _VIDEO not in kind.get_attributes():
         return None
 
-    # The base class is known at run time only.
+    # The base class is known only at run time.
     class WithoutVideos(kind):  # type: ignore[misc,valid-type]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name != _VIDEO:
                 super().check_argument_for_proper_class(argument_name, argument)
 
     made: Any = WithoutVideos
-    # The saved processor_config.json names the class.
+    # The saved processor_config.json contains the name of the class.
     made.__name__ = kind.__name__
     makers: dict[str, Callable[[], Any]] = {
         _VIDEO: lambda: VideoSettings(_video_settings(folder)),
@@ -139,7 +139,7 @@ def _without_videos(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _class_of(folder: Path, options: dict[str, Any]) -> Any:
-    """Returns the class of a folder's processor; ``None`` if it is not one of ``transformers``."""
+    """Returns the class of a folder's processor; ``None`` if it is not in ``transformers``."""
     transformers = transformers_module()
     for name in (_NESTED, _IMAGES, _TOKENIZER):
         named = _document(folder / name).get("processor_class")
@@ -151,17 +151,18 @@ def _class_of(folder: Path, options: dict[str, Any]) -> Any:
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Returns a folder's settings of the video processor, from the file that has them."""
+    """Returns a folder's video processor settings, from the file that contains them."""
     nested = _document(folder / _NESTED).get(_VIDEO)
     if isinstance(nested, dict):
         return nested
-    # Older folders have the same settings for images and videos.
+    # Older folders use the same settings for images and videos.
     return _document(folder / _VIDEOS) or _document(folder / _IMAGES)
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty object if there is no such file."""
-    # Not read_json: it refuses the length of 10**30 that tokenizers without a limit have.
+    """Returns the JSON object in a file, or an empty object if the file does not exist."""
+    # read_json() cannot be used, because it rejects 10**30, which is the length limit in the files
+    # of tokenizers without a limit.
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

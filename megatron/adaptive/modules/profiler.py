@@ -1,8 +1,8 @@
 """Measures models with cut points for the planner: segments, messages and all-reduces.
 
-This file decides which rank measures what and collects the results in a profile. ``segments``
-measures the parts of the model between cut points, ``profiling.links`` the links between ranks and
-all-reduces.
+This module assigns the measurements to ranks and collects the results in a profile. ``segments``
+measures the parts of the model between cut points. ``profiling.links`` measures the links between
+ranks and all-reduces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator as _accelerator
 
-# install() lets megatron-core run without CUDA. It must run before the modules below import
+# install() lets megatron-core run without CUDA, so call it before the modules below import
 # megatron-core.
 _accelerator.install()
 with _accelerator.quiet_imports():
@@ -68,23 +68,23 @@ class Profiler(SampledModel):
         profile.write("profile.json")       # for python -m megatron.adaptive plan
 
     Args:
-        model: Model to measure, which stays unchanged, except that cut points are added if it has
-            none. Parameters and buffers on the ``meta`` device are measured with random values. The
+        model: Model to measure. It is not changed, except that cut points are added if it has none.
+            Parameters and buffers on the ``meta`` device are measured with random values. The
             model's other settings are the attributes of
             :class:`~megatron.adaptive.modules.recording.SampledModel`.
         sample_batch: Batch with which the forward pass is recorded.
         micro_batch_sizes: Numbers of samples per microbatch to measure. ``None`` tries 1, 2, 4 and
-            so on up to the size of the sample batch, while memory and ``time_limit_s`` allow.
+            so on, up to the size of the sample batch, as long as memory and ``time_limit_s`` allow.
         split_backward: Whether to also measure the split backward pass, in which gradients of
             inputs and of weights are computed separately.
-        optimizer: Function that makes an optimizer from a list of parameters, to time an optimizer
-            step; ``None`` uses AdamW.
-        repeats: Number of times that each measurement is repeated; the median is reported.
+        optimizer: Function that creates an optimizer from a list of parameters, to time an
+            optimizer step; ``None`` uses AdamW.
+        repeats: Number of repetitions of each measurement; the median is reported.
         links: Whether to measure messages between processes and all-reduces.
         memory_limit_bytes: Maximum memory per process in bytes; ``None`` allows all free memory of
             the device.
         time_limit_s: Time in seconds after which no larger microbatch size is tried.
-        name: Name of the model in the profile; its class name if ``None``.
+        name: Name of the model in the profile; ``None`` uses its class name.
         timeout_s: Maximum time in seconds to wait for another process.
 
     Raises:
@@ -113,16 +113,16 @@ class Profiler(SampledModel):
         for limit in ("time_limit_s", "memory_limit_bytes"):
             value = getattr(self, limit)
             if value is not None and not value > 0:
-                raise ConfigError(f"{limit} must be a number above 0, got {value!r}")
+                raise ConfigError(f"{limit} must be a positive number, got {value!r}")
 
     def run(self) -> ModuleProfile:
-        """Returns the profile, the same on all processes. Collective over all processes of the job.
+        """Measures the profile, which is equal on all processes. All processes must call this.
 
         For each type of device, one process measures the segments while other processes wait.
 
         Raises:
             ConfigError: If the model cannot be recorded or run.
-            DeviceMemoryError: If not even the smallest microbatch fits in memory.
+            DeviceMemoryError: If even the smallest microbatch does not fit in memory.
         """
         job = join_job(self.timeout_s)
         try:
@@ -215,7 +215,7 @@ class Profiler(SampledModel):
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
-        Returns an error instead of raising it, so that all ranks can raise the error.
+        Errors are returned instead of raised, so that all ranks can raise the error.
         """
         device = job.accelerator.device
         model = self.model
@@ -227,9 +227,9 @@ class Profiler(SampledModel):
                 samples += rows
             if tape is None:
                 return DeviceMemoryError(
-                    f"profile: no microbatch of {min(self.micro_batch_sizes or (1,))} samples "
-                    f"fits into {limit_bytes / 1e9:.3g} GB; mark more cut points, so that pieces "
-                    "get smaller"
+                    f"profile: a microbatch of {min(self.micro_batch_sizes or (1,))} samples "
+                    f"does not fit into {limit_bytes / 1e9:.3g} GB; add cut points to make the "
+                    "segments smaller"
                 )
             tied = tied_parameters(tape, tensors_of(model))
             elements = Counter[int]()
@@ -366,11 +366,11 @@ class DeviceSamples:
         cut_points: Names of the cut points in the order of the forward pass.
         samples: Measurements of every segment with every microbatch size.
         tied_parameters: Number of elements in parameters that several segments share.
-        tied_segments: First and last of the segments that share parameters; empty if no segments
-            share parameters.
+        tied_segments: First and last segment that share parameters; empty if no segments share
+            parameters.
         element_bytes: Size in bytes of an element of the model's most common parameter dtype.
         optimizer_s: Time of an optimizer step per parameter element, in seconds.
-        is_random: Whether the model draws random numbers, as for dropout.
+        is_random: Whether the model draws random numbers, for example in dropout.
     """
 
     gpu: str
@@ -391,11 +391,11 @@ class ModuleProfile:
         name: Name of the model.
         parts: Measurements on each type of device, the type of rank 0 first.
         nodes: Device, memory and machine of each rank, as ``Profiler._about`` returns them.
-        names: Name of the type of each rank's node.
+        names: Node type of each rank.
         links: Measured times of messages between ranks, as rows of a profile file; empty if not
             measured.
         reductions: Measured times of all-reduces, as rows of a profile file; empty if not measured.
-        seconds: Time that measuring took, in seconds.
+        seconds: Duration of the measurements in seconds.
     """
 
     name: str
@@ -427,7 +427,7 @@ class ModuleProfile:
 
         Args:
             split: Whether to list the times of the split backward pass, if they were measured,
-                instead of the times of the whole backward pass.
+                instead of the whole backward pass.
         """
         return profile_file.document(
             self._model(),
@@ -510,9 +510,9 @@ def _layer_row(gpu: str, sample: SegmentSample, split: bool) -> dict[str, Any]:
 
 
 def _node_names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns each rank's node type: the name of its GPU.
+    """Returns each rank's node type, which is the name of its GPU.
 
-    If nodes with this GPU have different numbers of processes, the number is added to the name.
+    If nodes with this GPU have different numbers of processes, the number is appended to the name.
     """
     kinds = dict.fromkeys((node["facts"]["gpu"], node["processes"]) for node in nodes)
     gpus = [gpu for gpu, _ in kinds]

@@ -1,17 +1,17 @@
 """Runs the calls of a stage for the executor: forward, backward and weight-gradient passes.
 
-The list of tensors that a stage sends to the next stage is the same for all microbatches of equal
-signatures (see ``batch.Signature``). A single tensor is sent directly. Several tensors are packed
-into one block of bytes, at offsets that are computed from shapes and dtypes. Only the block is
-sent, and the receiver uses views of the block as tensors::
+A stage sends the same list of tensors for all microbatches with equal signatures (see
+``batch.Signature``). A single tensor is sent directly. Several tensors are packed into one block of
+bytes, at offsets that are computed from shapes and dtypes. Only the block is sent, and the receiver
+uses views of the block as tensors::
 
     byte 0            64                        block
          | tensor 0   .. | tensor 1             .. |
 
-The backward pass may be split into B (gradients of inputs) and W (gradients of weights). Then W
+The backward pass may be split into B (gradients of inputs) and W (gradients of weights). W then
 computes the weight gradients of three kinds of calls, if the weight is a parameter: ``linear``,
-``addmm`` with a weight of ``[in, out]``, and ``embedding``. All other calls compute both kinds of
-gradients in B.
+``addmm`` with a weight of ``[in, out]``, and ``embedding``. For all other calls, B computes both
+kinds of gradients.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 class RandomKey:
     """Seeds the device's random generator from seed, step, microbatch and call.
 
-    As a result, random numbers do not depend on the schedule, on the partition, or on how
-    microbatches are divided among replicas.
+    As a result, random numbers do not depend on the schedule, on the partition, or on the
+    distribution of microbatches over replicas.
 
     Args:
         seed: Seed of the training run.
@@ -60,23 +60,23 @@ class RandomKey:
 
     Attributes:
         seed: Seed of the training run. A new value takes effect with the next random number.
-        step: Number of the training step.
+        step: Index of the training step.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
         self.generator = default_generator(device)
         self.step = 0
-        # Before begin() is called, the numbers of microbatches are their indices in the step.
+        # Until begin() is called, the number of each microbatch is its index in the step.
         self._numbers: Sequence[int] = range(1 << 31)
 
     def begin(self, step: int, numbers: Sequence[int]) -> None:
-        """Sets the training step, and the numbers of this replica's microbatches.
+        """Sets the training step, and the indices of this replica's microbatches.
 
         Args:
-            step: Number of the training step.
-            numbers: Index of each microbatch among those of all replicas, in the order in which
-                this replica runs its microbatches.
+            step: Index of the training step.
+            numbers: Index of each microbatch among the microbatches of all replicas, in the order
+                in which this replica runs them.
         """
         self.step = step
         self._numbers = numbers
@@ -89,7 +89,7 @@ class RandomKey:
 
 
 class _Step:
-    """Runs a recorded call: puts tensors into its arguments and stores its results.
+    """Runs a recorded call: inserts tensors into its arguments and stores its results.
 
     Args:
         call: Recorded call.
@@ -112,7 +112,7 @@ class _Step:
         self.layer = _deferred(call, tape)
 
     def move(self, source: torch.device, target: torch.device) -> None:
-        """Replaces the device ``source`` by ``target`` in the arguments of the call."""
+        """Replaces the device ``source`` with ``target`` in the arguments of the call."""
 
         def leaf(argument: Any) -> Any:
             if isinstance(argument, torch.device):
@@ -131,7 +131,7 @@ class _Step:
             env: Tensors, by their index on the tape.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
-            ambient: Dtype of the autocast context around the call; ``None`` if autocast is off.
+            ambient: Dtype of the surrounding autocast context; ``None`` if autocast is off.
         """
         call = self._call
         if self.layer is not None and store is not None:
@@ -177,13 +177,13 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Part:
-    """Contains calls of a stage that run one after the other.
+    """Contains calls of a stage that run one after another.
 
     Attributes:
         steps: Calls in the order in which they run.
         segment: Index of the segment to which the calls belong.
-        recomputed: Tensors that the calls read and make, if the backward pass runs the calls again;
-            ``None`` if it does not.
+        recomputed: Tensors that the calls read and compute; ``None`` if the backward pass does not
+            run the calls again.
     """
 
     steps: Sequence[_Step]
@@ -197,7 +197,7 @@ class StageProgram:
     Args:
         tape: Recorded forward pass.
         plan: Calls of this stage, and the tensors that it receives and sends.
-        held: Parameters and buffers of this rank by name, at least those that the stage uses.
+        held: Parameters and buffers of this rank by name, including all that the stage uses.
         device: Device on which the stage runs.
         recomputed: Ranges of calls on the tape that the backward pass runs again, ascending.
 
@@ -207,8 +207,8 @@ class StageProgram:
         backward_layout: Layout of the message with gradients to the previous stage.
         next_forward: Layout of the message with activations to the next stage.
         next_backward: Layout of the message with gradients from the next stage.
-        gradients_in: For each received tensor, whether it has a gradient.
-        gradients_out: For each sent tensor, whether it has a gradient.
+        gradients_in: Whether each received tensor has a gradient.
+        gradients_out: Whether each sent tensor has a gradient.
     """
 
     def __init__(
@@ -275,9 +275,9 @@ class StageProgram:
         return steps
 
     def _divide(self, steps: Sequence[_Step], recomputed: Sequence[range]) -> list[_Part]:
-        """Divides the calls of the stage into parts, each recomputed as a whole or not at all.
+        """Divides the calls of the stage into parts that are recomputed as a whole or not at all.
 
-        A part that is not recomputed has calls of only one segment.
+        A part that is not recomputed contains calls of only one segment.
         """
         range_of = {number: calls.start for calls in recomputed for number in calls}
 
@@ -295,12 +295,12 @@ class StageProgram:
         return parts
 
     def _segment_of(self, number: int) -> int:
-        """Returns a call's segment; for a repeated call of an earlier stage, this stage's first."""
+        """Returns a call's segment, or the stage's first segment for an earlier stage's call."""
         return max(self._tape.calls[number].segment, self.plan.segments.start)
 
     @cached_property
     def _results(self) -> dict[int, tuple[int, ...]]:
-        """Lists for each segment its results that have gradients and are used after the segment."""
+        """Maps each segment to its results that have gradients and that later segments use."""
         tape = self._tape
         made_in: dict[int, int] = {}
         used_later = dict.fromkeys(self.plan.sent)
@@ -330,7 +330,7 @@ class StageProgram:
         )
 
     def _recomputed(self, steps: Sequence[_Step]) -> RecomputedCalls:
-        """Returns the tensors that calls read and make, which are needed to run the calls again."""
+        """Describes the tensors that are needed to run these calls again."""
         tape = self._tape
         calls = [tape.calls[step.number] for step in steps]
         made = {value for call in calls for value, _ in call.outputs}
@@ -364,10 +364,9 @@ class StageProgram:
 
         Args:
             inputs: Tensors of the microbatch, by the name of their batch entry.
-            received: Tensors from the previous stage, which are leaves of this stage's autograd
-                graph.
-            random: Function that seeds the random generator. Its argument is the index of the call
-                that is about to draw random numbers.
+            received: Tensors from the previous stage, as leaves of this stage's autograd graph.
+            random: Function that seeds the random generator before a call draws random numbers. Its
+                argument is the index of the call.
             store: Queue of deferred weight-gradient work; ``None`` if the backward pass is not
                 split.
             meter: Meter of the segments' times; ``None`` if this pass is not measured.
@@ -406,7 +405,7 @@ class StageProgram:
         store: WeightGradientStore | None,
         env: dict[int, torch.Tensor],
     ) -> None:
-        """Runs calls on the tensors in ``env``; the arguments are those of :meth:`forward`."""
+        """Runs calls on the tensors in ``env``. See :meth:`forward` for the other arguments."""
         calls = self._tape.calls
         ambient = self._tape.autocast
         for step in steps:
@@ -429,8 +428,8 @@ class RankPrograms:
         meter: Meter of the size of the activations that each chunk keeps.
         activation_bytes: Size in bytes of the tensors of the whole model through which gradients
             flow; 0 if training is not recorded.
-        segment_work: Counted work of each of the model's segments for a microbatch: in training if
-            training is recorded, otherwise in evaluation.
+        segment_work: Operation count of each of the model's segments for a microbatch, in training
+            if training is recorded, otherwise in evaluation.
     """
 
     by_mode: Mapping[Literal["training", "evaluation"], Sequence[StageProgram]]
@@ -440,15 +439,15 @@ class RankPrograms:
 
     @property
     def work(self) -> float:
-        """Returns the counted work of the whole model for a microbatch."""
+        """Returns the operation count of the whole model for a microbatch."""
         return sum(self.segment_work)
 
     def programs(self, *, forward_only: bool) -> Sequence[StageProgram]:
-        """Returns the programs for evaluation if ``forward_only``, otherwise for training."""
+        """Returns the programs for evaluation if ``forward_only`` is true, else for training."""
         return self.by_mode["evaluation" if forward_only else "training"]
 
     def with_modes_of(self, other: RankPrograms) -> RankPrograms:
-        """Returns these programs combined with programs of another recording of the signature."""
+        """Combines these programs with programs of another recording of the signature."""
         return RankPrograms(
             by_mode={**self.by_mode, **other.by_mode},
             meter=self.meter,
@@ -470,21 +469,20 @@ class _Pending:
 class ProgramStages(SplitStages):
     """Runs the forward and backward passes of a rank's stages in one step, for the executor.
 
-    Gradients are those of the sum of the microbatches' losses, each multiplied by its weight and by
-    ``scale``.
-    :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
+    Gradients belong to the sum of the microbatches' losses, each multiplied by its weight and by
+    ``scale``. :class:`~megatron.adaptive.engine.executor.Stages` describes the methods.
 
     Attributes:
-        programs: For each microbatch, the program of each chunk (stage) of this rank.
-        microbatches: For each microbatch, the batch entries that the programs use, by name.
+        programs: Program of each chunk (stage) of this rank, for each microbatch.
+        microbatches: Batch entries that the programs use, by name, for each microbatch.
         random: Object that seeds the random generator before each call that draws random numbers.
         held: Parameters and buffers that this rank keeps, by name in the model.
         device: Device on which the stages run.
-        meters: For each microbatch, the meter of the activations that each chunk keeps.
+        meters: Meter of the activations that each chunk keeps, for each microbatch.
         stores: Queue of deferred weight-gradient work for each chunk; ``None`` if the backward pass
             is not split.
         scale: Factor by which the loss is multiplied, such as the loss scale of fp16.
-        loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch of
+        loss_weights: Weight of each microbatch's loss; ``None`` for the mean. A microbatch with
             weight 0 adds no gradient.
         forward_only: Whether only forward passes run, as in evaluation.
         meter: Meter of the segments' times; ``None`` if this step is not measured.
@@ -560,8 +558,8 @@ class ProgramStages(SplitStages):
         pending = self._pending.pop((chunk, microbatch))
         with _NOTHING if self._stores is None else self._stores[chunk].collect(microbatch):
             if not self._factors[microbatch]:
-                # Skip a microbatch of weight 0: a mean over no items is NaN, and its gradient times
-                # zero is NaN too.
+                # Skip a microbatch with weight 0, because a mean over no items is NaN, and its
+                # gradient times zero is also NaN.
                 pass
             elif pending.loss is not None:
                 if pending.loss.requires_grad:
@@ -577,7 +575,7 @@ class ProgramStages(SplitStages):
         return program.backward_layout.pack(gradients, self.device)
 
     def finish(self) -> None:
-        """Frees the tensors that the step kept, after the step succeeded or failed."""
+        """Frees the tensors that the step kept, even if the step failed."""
         self._pending.clear()
         super().finish()
 
@@ -627,7 +625,7 @@ class MessageLayout:
         return cls(tuple(parts), max(1, offset))
 
     def pack(self, tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-        """Returns the message with these tensors; ``None`` stands for a tensor of zeros.
+        """Returns the message with these tensors. ``None`` represents a tensor of zeros.
 
         Raises:
             ConfigError: If a tensor's shape or dtype differs from the recording.
@@ -635,10 +633,10 @@ class MessageLayout:
         for tensor, part in zip(tensors, self.parts, strict=True):
             if tensor is not None and (tensor.shape != part.shape or tensor.dtype != part.dtype):
                 raise ConfigError(
-                    f"a tensor of {list(tensor.shape)} {tensor.dtype} is sent to the next stage, "
-                    f"but when recorded it was {list(part.shape)} {part.dtype}, so it depends "
-                    "on values of the batch; name the entry in decisive_entries, or move the cut "
-                    "point"
+                    f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is sent to the "
+                    f"next stage, but the recording has {list(part.shape)} and {part.dtype}, so "
+                    "the tensor depends on values of the batch; add the batch entry to "
+                    "decisive_entries, or move the cut point"
                 )
         if len(self.parts) == 1:
             single = tensors[0]
@@ -675,7 +673,8 @@ class _Deferred:
         weight: Reference (:class:`Ref`) to the weight.
         bias: Reference (:class:`Ref`) to the bias; ``None`` if the layer has no bias.
         kind: Kind of layer, ``linear``, ``addmm`` or ``embedding``.
-        padding: Row of the embedding that gets no gradient (``padding_idx``); -1 for no such row.
+        padding: Row of the embedding that gets no gradient (``padding_idx``); -1 if there is no
+            such row.
         by_frequency: Value of the option ``scale_grad_by_freq`` of torch's embedding.
         is_unsupported: Whether an option of the call prevents deferring its weight gradient.
     """
@@ -694,7 +693,7 @@ class _Deferred:
         """Returns the layer's output, or ``None`` if its weight gradient cannot be deferred."""
         weight: Any = env[self.weight.value]
         bias: Any = None if self.bias is None else env[self.bias.value]
-        # Hooks of the user on a parameter run only if autograd computes its gradient.
+        # A user's hooks on a parameter run only if autograd computes its gradient.
         if not is_deferring(store, weight) or _has_hooks(weight) or _has_hooks(bias):
             return None
         call: LayerCall
@@ -706,7 +705,7 @@ class _Deferred:
 
 
 def _has_hooks(parameter: torch.Tensor | None) -> bool:
-    """Returns whether functions of the user run when a parameter gets its gradient."""
+    """Returns whether a user's hooks run when a parameter gets its gradient."""
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, name, None) for name in hooks)
 
@@ -752,14 +751,14 @@ _DEFERRING: Mapping[Any, Callable[..., _Deferred]] = {
 
 
 def _deferred(call: Call, tape: Tape) -> _Deferred | None:
-    """Returns how to defer a call's weight gradient; ``None`` if it cannot be deferred."""
+    """Returns how to defer a call's weight gradient, or ``None`` if it cannot be deferred."""
     make = _DEFERRING.get(call.function)
     if make is None or not call.with_grad or call.changes or len(call.outputs) != 1:
         return None
     try:
         deferred = make(*call.args, **call.kwargs)
     except TypeError:
-        # The call has an argument that the functions in _DEFERRING do not know.
+        # The functions in _DEFERRING do not accept one of the call's arguments.
         return None
     weights = [ref for ref in (deferred.weight, deferred.bias) if ref is not None]
     refs = (deferred.activation, *weights)

@@ -1,4 +1,4 @@
-"""Chooses which recorded calls to run again in the backward pass, instead of keeping their results.
+"""Chooses recorded calls that the backward pass runs again, instead of keeping their results.
 
 A recomputed range of calls keeps only its inputs from the forward to the backward pass::
 
@@ -75,7 +75,8 @@ def check_recompute(recompute: Any) -> None:
         type(index) is int and index >= 0 for index in recompute
     ):
         raise ConfigError(
-            f"recompute {recompute!r} must be 'all', 'selective', or the indices of segments from 0"
+            "recompute must be None, 'all', 'selective' or non-negative indices of segments, "
+            f"got {recompute!r}"
         )
 
 
@@ -102,8 +103,8 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
     for segment in chosen:
         if segment >= count:
             raise ConfigError(
-                f"recompute names segment {segment}, but the cut points make {count} segments; "
-                f"use indices from 0 to {count - 1}"
+                f"recompute contains segment {segment}, but the cut points make {count} "
+                f"segments; use indices from 0 to {count - 1}"
             )
         numbers = [n for n, call in enumerate(tape.calls) if call.segment == segment]
         if not numbers:
@@ -112,9 +113,9 @@ def recomputed_ranges(tape: Tape, recompute: Recompute) -> list[range]:
         shape = _outside_change(tape, calls)
         if shape is not None:
             raise ConfigError(
-                f"segment {segment} changes a tensor of shape {list(shape)} from before it in "
-                "place, so it cannot be recomputed; use the operation that returns a new tensor, "
-                "or set recompute to the indices of other segments"
+                f"segment {segment} changes an input tensor of shape {list(shape)} in place, so "
+                "it cannot be recomputed; use the operation that returns a new tensor, or set "
+                "recompute to the indices of other segments"
             )
         ranges.append(calls)
     return ranges
@@ -151,9 +152,9 @@ def _product_near(tape: Tape, numbers: range, softmax: Call) -> int | None:
 
 
 def _outside_change(tape: Tape, calls: range) -> tuple[int, ...] | None:
-    """Returns the shape of a tensor that existed before these calls and is changed by them.
+    """Returns the shape of a tensor that these calls change, but that existed before them.
 
-    Returns ``None`` if there is no such tensor. Buffers do not count, because a copy of each buffer
+    Returns ``None`` if there is no such tensor. Buffers are ignored, because a copy of each buffer
     is kept for the second run.
     """
     outside = {
@@ -195,7 +196,7 @@ class RecomputedCalls:
             read.
         copied: Indices of the buffers in ``fixed`` that the forward pass changes.
         inputs: Indices of the tensors from earlier calls or stages that the calls read.
-        results: Indices of the tensors that the calls make and that later calls need.
+        results: Indices of the tensors that the calls compute and that later calls need.
         drops: Indices of the tensors that the calls read and that no later call needs.
     """
 
@@ -233,6 +234,6 @@ class RecomputedCalls:
         tensors = [env[number] for number in self.inputs]
         for number in self.drops:
             del env[number]
-        # The generator is seeded before each call, so its state need not be kept.
+        # The generator is seeded before each call, so its state does not need to be saved.
         made = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False)
         env.update(zip(self.results, made, strict=True))

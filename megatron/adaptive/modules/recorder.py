@@ -1,8 +1,8 @@
-"""Writes the torch calls of a running model on a tape.
+"""Records the torch calls of a running model on a tape.
 
 Each call is recorded as the model makes it (``dropout``, ``layer_norm``,
 ``scaled_dot_product_attention``, a custom ``autograd.Function``), not as the smaller operations
-inside the call. So running the recording gives the same gradients as the model.
+inside the call. So the recording has the same gradients as the model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.modules.cut_points import cut_points_of, mark
 from megatron.adaptive.modules.tape import Call, Ref, Tape, Value
 
-# Functions that return the value of a tensor to Python code, where the recorder cannot follow the
-# value.
+# Functions that return the value of a tensor to Python code. The recorder cannot follow this value.
 READING = frozenset(
     (
         "item",
@@ -45,7 +44,7 @@ READING = frozenset(
         "is_nonzero",
     )
 )
-# Functions that register Python code for gradients, which a recorded call does not contain.
+# Functions that register Python code for gradients. A recorded call does not contain this code.
 HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # Name of torch's autograd function for activation checkpointing. The recorder calls the
 # checkpointed function directly, so that the calls in it are recorded.
@@ -53,7 +52,7 @@ _RECOMPUTING = "CheckpointFunction"
 
 
 class ReadsValueError(ConfigError):
-    """Raised if the forward pass reads the value of a tensor in Python, or cannot be recorded."""
+    """Raised if the forward pass reads a tensor's value in Python, or cannot be recorded."""
 
 
 @contextlib.contextmanager
@@ -75,7 +74,7 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of ``autograd.Function.apply`` to the recorder; torch does not pass them."""
+    """Passes calls of ``autograd.Function.apply`` to the recorder, because torch does not."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -95,11 +94,11 @@ def custom_functions(recorder: CallRecorder) -> Iterator[None]:
 
 
 class _Captured(TorchFunctionMode):
-    """Collects or replaces the tensors that a function uses without getting them as arguments.
+    """Collects or replaces tensors that a function uses but does not get as arguments.
 
     Args:
         is_known: Function that returns whether to collect a tensor.
-        replaced: New tensors, by ``id()`` of the tensor that each of them replaces.
+        replaced: New tensors, by the ``id()`` of the replaced tensor.
 
     Attributes:
         tensors: Collected tensors, by their ``id()``.
@@ -126,13 +125,13 @@ class _Captured(TorchFunctionMode):
 
 
 class MappedFunction:
-    """Runs ``torch.vmap`` of a function, and takes the tensors that it captured as arguments.
+    """Runs ``torch.vmap`` of a function, and gets the function's captured tensors as an argument.
 
     Args:
         run: Function of torch that runs a mapped function.
         options: First arguments of ``run``: the mapped function, and the settings of the mapping.
-        modes: Modes of torch that were active around the call.
-        captured: Tensors that the mapped function uses besides its arguments.
+        modes: Torch function modes that were active around the call.
+        captured: Tensors that the mapped function uses but does not get as arguments.
     """
 
     __name__ = "vmap"
@@ -173,7 +172,7 @@ class MappedFunction:
 
 @contextlib.contextmanager
 def mapped_functions(recorder: CallRecorder) -> Iterator[None]:
-    """Passes calls of functions that ``torch.vmap`` returns to the recorder as single calls."""
+    """Passes calls of functions made by ``torch.vmap`` to the recorder as single calls."""
     apis: Any = torch._functorch.apis
     original = apis.vmap_impl
 
@@ -237,8 +236,8 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise ConfigError(
-                f"{name or type(module).__name__} has a hook for its backward pass, but stages run "
-                "recorded calls, not modules; remove it, or change the gradient by an "
+                f"{name or type(module).__name__} has a backward hook, but stages run recorded "
+                "calls, not modules; remove the hook, or change the gradient with an "
                 "autograd.Function"
             )
 
@@ -247,8 +246,8 @@ def _refuse_side_effects(function: Any, args: Any, kwargs: Mapping[str, Any]) ->
     """Raises a ``ConfigError`` for a call with an effect that the recording would lose."""
     if getattr(function, "__name__", "") in HOOKING:
         raise ConfigError(
-            f"{where()} registers a hook for a gradient, which the recording loses; change the "
-            "gradient by an autograd.Function"
+            f"{where()} registers a gradient hook, which cannot be recorded; change the gradient "
+            "with an autograd.Function"
         )
     if any(isinstance(part, torch.Generator) for part in (*args, *kwargs.values())):
         raise ConfigError(
@@ -263,9 +262,9 @@ class CallRecorder(TorchFunctionMode):
     Args:
         model: Model whose calls are recorded.
         inputs: Tensors of the microbatch, by the name of their batch entry.
-        freeze: Whether Python code may read tensor values, which then count as the same for every
-            microbatch. If false, reading them is an error.
-        decisive: Names of the inputs whose values Python code may read, because they are the same
+        freeze: Whether Python code may read tensor values, which are then assumed equal for every
+            microbatch. Otherwise, reading them is an error.
+        decisive: Names of the inputs whose values Python code may read, because they are equal
             whenever the recording is used.
         may_miss: Whether the forward pass may skip cut points.
     """
@@ -332,12 +331,12 @@ class CallRecorder(TorchFunctionMode):
         """Runs a call, and records it if the call makes or changes a tensor."""
         tensors = [tensor for tensor, _ in tensor_paths((args, kwargs))]
         # Functions of torch.func compute with wrapped tensors, and unwrap the results without a
-        # call that could be recorded. The results would become constants with the values of the
+        # call that could be recorded. So the results would become constants with the values of the
         # sample.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ReadsValueError(
-                f"{where()} runs within a function of torch.func, of which only vmap can be "
-                "recorded; compute the same with plain tensors there"
+                f"{where()} runs inside a function of torch.func, but only vmap can be recorded; "
+                "use operations on plain tensors there"
             )
         self._refuse_reading(function, tensors)
         _refuse_side_effects(function, args, kwargs)
@@ -361,7 +360,7 @@ class CallRecorder(TorchFunctionMode):
         template: Any = map_aggregate((args, kwargs), partial(self._refer, reads))
         made: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
         for tensor, path in results:
-            # If a result already has a number, the call only returned one of its arguments.
+            # If a result is already on the tape, the call only returned one of its arguments.
             if id(tensor) not in self._numbers:
                 made.setdefault(id(tensor), (tensor, path))
         if made or changed:
@@ -372,10 +371,10 @@ class CallRecorder(TorchFunctionMode):
         """Returns the result of a call.
 
         Args:
-            function: Function to write on the tape.
+            function: Function to record on the tape.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            run: Function to call now, with the same result as ``function``.
+            run: Function to call, which has the same result as ``function``.
         """
         return run(*args, **kwargs)
 
@@ -429,7 +428,7 @@ class CallRecorder(TorchFunctionMode):
 
         Args:
             function: Function that was called.
-            template: Arguments of the call, with a :class:`Ref` in place of each tensor.
+            template: Arguments of the call, with a :class:`Ref` instead of each tensor.
             reads: Indices on the tape of the tensors in the arguments.
             made: New tensors, each with the indices and keys that lead to it in the call's result.
             changed: Arguments that the call changed in place.
@@ -448,8 +447,8 @@ class CallRecorder(TorchFunctionMode):
             name = self._parameter_of(value)
             if name:
                 raise ConfigError(
-                    f"{where()} changes parameter {name} within the forward; only buffers "
-                    "may change there"
+                    f"{where()} changes parameter {name} in the forward pass; only buffers may "
+                    "change there"
                 )
             if value.source == "buffer":
                 # A changed buffer keeps its number, because a stage looks it up by name.
@@ -474,7 +473,7 @@ class CallRecorder(TorchFunctionMode):
         )
 
     def _refer(self, reads: dict[int, None], argument: Any) -> Any:
-        """Replaces a tensor by a :class:`Ref` and adds its number to ``reads``."""
+        """Replaces a tensor with a :class:`Ref` and adds its index to ``reads``."""
         if not isinstance(argument, torch.Tensor):
             return argument
         number = self._numbers.get(id(argument))
@@ -484,7 +483,7 @@ class CallRecorder(TorchFunctionMode):
         return Ref(number)
 
     def _source(self, tensor: torch.Tensor) -> int:
-        """Numbers a tensor that no recorded call made: an input, parameter, buffer or constant."""
+        """Adds a tensor that no recorded call made: an input, parameter, buffer or constant."""
         source, name = self._names.get(id(tensor), ("constant", ""))
         if source == "constant" and tensor.requires_grad:
             raise ConfigError(
@@ -515,15 +514,15 @@ class CallRecorder(TorchFunctionMode):
         return number
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor's memory; 0 if the tensor has no storage."""
+        """Returns the address of a tensor's memory, or 0 if the tensor has no storage."""
         try:
             return tensor.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):
-            # Sparse tensors have no storage, so asking for it raises an error.
+            # Sparse tensors have no storage, so the access raises an error.
             return 0
 
     def _parameter_of(self, value: Value) -> str:
-        """Returns the name of the parameter whose memory a tensor shares; empty if none."""
+        """Returns the name of the parameter that shares a tensor's memory, or an empty string."""
         if value.source == "parameter":
             return value.name
         storages = (
@@ -535,24 +534,24 @@ class CallRecorder(TorchFunctionMode):
 
     def _pass_cut(self, cut_point: int, passing: int) -> None:
         """Records that the forward pass has reached a cut point."""
-        # After torch.export, a cut point is reached once for each of its tensors. Count only the
-        # first time.
+        # The exported module calls a cut point once for each of its tensors, so count only the
+        # first call.
         if passing == self._passing:
             return
         self._passing = passing
         name = self._cut_names.get(cut_point)
         if name is None:
             raise ConfigError(
-                f"{where()} calls a CutPoint that is not a module of the model; make it in "
-                "__init__ and keep it as an attribute"
+                f"{where()} calls a CutPoint that is not a module of the model; create it in "
+                "__init__ and store it as an attribute"
             )
         if name in self.tape.cuts and name in self._optional:
             self._repeated.add(name)
             return
         if name in self.tape.cuts:
             raise ConfigError(
-                f"cut point {name} is passed twice in one forward ({where()}); use a "
-                "separate CutPoint at each place"
+                f"cut point {name} is called twice in one forward pass ({where()}); use a "
+                "separate CutPoint for each call"
             )
         self.tape.cuts.append(name)
 
@@ -567,10 +566,11 @@ class CallRecorder(TorchFunctionMode):
             is_parameter = self._names.get(id(tensor), ("", ""))[0] == "parameter"
             if is_parameter or (number is not None and self.tape.values[number].varies):
                 raise ReadsValueError(
-                    f"{where()} reads the values of a tensor ({name}), so later calls may "
-                    "differ between microbatches; compute with tensors there, keep cut points out "
-                    "of such control flow, name the batch entry that decides in decisive_entries, "
-                    'or set slicing="record" if the values are always the sample\'s'
+                    f"{where()} reads the values of a tensor ({name}), so later calls may differ "
+                    "between microbatches; use operations on tensors there, keep cut points out "
+                    "of such control flow, add the batch entry that determines the values to "
+                    'decisive_entries, or set slicing="record" if the values are equal for all '
+                    "microbatches"
                 )
 
     def _sources_of(self, tensor: torch.Tensor) -> set[int]:
@@ -598,11 +598,11 @@ class CallRecorder(TorchFunctionMode):
         }
 
     def check_reads(self) -> None:
-        """Checks that the forward pass changes no buffer whose values Python code read.
+        """Checks that the forward pass does not change a buffer whose values Python code read.
 
         Raises:
-            ReadsValueError: If it changes such a buffer, because the values then differ between
-                microbatches.
+            ReadsValueError: If the forward pass changes such a buffer, because the values then
+                differ between microbatches.
         """
         tape = self.tape
         changed = {tape.values[old].storage for call in tape.calls for old, _ in call.changes}
@@ -612,8 +612,8 @@ class CallRecorder(TorchFunctionMode):
                 if attribute.is_buffer and storage in changed & read.storages:
                     raise ReadsValueError(
                         f"{read.code_line} reads the values of buffer {attribute.name}, which "
-                        'the forward changes; compute with tensors there, or set slicing="record" '
-                        "if the values are always the sample's"
+                        "the forward pass changes; use operations on tensors there, or set "
+                        'slicing="record" if the values are equal for all microbatches'
                     )
 
     def check_attributes(self) -> None:
@@ -630,8 +630,8 @@ class CallRecorder(TorchFunctionMode):
         for attribute in self._attributes:
             if self._storage(attribute.tensor) in changed:
                 raise ConfigError(
-                    f"the forward changes {attribute.name}, which is not a buffer, so the "
-                    "recording loses the change; register it with register_buffer"
+                    f"the forward pass changes {attribute.name}, which is not a buffer, so the "
+                    "change cannot be recorded; register it with register_buffer"
                 )
             tensor = attribute.current
             number = self._numbers.get(id(tensor))
@@ -641,27 +641,27 @@ class CallRecorder(TorchFunctionMode):
             old = self._storage(attribute.tensor)
             if self.tape.values[number].varies or old in self._sources_of(tensor):
                 raise ConfigError(
-                    f"the forward assigns another tensor to {attribute.name}, which the recording "
-                    "loses; register it with a module as a buffer, and change it in place with "
-                    "copy_"
+                    f"the forward pass assigns another tensor to {attribute.name}, which cannot "
+                    "be recorded; register it with a module as a buffer, and change it in place "
+                    "with copy_"
                 )
 
     def finish(self, loss: Any) -> None:
-        """Checks the recorded forward pass, and stores on the tape which tensor is the loss."""
+        """Checks the recorded forward pass, and stores the index of the loss on the tape."""
         required = [name for name in self._cut_names.values() if name not in self._optional]
         missed = [name for name in required if name not in self.tape.cuts]
         if missed and not self._may_miss:
             raise ConfigError(
-                f"cut point {missed[0]} is not passed in the sample's forward"
-                f"{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}; cut points "
-                "must not be inside control flow, so move or remove it"
+                f"cut point {missed[0]} is not called in the sample's forward "
+                f"pass{f', nor are {len(missed) - 1} others' if len(missed) > 1 else ''}; cut "
+                "points must not be inside control flow, so move or remove it"
             )
         number = self._numbers.get(id(loss))
         if number is None or loss.dim() or not loss.is_floating_point():
             shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"the forward returns a loss of {shape}; it must be a floating-point scalar "
-                "computed from the batch (or pass loss=function(output, batch))"
+                f"the loss must be a floating-point scalar computed from the batch, got {shape}; "
+                "return such a loss from forward, or pass loss=function(output, batch)"
             )
         self.tape.loss = number
         self.tape.remove_cuts(self._repeated)

@@ -4,8 +4,8 @@
 
     model with CutPoint()s ──recorder or torch.export──> Tape, in training and in evaluation
 
-Python code between recorded calls is not recorded, so every microbatch takes the branches that the
-code took for the sample. This is right for branches that depend on shapes or on the training mode,
+Python code between recorded calls is not recorded, so every microbatch takes the branches that were
+taken for the sample. This is correct for branches that depend on shapes or on the training mode,
 but wrong for branches that depend on the values of tensors. So it is an error if a forward pass
 reads the value of a tensor that may differ between microbatches. The message names the line.
 
@@ -61,9 +61,10 @@ class Forward:
             ``loss`` function, it gets only the entries that its ``forward`` takes.
         loss: Function ``(output, batch) -> scalar``. ``None`` if the model returns the loss, a
             mapping with an entry ``loss``, or a sequence that starts with the loss.
-        arguments: More keyword arguments of the model's ``forward``, the same for every microbatch.
+        arguments: Additional keyword arguments of the model's ``forward``, equal for every
+            microbatch.
         mixed_precision: ``bf16`` or ``fp16`` for autocast; parameters keep their dtypes. fp16 uses
-            a dynamic loss scale. ``None`` turns autocast off.
+            a dynamic loss scale. ``None`` disables autocast.
         decisive_entries: Names of batch entries whose values the model's Python code may read.
             Microbatches with other values get their own recording.
 
@@ -81,18 +82,18 @@ class Forward:
     def __post_init__(self) -> None:
         if isinstance(self.decisive_entries, str):
             raise ConfigError(
-                f"decisive_entries {self.decisive_entries!r} must be a sequence of names of batch "
-                "entries"
+                "decisive_entries must be a sequence of names of batch entries, got "
+                f"{self.decisive_entries!r}"
             )
         if self.mixed_precision not in (None, *PRECISIONS):
             raise ConfigError(
-                f"mixed_precision {self.mixed_precision!r} must be {' or '.join(PRECISIONS)}, or "
-                "None"
+                f"mixed_precision must be {' or '.join(PRECISIONS)}, or None, got "
+                f"{self.mixed_precision!r}"
             )
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Returns the dtype of matmuls in mixed precision; ``None`` in full precision."""
+        """Returns the dtype of matmuls in mixed precision, or ``None`` in full precision."""
         return None if self.mixed_precision is None else PRECISIONS[self.mixed_precision]
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> Any:
@@ -129,18 +130,19 @@ class SampledModel(Forward):
     """Contains a model and the sample batch with which its forward pass is recorded.
 
     Attributes:
-        sample_batch: Batch that shows what batches contain. Either a dictionary of tensors whose
-            first axis is the axis of samples: the forward pass is recorded with its first
-            microbatch and checked with its second. Or a list of microbatches, which are
-            dictionaries of tensors of any shapes and together use all parameters.
-        shared_weights: Groups of parameter names. All names in a group must belong to a single
-            parameter. Parameters used on both sides of a cut are found without this setting.
+        sample_batch: Batch with the same entries as later batches: either a dictionary of tensors
+            whose first dimension is the samples, or a list of microbatches. The forward pass of a
+            dictionary is recorded with the first microbatch and checked with the second. Each
+            microbatch of a list is a dictionary of tensors of any shape; together, the microbatches
+            must use all parameters.
+        shared_weights: Groups of parameter names. All names in a group must refer to the same
+            parameter. Parameters used on both sides of a cut are detected without this setting.
         slicing: Method of recording the forward pass: ``record`` records the torch calls of the
             model, ``export`` uses ``torch.export``, ``auto`` exports only if necessary. See
             ``docs/reference/cutpoint.md``.
-        recompute: Calls that the backward pass runs again, instead of keeping their results in
+        recompute: Calls that the backward pass recomputes, instead of keeping their results in
             memory: ``all`` calls, only attention (``selective``), or all calls of the segments with
-            these indices. ``None`` runs no calls again.
+            these indices. ``None`` disables recomputation.
     """
 
     sample_batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
@@ -164,9 +166,9 @@ Settings = TypeVar("Settings", bound=SampledModel)
 
 
 def with_cut_points(settings: Settings) -> Settings:
-    """Adds cut points between repeated blocks to a model without cut points.
+    """Adds cut points between repeated blocks if the model has no cut points.
 
-    Returns the settings. For a model with added cut points whose ``forward`` has an argument
+    Returns the settings. If cut points were added and the model's ``forward`` has an argument
     ``use_cache``, the returned settings also set ``use_cache`` to false, because training never
     reads the cache of past tokens.
     """
@@ -186,7 +188,7 @@ class Forwards:
     """Contains a model's recorded forward passes in training and in evaluation mode.
 
     Attributes:
-        tapes: Forward pass recorded in each mode, all with the same cut points.
+        tapes: Forward pass recorded in each mode. All tapes have the same cut points.
         way: Method by which the forward passes were recorded: ``record``, ``trace`` or ``export``.
     """
 
@@ -222,22 +224,25 @@ class Forwards:
         Args:
             forward: Model and loss function.
             sample: Tensors of the microbatch by name, on the model's device.
-            slicing: Method of recording. ``record`` records the calls of torch that the model
-                makes. ``export`` records the calls that the module from ``torch.export`` makes.
-                ``auto`` begins like ``record``. If the model then reads values of tensors, ``auto``
-                records it again while torch reports an export in progress, and exports the model
-                only if it still reads values.
+            slicing: Method of recording. ``record`` records the torch calls of the model.
+                ``export`` records the torch calls of the module from ``torch.export``. ``auto``
+                begins like ``record``. If the model then reads values of tensors, ``auto`` records
+                it again while torch reports an export in progress, and exports the model only if it
+                still reads values.
             may_miss: Whether the forward pass may skip cut points.
-            way: Method by which the sample batch was recorded, which ``auto`` tries first. Random
-                numbers depend on the positions of calls, and the positions depend on the method.
-            modes: Modes of the model in which it is recorded.
+            way: Method by which the sample batch was recorded; ``auto`` tries this method first.
+                Random numbers depend on the positions of calls, and the positions depend on the
+                method.
+            modes: Modes in which the model is recorded.
 
         Raises:
             ConfigError: If the model can be neither recorded nor exported. The message names the
-                line of the model.
+                line in the model's code.
         """
         if slicing not in get_args(Slicing):
-            raise ConfigError(f"slicing {slicing!r} must be one of {', '.join(get_args(Slicing))}")
+            raise ConfigError(
+                f"slicing must be one of {', '.join(get_args(Slicing))}, got {slicing!r}"
+            )
         if not is_on_meta(forward.model):
             make: MakeRecorder = partial(
                 CallRecorder, decisive=forward.decisive_entries, may_miss=may_miss
@@ -271,8 +276,8 @@ class Forwards:
         if slicing == "export":
             return cls._taken(forward, sample, export, "export", modes)
         if slicing == "record" and are_added(forward.model):
-            # Values that the model reads are fixed to the sample's values. Record by trace, because
-            # a model reads fewer values then.
+            # Values that the model reads are fixed to the sample's values. Record with _traced(),
+            # because a model then reads fewer values.
             take = partial(_traced, make=make, freeze=True)
             return cls._taken(forward, sample, take, "record", modes)
         try:
@@ -298,14 +303,13 @@ class Forwards:
         make: MakeRecorder,
         modes: Sequence[Mode],
     ) -> Forwards | None:
-        """Returns the forward passes recorded by ``trace``; ``None`` if another way is needed."""
+        """Returns the forward passes recorded by ``trace``, or ``None`` if this method fails."""
         try:
             forwards = cls._taken(forward, sample, partial(_traced, make=make), "trace", modes)
         except ReadsValueError:
             return None
-        # Random numbers depend on the positions of calls. Earlier versions exported models whose
-        # cut points the user had set. Export such models, so that their random numbers stay the
-        # same.
+        # Random numbers depend on the positions of calls. Earlier versions exported models with the
+        # user's own cut points. Export such models, so that their random numbers do not change.
         if forwards.tapes[modes[0]].is_random and not are_added(forward.model):
             return None
         return forwards
@@ -319,7 +323,7 @@ class Forwards:
         way: str,
         modes: Sequence[Mode],
     ) -> Forwards:
-        """Returns the forward passes that a function records in each mode."""
+        """Records the forward pass in each mode with the function ``take``."""
         tapes: dict[Mode, Tape] = {}
         for mode in modes:
             is_training = mode == "training"
@@ -332,7 +336,7 @@ class Forwards:
         return forwards
 
     def _require_same_cuts(self, model: torch.nn.Module) -> None:
-        """Removes optional cut points that only one mode passes; other cut points must be equal."""
+        """Removes optional cut points that only one mode passes; the others must be equal."""
         training, evaluation = self.training, self.evaluation
         for name, cut_point in cut_points_of(model).items():
             if cut_point.is_optional and (name in training.cuts) != (name in evaluation.cuts):
@@ -340,9 +344,9 @@ class Forwards:
                 evaluation.remove_cuts((name,))
         if training.cuts != evaluation.cuts:
             raise ConfigError(
-                f"in training the forward passes the cut points {', '.join(training.cuts)}, but in "
-                f"evaluation {', '.join(evaluation.cuts)}; cut points must not be inside control "
-                "flow"
+                f"the forward pass calls the cut points {', '.join(training.cuts)} in training, "
+                f"but {', '.join(evaluation.cuts)} in evaluation; cut points must not be inside "
+                "control flow"
             )
 
 
@@ -378,19 +382,20 @@ def _recorded(
     make: MakeRecorder,
     freeze: bool = False,
 ) -> Tape:
-    """Records a forward pass on a microbatch; buffers and random generators stay unchanged.
+    """Records a forward pass on a microbatch, and restores buffers and random generators.
 
     Args:
         forward: Model and loss function.
         sample: Tensors of the microbatch, by the name of their batch entry.
-        run: Function to record instead of ``forward``; it gets the tensors as keyword arguments.
+        run: Function to record instead of ``forward``, called with the tensors as keyword
+            arguments.
         make: Class of the recorder, or a function with the same arguments.
-        freeze: Whether Python code may read tensor values, which then count as the same for every
-            microbatch. If false, reading them is an error.
+        freeze: Whether Python code may read tensor values, which are then assumed equal for every
+            microbatch. Otherwise, reading them is an error.
     """
-    # Copy the inputs, because the forward pass may change them in place. The recorder also
-    # identifies an input by its tensor object, but a microbatch may contain one object under two
-    # names.
+    # Copy the inputs, because the forward pass may change them in place. Another reason is that the
+    # recorder identifies an input by its tensor object, but a microbatch may contain the same
+    # object under two names.
     inputs = copies_of(sample)
     recorder = make(forward.model, inputs, freeze)
     with forward.under_autocast(), undisturbed(forward.model, recorder.tape.device):
@@ -413,8 +418,8 @@ def _traced(
 ) -> Tape:
     """Records a model while torch reports that an export is in progress.
 
-    During an export, many libraries avoid reading values of tensors. The calls are still those of
-    the model, and recording them is much faster than an export.
+    During an export, many libraries avoid reading values of tensors. The recorded calls are still
+    the calls of the model, and this is much faster than an export.
 
     Args:
         forward: Model and loss function.
@@ -454,12 +459,12 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
     """Exports a model, runs the exported module and returns the tape of this run."""
     with undisturbed(forward.model, forward.device):
         try:
-            # If an export fails, torch writes the whole graph to stderr.
+            # Discard stderr, because torch writes the whole graph there if an export fails.
             with contextlib.redirect_stderr(io.StringIO()):
                 exported = torch.export.export(_Lossy(forward), (), dict(sample), strict=False)
             module = exported.module()
         except Exception as error:
-            # torch.export may raise many types of exceptions. All of them mean that the export
+            # torch.export may raise many types of exceptions, all of which mean that the export
             # failed.
             raise _ExportError(str(error).strip().splitlines()[0][:200]) from error
     if any("vmap" in getattr(node.target, "__name__", "") for node in module.graph.nodes):
@@ -475,7 +480,7 @@ def _exported(forward: Forward, sample: Mapping[str, torch.Tensor], *, make: Mak
 def _reads_values(exported: torch.fx.GraphModule) -> bool:
     """Returns whether an exported module reads values of tensors and computes tensors from them.
 
-    Values that the module only checks do not count.
+    Values that the module only checks are ignored.
     """
     numbers: set[torch.fx.Node] = set()
     aten = torch.ops.aten

@@ -4,10 +4,10 @@
 
     microbatch ──> signature (shapes, dtypes, decisive values) ──> programs of this rank's stages
                         │ if new                                        ▲
-                        └──> record the model ──> cut at the same places
+                        └──> record the model ──> cut at the same points
 
-The sample batch fixes the cut points, the partition, and the parameters that each rank keeps.
-Later recordings can use only the parameters that the ranks keep.
+The sample batch determines the cut points, the partition, and the parameters that each rank keeps.
+Later recordings can use only these parameters.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from megatron.adaptive.modules.recording import Forward, Forwards, Mode, Sampled
 from megatron.adaptive.modules.tape import Call, Ref, Tape
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# After this many steps, a new signature is reported, because recording it delays the step.
+# After this many steps, a new signature is reported, because recording the model delays the step.
 _EARLY_STEPS = 20
 
 _PER_ELEMENT = 8.0
-"""Cost of one result element of a call that is not a matmul or similar, in multiplications."""
-# Position of the operand whose last axis a matmul sums over, by name of the function.
+"""Cost of each result element of a call that is not a matmul, convolution or attention, in
+multiplications.
+"""
+# Position of the operand whose last dimension a matmul sums over, by name of the function.
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
@@ -70,8 +72,8 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
         microbatches: Microbatches of the sample batch, on the model's device.
 
     Returns:
-        Recordings in the order of their first microbatches, except that the first recording is one
-        that passes all cut points.
+        Recordings in the order of their first microbatches, except that the first recording passes
+        all cut points.
 
     Raises:
         ConfigError: If the model cannot be recorded, no microbatch passes all cut points, or the
@@ -90,14 +92,14 @@ def record_examples(model: SampledModel, microbatches: Iterable[Microbatch]) -> 
     }
     if model.slicing != "record" and _host_random_state() != before:
         raise ConfigError(
-            "the forward draws random numbers from Python's random or numpy.random, but those of "
-            "the sample would be used for all microbatches; draw them with torch, or set "
-            'slicing="record" if they do not matter'
+            "the forward pass draws random numbers with random or numpy.random, but all "
+            "microbatches would get the numbers of the sample_batch; draw them with torch, or "
+            'set slicing="record" if they do not matter'
         )
     whole = max(recorded, key=lambda signature: len(recorded[signature].training.cuts))
     if len(recorded) > 1:
-        # Record the microbatch with the most cut points again without may_miss, which raises an
-        # error if it does not pass all cut points.
+        # Record the microbatch with the most cut points again without may_miss. This raises an
+        # error if the microbatch does not pass all cut points.
         recorded[whole] = Forwards.of(model, first_of[whole], model.slicing)
     cuts = recorded[whole].training.cuts
     homes = homes_of([recorded[whole]])
@@ -134,9 +136,9 @@ def homes_of(recorded: Iterable[Forwards]) -> dict[str, list[int]]:
 def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[int]]) -> None:
     """Assigns the calls of a recording that skips cut points to the segments of all cut points.
 
-    A microbatch without images, for example, skips the cut points in the image encoder. Between the
+    A microbatch without images, for example, skips the cut points in the image encoder. Between two
     cut points that it passes, a call belongs to the segment that uses the call's parameter in other
-    recordings. A call without parameters belongs to the segment of the call before it.
+    recordings. A call without parameters belongs to the segment of the preceding call.
 
     Args:
         forwards: Recording to change.
@@ -144,7 +146,7 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         homes: Segments that use each parameter, ascending.
 
     Raises:
-        ConfigError: If the recording passes the cut points in another order.
+        ConfigError: If the recording passes the cut points in a different order.
     """
     for tape in forwards.tapes.values():
         # Ignore added cut points that the recordings of the sample batch ignored.
@@ -154,9 +156,9 @@ def align(forwards: Forwards, cuts: Sequence[str], homes: Mapping[str, Sequence[
         in_order = [name for name in cuts if name in tape.cuts]
         if in_order != tape.cuts:
             raise ConfigError(
-                f"a microbatch passes the cut points {', '.join(tape.cuts)}, but the sample "
-                f"{', '.join(cuts)}; each microbatch must pass them in the same order, but may "
-                "leave some out"
+                f"a microbatch passes the cut points {', '.join(tape.cuts)}, but the "
+                f"sample_batch passes {', '.join(cuts)}; all microbatches must pass them in the "
+                "same order, but may skip some"
             )
         passed = [cuts.index(name) for name in tape.cuts]
         lows = [0, *(position + 1 for position in passed)]
@@ -213,7 +215,7 @@ class CutForwards:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Returns each segment's counted work for a microbatch, in training if it is recorded."""
+        """Returns the operation count of each segment, in training if training is recorded."""
         mode: Mode = "training" if "training" in self.forwards.tapes else "evaluation"
         return segment_work(self.forwards.tapes[mode])
 
@@ -231,7 +233,7 @@ class CutForwards:
 
 @dataclass(kw_only=True, eq=False)
 class BufferUse:
-    """Keeps track of the ranks that use each buffer in any recording.
+    """Records which ranks use each buffer in any recording.
 
     Attributes:
         placement: Assignment of stages to ranks.
@@ -249,9 +251,9 @@ class BufferUse:
         """Adds the buffers of a recording.
 
         Raises:
-            ConfigError: If a buffer changes on one rank and another rank uses the buffer, which
-                would have old values there. Or if a buffer changes in training and microbatches
-                are ordered by cost, because the buffer's values depend on their order.
+            ConfigError: If a buffer changes on one rank and another rank uses it, because the
+                values there would be outdated. Or if a buffer changes in training and microbatches
+                are ordered by cost, because the values depend on the order.
         """
         training = cut.forwards.tapes.get("training")
         if training is not None and self.order != "given":
@@ -267,13 +269,13 @@ class BufferUse:
             ranks = sorted(self.ranks.get(name, ()))
             if len(ranks) > 1:
                 raise ConfigError(
-                    f"buffer {name} changes in the forward, and ranks {ranks[0]} and {ranks[1]} of "
-                    "the pipeline use it, in evaluation or in microbatches of other kinds; move "
-                    "the cut point so that only one stage uses it"
+                    f"buffer {name} changes in the forward pass, but ranks {ranks[0]} and "
+                    f"{ranks[1]} of the pipeline both use it, in evaluation or for other "
+                    "microbatches; move the cut point so that only one stage uses it"
                 )
 
     def _require_constant(self, training: Tape) -> None:
-        """Checks that a forward pass in training changes no buffer.
+        """Checks that a forward pass in training does not change buffers.
 
         Raises:
             ConfigError: If the forward pass changes a buffer.
@@ -281,15 +283,16 @@ class BufferUse:
         names = sorted(training.values[number].name for number in changed_buffers(training))
         if names:
             raise ConfigError(
-                f"order is {self.order!r}, and buffer {names[0]} changes in the forward, so its"
-                " values depend on the order of the microbatches; remove order"
+                f"order {self.order!r} cannot be used, because buffer {names[0]} changes in the "
+                "forward pass and its values depend on the order of the microbatches; remove "
+                "order"
             )
 
 
 def activation_bytes(tape: Tape) -> int:
     """Returns the size in bytes of all tensors of a recording through which gradients flow.
 
-    The size is the same on all ranks, and roughly proportional to the activations that are kept.
+    The size is equal on all ranks, and roughly proportional to the size of the kept activations.
     """
     return sum(
         torch.Size(value.shape).numel() * value.dtype.itemsize
@@ -301,9 +304,10 @@ def activation_bytes(tape: Tape) -> int:
 def segment_work(tape: Tape) -> tuple[float, ...]:
     """Returns the multiplications of each segment in forward and backward for one microbatch.
 
-    The result estimates the cost of the microbatch, and is the same in every run. For a matmul,
+    The result estimates the cost of the microbatch, and is equal in every run. For a matmul,
     convolution or attention, the multiplications are counted. For any other call, each element of
-    the result counts as a fixed number of multiplications, because such calls wait for memory.
+    the result counts as a fixed number of multiplications, because memory bandwidth limits such
+    calls.
 
     Args:
         tape: Recorded forward pass.
@@ -319,8 +323,8 @@ def _work(tape: Tape, call: Call) -> float:
     forward = _forward_work(tape, call)
     if not any(tape.values[made].requires_grad for made, _ in call.outputs):
         return forward
-    # The backward pass computes one gradient for each of at most two operands that need a gradient.
-    # The gradient of a bias takes hardly any time.
+    # The backward pass computes the gradients of at most two operands that require a gradient. The
+    # gradient of a bias takes hardly any time.
     operands = [tape.values[number] for number in call.reads]
     needed = sum(value.requires_grad and len(value.shape) > 1 for value in operands)
     return forward * (1 + min(2, needed))
@@ -339,7 +343,7 @@ def _forward_work(tape: Tape, call: Call) -> float:
 
 
 def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Returns the multiplications of a matmul, convolution or attention; 0 for other calls.
+    """Returns the multiplications of a matmul, convolution or attention, or 0 for other calls.
 
     Args:
         name: Name of the function, without leading and trailing underscores.
@@ -360,7 +364,7 @@ def _multiplications(name: str, made: float, shapes: Sequence[tuple[int, ...]]) 
 class KeptPart:
     """Contains the cuts of the model, and the parameters and buffers that each rank keeps.
 
-    The sample batch determines both.
+    Both are determined by the sample batch.
 
     Attributes:
         cuts: Names of all cut points, in order.
@@ -398,9 +402,9 @@ class KeptPart:
                 in the attribute ``held``.
 
         Raises:
-            ConfigError: If a rank lacks a parameter or buffer, or two ranks use a buffer that
-                changes. All ranks of the pipeline raise the same error, except that a missing
-                buffer is an error only on the rank that lacks it.
+            ConfigError: If a parameter or buffer is missing on a rank, or two ranks use a buffer
+                that changes. All ranks of the pipeline raise the same error, except that only the
+                rank without a buffer raises an error about it.
         """
         self.buffer_use.add(cut)
         held = self.held if held is None else held
@@ -416,9 +420,9 @@ class KeptPart:
                     lacking += [f"buffer {name}" for name in plan.buffers if name not in held]
                 if lacking:
                     raise ConfigError(
-                        f"a microbatch with {signature} uses {lacking[0]} in stage {stage}, which "
-                        "the sample_batch does not use there; pass a list of microbatches as "
-                        "sample_batch that contains one of this kind"
+                        f"a microbatch with {signature} uses {lacking[0]} in stage {stage}, "
+                        "which the sample_batch does not use there; pass a list of microbatches "
+                        "as sample_batch, and include such a microbatch"
                     )
 
     def programs(self, cut: CutForwards) -> RankPrograms:
@@ -444,14 +448,14 @@ class KeptPart:
 
 
 class Recordings:
-    """Keeps the programs of this rank's stages by signature, and makes programs for new signatures.
+    """Keeps the programs of this rank's stages by signature, and adds programs for new signatures.
 
     Args:
         model: Model with its settings for recording.
-        part: Cuts and parameters that the sample batch has fixed.
+        part: Cuts and parameters that the sample batch determined.
         way: Method by which the sample batch was recorded.
-        most: Maximum number of signatures to keep. Beyond it, the least recently used signature is
-            dropped.
+        most: Maximum number of signatures to keep. If it is exceeded, the least recently used
+            signature is dropped.
     """
 
     def __init__(self, model: SampledModel, part: KeptPart, way: str, most: int) -> None:
@@ -463,13 +467,13 @@ class Recordings:
         self._part = part
         self._most = most
         self._kept: OrderedDict[Signature, RankPrograms] = OrderedDict()
-        # Keep the recordings of the programs, so that they can be cut by another partition.
+        # Keep the recordings of the programs, so that they can be cut for another partition.
         self._forwards: dict[Signature, list[Forwards]] = {}
         self._dropped: set[int] = set()
         self._reported: set[str] = set()
 
     def add(self, signature: Signature, cut: CutForwards) -> RankPrograms:
-        """Keeps the programs of a recording, and returns all programs with this signature."""
+        """Stores the programs of a recording, and returns all programs with this signature."""
         programs = self._part.programs(cut)
         if signature in self._kept:
             programs = self._kept[signature].with_modes_of(programs)
@@ -499,7 +503,7 @@ class Recordings:
         }
 
     def use(self, part: KeptPart, cuts: Mapping[Signature, Sequence[CutForwards]]) -> None:
-        """Replaces all programs by programs for another partition.
+        """Replaces all programs with programs for another partition.
 
         Args:
             part: New partition, and the parameters and buffers that ranks keep for it.
@@ -513,11 +517,11 @@ class Recordings:
     def of(self, microbatch: Microbatch, step: int) -> RankPrograms:
         """Returns the programs for a microbatch, and records the model if its signature is new.
 
-        Only the mode that is needed is recorded: training or evaluation.
+        The model is recorded only in the required mode, which is training or evaluation.
 
         Args:
             microbatch: Tensors of the microbatch, on any device.
-            step: Number of the training step; -1 in an evaluation.
+            step: Index of the training step; -1 in an evaluation.
 
         Raises:
             ConfigError: If the model cannot be recorded with this microbatch, or uses parameters
@@ -544,21 +548,21 @@ class Recordings:
         return programs
 
     def _report(self, signature: Signature, step: int, seconds: float) -> None:
-        """Prints a line at the first late recording, and a line at the first repeated recording."""
+        """Prints a line about the first late recording, and about the first repeated recording."""
         if self._part.pp_rank:
             return
         if step > _EARLY_STEPS and "late" not in self._reported:
             self._reported.add("late")
             self._say(
-                f"step {step}: recorded the model in {seconds:.2f} s, because no microbatch before "
-                f"had {signature}; later recordings are not reported"
+                f"step {step}: recorded the model in {seconds:.2f} s, because no earlier "
+                f"microbatch had {signature}; later recordings are not reported"
             )
         if hash(signature) in self._dropped and "again" not in self._reported:
             self._reported.add("again")
             self._say(
-                f"recorded the model again in {seconds:.2f} s with {signature}, because more than "
-                f"{self._most} kinds of microbatches are in use; raise max_recordings, or pad to "
-                "fewer lengths"
+                f"recorded the model again in {seconds:.2f} s with {signature}, because more "
+                f"than {self._most} kinds of microbatches are in use; increase max_recordings, "
+                "or pad microbatches to fewer lengths"
             )
 
     def _say(self, line: str) -> None:

@@ -1,19 +1,19 @@
-"""Implements ``repartition="auto"`` of a ``Pipeline``: moves segments if that makes steps faster.
+"""Implements ``repartition="auto"`` of ``Pipeline``, which moves segments to make steps faster.
 
-Every rank measures its steps. At the end of an interval the first rank decides by the same rules as
-the trainer (``rebalance/judgement.py``) whether segments move::
+Every rank measures its steps. At the end of an interval, the first rank decides whether segments
+move, by the same rules as the trainer (``rebalance/judgement.py``)::
 
     times of the stages        ──┐
-    counted work of the segments ├──> loads of ranks and segments ──> fastest simulated partition
+    operation counts of segments ├──> loads of ranks and segments ──> fastest simulated partition
      of the trained microbatches─┘
 
-Segments with the same work and equally large parameters are of one kind, such as the blocks of an
-encoder. The time of a stage is divided among its segments by their counted work, summed over the
-microbatches that were trained. For example, microbatches with many images make the segments of an
-image encoder expensive.
+Segments with equal operation counts and equally large parameters are of one kind, such as the
+blocks of an encoder. The time of a stage is divided among its segments in proportion to their
+operation counts, summed over the trained microbatches. For example, microbatches with many images
+make the segments of an image encoder expensive.
 
-A move is judged by the time per counted work before and after it, because steps may become larger
-or smaller in between.
+A move is judged by the time per counted operation before and after it, because steps may become
+larger or smaller in between.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
 
 _WARM_UP = 1
 _SIMILAR_WORK = 0.1
-"""Largest fraction by which a step's counted work may have changed if a move is to be judged."""
+"""Maximum relative change of a step's operation count with which a move can be judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class _Pace:
     """Contains the speed of steps on the slowest rank, and their size.
 
     Attributes:
-        work_s: Median time of a step per unit of its counted work, in seconds.
-        work: Median counted work of a step, in multiplications.
+        work_s: Median time of a step per counted operation, in seconds.
+        work: Median operation count of a step, in multiplications.
     """
 
     work_s: float
@@ -70,11 +70,11 @@ class _Pace:
 
 
 def _pace_of(measured: Sequence[StepMeasurements], works: Sequence[Sequence[float]]) -> _Pace:
-    """Returns the pace of the steps since the last decision.
+    """Returns the speed and size of the steps since the last decision.
 
     Args:
         measured: Measurements of each rank of the job.
-        works: Counted work of each of these steps, by rank. It differs between replicas.
+        works: Operation count of each of these steps, by rank. It differs between replicas.
     """
     count = min(len(of_rank) for of_rank in works)
     largest = [max(1.0, *(of_rank[step] for of_rank in works)) for step in range(count)]
@@ -95,8 +95,8 @@ def check_repartition(request: PipelineSettings, *, is_elastic: bool) -> None:
         return
     if is_elastic:
         raise ConfigError(
-            "repartition 'auto' cannot be used in a job that changes its shape, whose launcher "
-            "chooses the partition; remove repartition"
+            "repartition 'auto' cannot be used in an elastic job, because its launcher chooses "
+            "the partition; remove repartition"
         )
 
 
@@ -107,7 +107,7 @@ def make_balancer(
     orders: Orders,
     balance: ContentBalance,
 ) -> SegmentBalancer | None:
-    """Returns the object that moves segments. Collective over all ranks.
+    """Creates the object that moves segments. All ranks must call this.
 
     Returns ``None`` if ``repartition`` is off or a pipeline has only one rank.
     """
@@ -119,7 +119,7 @@ def make_balancer(
 class SegmentBalancer:
     """Measures the steps of a pipeline, and decides when segments move.
 
-    The methods are collective over all ranks.
+    All ranks must call the methods.
 
     Args:
         request: Settings of the pipeline.
@@ -167,14 +167,14 @@ class SegmentBalancer:
         return self._mover.shared_weights(self.partition)
 
     def after_step(self, work: StepWork, times: RankTimes) -> Move | None:
-        """Adds the times of a training step; at the end of an interval, decides about a move.
+        """Adds the times of a training step, and decides about a move at the end of an interval.
 
         Args:
             work: Microbatches of the step.
             times: Durations of this rank's actions in the step, and of the step itself.
 
         Returns:
-            Move to make before the next step, the same on all ranks; ``None`` if segments stay.
+            Move to make before the next step, equal on all ranks; ``None`` if segments stay.
         """
         if self._skip:
             self._skip -= 1
@@ -218,7 +218,7 @@ class SegmentBalancer:
         """Moves segments, and starts to measure the new partition.
 
         Returns:
-            Whether the segments have moved. If not, a line with the reason is printed.
+            Whether the segments moved. If not, a line with the reason is printed.
         """
         begin_s = time.perf_counter()
         before = self.partition
@@ -255,7 +255,7 @@ class SegmentBalancer:
         self._work = [0.0] * len(self._sizes)
 
     def _compare(self, pace: _Pace) -> Move | None:
-        """Logs the gain of the last move, if there was a move since the last check.
+        """Logs the gain of the last move if segments moved since the last check.
 
         Returns the move back to the former partition if steps did not become faster.
         """
@@ -265,8 +265,8 @@ class SegmentBalancer:
         change = pace.work / before.work - 1
         if abs(change) > _SIMILAR_WORK:
             self._say(
-                f"the last move is not judged, because the counted work of a step has changed by "
-                f"{change:+.1%} since"
+                "the last move cannot be judged, because the operation count of a step has "
+                f"changed by {change:+.1%} since then"
             )
             return None
         outcome = compare(

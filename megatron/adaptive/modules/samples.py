@@ -1,4 +1,4 @@
-"""Reads samples for fine-tuning a model of ``transformers``: conversations or texts, with images.
+"""Reads samples (conversations or texts, with images) for fine-tuning ``transformers`` models.
 
 ::
 
@@ -7,7 +7,7 @@
 Each line of the file is a JSON object with ``text``, or with ``messages`` for the chat template of
 the model. Images are opened from files; nothing is downloaded. All lines are encoded once when the
 file is read, so that an invalid line raises an error before training starts. The processes of a job
-share this work: each line is encoded by one process, which sends the result to other processes.
+share this work: each line is encoded by one process, which sends the result to the other processes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from megatron.adaptive.engine.process_context import Job
 
 IGNORED = -100
-"""Label of tokens that are not learned."""
+"""Label of tokens that the loss ignores."""
 
-# Entries whose values decide shapes: sizes of images, and which tokens stand for images.
+# Entries whose values determine shapes: sizes of images, and which tokens are image placeholders.
 _DECISIVE = re.compile(r"mm_token_type_ids|image_sizes|spatial_shapes|\w+_grid_(thw|hws?)")
 
-# Names of placeholder tokens in processors and configurations. A processor that does not know the
-# token's id has its text.
+# Names of placeholder tokens in processors and configurations. A processor without the token's ID
+# has its text.
 _PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
-# Keys under which the part of a message may contain the path of an image, in common formats.
+# Keys of a message part that may contain the path of an image, in common formats.
 _NAMES = ("image", "path", "url", "image_url")
 
-# Number of lines that each process encodes before the first exchange, and at most before another.
+# Number of lines that each process encodes before the first exchange, and maximum number before
+# each later exchange.
 _FIRST_LINES, _MOST_LINES = 1, 1024
 
 # Approximate and maximum size in bytes of all samples that the processes send in one exchange. Long
@@ -60,9 +61,9 @@ def num_learned(batch: Sequence[Microbatch]) -> list[float]:
 
 
 def placeholder_ids(*sources: Any) -> frozenset[int]:
-    """Returns the ids of the tokens that stand for parts of images, videos and audio.
+    """Returns the IDs of the placeholder tokens for parts of images, videos and audio.
 
-    A sample has such a token for each feature of an image, so there is nothing to learn from it.
+    A sample has such a token for each feature of an image, so the loss ignores these tokens.
 
     Args:
         sources: Processors, tokenizers or configurations of a model.
@@ -72,7 +73,8 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
         tokenizer = getattr(source, "tokenizer", source)
         for name in _PLACEHOLDERS:
             values = [getattr(source, f"{name}_{suffix}", None) for suffix in ("id", "index")]
-            # Under the names above, the processor of Gemma 3 has the token before an image.
+            # The processor of Gemma 3 has the token before an image under the names above, so read
+            # this list too.
             values += getattr(source, f"{name}_ids", None) or ()
             token = getattr(source, name, None)
             if token is not None and hasattr(tokenizer, "get_vocab"):
@@ -83,19 +85,19 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleReader:
-    """Makes a microbatch from each line of JSON; a line is one sample.
+    """Encodes each line of JSON as a microbatch; a line is one sample.
 
     Attributes:
         processor: Processor or tokenizer of the model, from :func:`load_processor`.
-        max_length: Number of tokens after which a sample is cut off.
-        length_multiple: Number of tokens; each sample is padded to a multiple of it, because a
-            pipeline records the model once per length.
+        max_length: Maximum number of tokens per sample; longer samples are truncated.
+        length_multiple: Number of tokens to whose next multiple each sample is padded. A pipeline
+            records the model once per length.
         image_folder: Folder that contains all images, to which their paths are relative; ``None``
-            for the folder of the file with the lines.
-        kept_bytes: Maximum size in bytes of the samples that are kept in memory. All other samples
-            are encoded again at each use.
-        config: Configuration of the model, which may name further tokens that stand for images;
-            ``None`` to use only the tokens that the processor names.
+            uses the folder of the file with the lines.
+        kept_bytes: Maximum size in bytes of the samples that are kept in memory. Other samples are
+            encoded again at each use.
+        config: Configuration of the model, which may contain further placeholder tokens of images;
+            ``None`` uses only the tokens of the processor.
     """
 
     processor: Any
@@ -125,7 +127,7 @@ class SampleReader:
         return SampleFile(path, self, job)
 
     def encode(self, sample: Any, image_folder: Path) -> dict[str, torch.Tensor]:
-        """Returns a sample as a microbatch.
+        """Encodes a sample as a microbatch.
 
         Args:
             sample: Parsed JSON object of a line.
@@ -133,10 +135,12 @@ class SampleReader:
 
         Raises:
             ConfigError: If the sample has no text, its images cannot be read, or the model or its
-                chat template takes no images.
+                chat template does not support images.
         """
         if not isinstance(sample, Mapping) or not ("messages" in sample or "text" in sample):
-            raise ConfigError("it must be an object with text, or messages for the chat template")
+            raise ConfigError(
+                "the line must be a JSON object with text, or with messages for the chat template"
+            )
         images, messages = _with_images(sample, image_folder, self.processor)
         if messages is not None:
             encoded = self._apply_template(messages, images)
@@ -150,7 +154,7 @@ class SampleReader:
         return self._padded(encoded, has_images=bool(images))
 
     def _apply_template(self, messages: list[Any], images: list[Any]) -> Any:
-        """Returns the batch entries of a conversation, made by the chat template."""
+        """Encodes a conversation with the chat template."""
         processor = self.processor
         template = processor.chat_template
         if template is None:
@@ -167,24 +171,25 @@ class SampleReader:
         )
 
     def _check_places(self, prompt: str, images: list[Any]) -> None:
-        """Checks that the prompt has a placeholder for each image, before it is encoded."""
+        """Checks that the prompt has one placeholder per image, before it is encoded."""
         markers = [getattr(self.processor, name, None) for name in ("image_token", "boi_token")]
         counts = [prompt.count(marker) for marker in markers if isinstance(marker, str)]
         if counts and max(counts) != len(images):
             raise ConfigError(
-                f"the line has {len(images)} images, but its text has {max(counts)} places for "
-                f"images ({markers[0]}) after the chat template; correct the line or the template"
+                f"the line has {len(images)} images, but its text has {max(counts)} image "
+                f"placeholders ({markers[0]}) after the chat template is applied; correct the "
+                "line or the template"
             )
 
     def _padded(self, encoded: Mapping[str, Any], *, has_images: bool) -> dict[str, torch.Tensor]:
-        """Adds labels, and cuts off or pads the entries that have one value per token."""
+        """Adds labels, and truncates or pads the entries that have one value per token."""
         entries = {name: torch.as_tensor(entry) for name, entry in encoded.items()}
-        # Padding follows the text, so no token of the text attends to it, and no mask is needed.
+        # Padding follows the text, so no token of the text attends to it, and a mask is not needed.
         ids = entries["input_ids"]
         every_token = entries.pop("attention_mask", torch.ones_like(ids))
         learned = entries.pop("assistant_masks", every_token).reshape(1, -1)
-        # Ignore placeholders explicitly: templates may mark them as learned, and without a mask all
-        # tokens count as learned.
+        # Ignore placeholders explicitly, because templates may mark them as learned, and because
+        # all tokens count as learned without a mask.
         is_ignored = (learned == 0) | torch.isin(ids, self._placeholders)
         entries["labels"] = ids.masked_fill(is_ignored, IGNORED)
         length = min(ids.shape[1], self.max_length)
@@ -204,8 +209,9 @@ class SampleReader:
             not placeholders.numel() or torch.isin(removed, placeholders).any()
         ):
             raise ConfigError(
-                f"an image is among the {removed.numel()} tokens after the first "
-                f"{self.max_length}; raise the maximum length, or use smaller images"
+                f"truncating the sample to {self.max_length} tokens would remove "
+                f"{removed.numel()} tokens, including tokens of an image; increase the maximum "
+                "length, or use smaller images"
             )
 
 
@@ -214,7 +220,7 @@ class _Line:
     """Contains a line of the file.
 
     Attributes:
-        number: Number of the line, from 1.
+        number: Line number in the file, from 1.
         text: Content of the line.
     """
 
@@ -224,7 +230,7 @@ class _Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Encoded:
-    """Contains the results of the first pass for a line.
+    """Contains the results of encoding a line in the first pass.
 
     Attributes:
         error: Reason why the line is invalid; empty if it is valid.
@@ -232,7 +238,7 @@ class _Encoded:
         names: Names of the sample's entries.
         content: Hashes of the line and of its images.
         num_bytes: Size of the sample in bytes.
-        sample: Encoded line; ``None`` if there is no room to keep it, or to send it.
+        sample: Encoded line; ``None`` if it is too large to keep or to send.
     """
 
     error: str = ""
@@ -244,7 +250,7 @@ class _Encoded:
 
 
 class SampleFile:
-    """Contains the samples of a file; indexing returns a microbatch.
+    """Contains the samples of a file. Indexing returns a sample as a microbatch.
 
     Args:
         path: Path of the file, with a JSON object in each line.
@@ -289,15 +295,16 @@ class SampleFile:
         self.digest = digest.hexdigest()
         if not self._lines:
             raise ConfigError(
-                f"{path} has no samples with something to learn, but {self.num_empty} without; "
-                "add samples, or raise the maximum length if it cuts off all answers"
+                f"{path} has no samples with tokens to learn, and {self.num_empty} samples "
+                "without such tokens; add samples, or increase the maximum length if it "
+                "truncates all answers"
             )
 
     def _first_pass(self, job: Job | None) -> Iterator[tuple[_Line, _Encoded]]:
         """Yields all lines in their order, each encoded by one process of the job.
 
-        The lines of a block are assigned to the processes in turn. After each block the processes
-        exchange their results.
+        The lines of a block are assigned to the processes round-robin. After each block, the
+        processes exchange their results.
         """
         if job is None:
             for line in _lines_of(self._path):
@@ -312,12 +319,12 @@ class SampleFile:
             of_rank = job.gather(self._part(block[job.rank :: ranks], ranks))
             for index, line in enumerate(block):
                 yield line, of_rank[index % ranks][index // ranks]
-            # A gather takes as much memory for each process as for the one that sends most.
+            # gather() allocates as much memory for each process as for the process that sends most.
             sent_bytes = ranks * max(map(_size_of_samples, of_rank))
             size = _next_size(size, sent_bytes)
 
     def _part(self, lines: Sequence[_Line], ranks: int) -> list[_Encoded]:
-        """Encodes this process's lines of a block, with samples as long as they may be sent."""
+        """Encodes this process's lines of a block, and drops samples that are too large to send."""
         part: list[_Encoded] = []
         room = _MOST_EXCHANGED_BYTES // ranks
         for line in lines:
@@ -354,15 +361,15 @@ class SampleFile:
 
     @property
     def kinds(self) -> list[Microbatch]:
-        """Returns a sample for each set of entries, for example with images and without images.
+        """Returns one sample for each set of entries, such as with images and without images.
 
-        The samples show a pipeline what microbatches contain.
+        A pipeline uses these samples as its sample batch.
         """
         return [self[index] for index in self._indices_of_kinds.values()]
 
     @property
     def decisive_entries(self) -> list[str]:
-        """Returns the names of entries whose values decide what the model does."""
+        """Returns the names of entries whose values determine which operations the model runs."""
         names = frozenset[str]().union(*self._indices_of_kinds)
         return sorted(name for name in names if _DECISIVE.fullmatch(name))
 
@@ -386,7 +393,7 @@ class SampleFile:
             TypeError,
             ValueError,
         ) as error:
-            reason = f"it cannot be encoded ({type(error).__name__}: {first_line(error)})"
+            reason = f"the line cannot be encoded ({type(error).__name__}: {first_line(error)})"
         raise ConfigError(f"{self._path}:{line.number}: {reason}")
 
 
@@ -394,8 +401,8 @@ def _next_size(size: int, sent_bytes: int) -> int:
     """Returns the number of lines that each process encodes before the next exchange.
 
     Args:
-        size: Number of lines before the last exchange.
-        sent_bytes: Size in bytes of the memory for the samples that all processes sent then.
+        size: Number of lines that each process encoded before the last exchange.
+        sent_bytes: Memory in bytes for the samples of the last exchange, over all processes.
     """
     fitting = size * _EXCHANGED_BYTES // max(1, sent_bytes)
     return max(1, min(2 * size, fitting, _MOST_LINES))
@@ -407,10 +414,10 @@ def _size_of_samples(part: Sequence[_Encoded]) -> int:
 
 
 def _common_lines(path: Path, job: Job) -> list[_Line]:
-    """Returns the lines of a file that all processes of a job read. All processes must call it.
+    """Reads a file on all processes of a job and returns its lines. All processes must call this.
 
     Raises:
-        ConfigError: If a process cannot read the file, or it differs between processes. All
+        ConfigError: If a process cannot read the file, or the file differs between processes. All
             processes raise the error.
     """
     lines: list[_Line] = []
@@ -429,14 +436,13 @@ def _common_lines(path: Path, job: Job) -> list[_Line]:
             raise ConfigError(wrong_there if is_everywhere else f"rank {rank}: {wrong_there}")
         if there != of_rank[0][1]:
             raise ConfigError(
-                f"{path} has other lines on rank {rank} than on rank 0; give all processes the "
-                "same file"
+                f"{path} differs between rank {rank} and rank 0; give all processes the same file"
             )
     return lines
 
 
 def _content(line: _Line, folder: Path) -> bytes:
-    """Returns the hashes of a line that was encoded, and of the files of its images.
+    """Returns the hash of an encoded line, followed by the hashes of its image files.
 
     Args:
         line: Line of the file.
@@ -459,24 +465,25 @@ def _content(line: _Line, folder: Path) -> bytes:
 def _with_images(
     sample: Mapping[str, Any], folder: Path, processor: Any
 ) -> tuple[list[Any], list[Any] | None]:
-    """Opens the images of a sample and puts them into its messages.
+    """Opens the images of a sample and inserts them into its messages.
 
-    A message's ``content`` is a text or a list of parts. A part ``{"type": "image", "path": FILE}``
-    names an image; ``{"type": "image"}`` stands for the next image in the sample's ``images``.
+    A message's ``content`` is a string or a list of parts. A part ``{"type": "image", "path":
+    FILE}`` refers to an image file; ``{"type": "image"}`` refers to the next image in the sample's
+    ``images``.
 
     Args:
         sample: Parsed JSON object of a line, with ``messages`` or ``text``, and optionally
             ``images``.
         folder: Folder that contains all images.
-        processor: Processor of the model, or its tokenizer if the model takes only text.
+        processor: Processor of the model, or its tokenizer if the model accepts only text.
 
     Returns:
-        All images in order, and the messages with images in their parts; ``None`` instead of the
-        messages if the sample has no messages.
+        All images in order, and the messages with images in their parts. The latter is ``None`` if
+        the sample has no messages.
 
     Raises:
-        ConfigError: If an image cannot be read, the messages have another form, or the model takes
-            no images.
+        ConfigError: If an image cannot be read, the messages are malformed, or the model does not
+            support images.
     """
     names = sample.get("images") or []
     if not isinstance(names, list):
@@ -508,12 +515,12 @@ def _with_images(
             image = next(waiting, None) if name is None else _open_image(name, folder)
             if image is None:
                 raise ConfigError(
-                    f"the messages have more parts of type image than the {len(listed)} images; "
-                    "add a path to each of these parts, or list more images"
+                    f"the messages have more image parts than images ({len(listed)}); add a path "
+                    "to each image part, or list more images"
                 )
             part.update(type="image", image=image)
             images.append(image)
-        # Templates of models that take only text expect a string.
+        # Templates of text-only models expect a string.
         content = parts if takes_images else "".join(part["text"] for part in parts)
         filled.append({**message, "content": content})
     unused = sum(1 for _ in waiting)
@@ -526,14 +533,14 @@ def _with_images(
 
 
 def _has_role(message: Any) -> bool:
-    """Returns whether an entry of the messages is an object with a text ``role``."""
+    """Returns whether an entry of the messages is an object whose ``role`` is a string."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
 def _no_images() -> ConfigError:
     return ConfigError(
-        "the line has images, but the model's folder has no processor for images; remove them, "
-        "or use a model that takes images"
+        "the line has images, but the model's folder has no image processor; remove the images, "
+        "or use a model that supports images"
     )
 
 
@@ -542,7 +549,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise ConfigError("the content of a message must be text or a list of parts")
+        raise ConfigError("the content of a message must be a string or a list of parts")
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -560,12 +567,12 @@ def _open_image(name: Any, folder: Path) -> Any:
     """Reads an image file, and returns the image in RGB.
 
     Args:
-        name: Path of the image, relative to the folder or absolute; or an object with this path
-            as ``url``.
+        name: Path of the image, relative to the folder or absolute; or an object that contains this
+            path as ``url``.
         folder: Folder that must contain the image.
 
     Raises:
-        ConfigError: If the path leads out of the folder, or the file is missing or damaged.
+        ConfigError: If the path is outside of the folder, or the file is missing or damaged.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -574,7 +581,9 @@ def _open_image(name: Any, folder: Path) -> Any:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError:
-        raise ConfigError(f"image {path} is not in a format of Pillow; convert it") from None
+        raise ConfigError(
+            f"image {path} has a format that Pillow does not support; convert it"
+        ) from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"image {path} is damaged ({reason}); replace it") from None
@@ -584,23 +593,23 @@ def _path_of_image(name: Any, folder: Path) -> str:
     """Returns the path of an image file, with symbolic links resolved.
 
     Args:
-        name: Path of the image, relative to the folder or absolute; or an object with this path
-            as ``url``.
+        name: Path of the image, relative to the folder or absolute; or an object that contains this
+            path as ``url``.
         folder: Folder that must contain the image.
 
     Raises:
-        ConfigError: If the path leads out of the folder, or there is no such file.
+        ConfigError: If the path is outside of the folder, or the file does not exist.
     """
     if isinstance(name, Mapping):
         name = name.get("url")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"an image is {str(name)[:80]!r}; it must be the path of a file")
+        raise ConfigError(f"an image must be the path of a file, got {str(name)[:80]!r}")
     if name.startswith("data:") or "://" in name:
         raise ConfigError(
-            f"image {name[:80]}: nothing is downloaded or decoded from an address; save the image, "
-            "and use the path of the file"
+            f"image {name[:80]} is an address, but images are not downloaded or decoded; save "
+            "the image, and use the path of the file"
         )
-    # Resolve links, because a link may lead to a file outside of the folder that the user does not
+    # Resolve links, because a link may point to a file outside of the folder that the user does not
     # want to show to a model.
     root = os.path.realpath(folder)
     path = os.path.realpath(os.path.join(os.path.abspath(folder), name))
@@ -616,7 +625,7 @@ def _path_of_image(name: Any, folder: Path) -> str:
 
 
 def _lines_of(path: Path) -> Iterator[_Line]:
-    """Yields the lines of a file that are not empty.
+    """Yields the non-empty lines of a file.
 
     Raises:
         ConfigError: If the file cannot be read, or a line is not UTF-8 text.
@@ -630,4 +639,4 @@ def _lines_of(path: Path) -> Iterator[_Line]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}:{number}: byte {error.start} is not valid UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; pass a file of JSON lines") from None
+        raise ConfigError(f"{path}: {error.strerror}; pass a file in JSON Lines format") from None

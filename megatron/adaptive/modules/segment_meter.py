@@ -1,14 +1,14 @@
-"""Measures the time of each segment of a ``Pipeline``, if ``trace_detail`` includes ``layers``.
+"""Measures the time of each segment of a ``Pipeline`` if ``trace_detail`` includes ``layers``.
 
-A stage runs its segments one after the other, and autograd runs their backward passes in reverse.
-So one time mark at each border divides the whole pass of a stage among its segments::
+A stage runs its segments one after another, and autograd runs their backward passes in reverse. So
+one timestamp at each border divides the whole pass of a stage among its segments::
 
     forward    | segment 4 | segment 5 | segment 6 |
     backward   | segment 6 | segment 5 | segment 4 |
                            ^ autograd is about to compute the first gradient in segment 5
 
-Gradients that a later action computes (``W``) are not part of the measured times. Calls that the
-backward pass runs again (recomputation) are part of the backward pass.
+The measured times do not include gradients that a later action computes (``W``). Calls that the
+backward pass runs again (recomputation) belong to the backward pass.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class SegmentMeter(LayerSums):
     Args:
         segments: Indices of this rank's segments in the model. Only the first ``MOST_LAYERS``
             segments are measured.
-        clock: Clock that makes time marks on the device.
+        clock: Clock that takes timestamps on the device.
     """
 
     def __init__(self, segments: Sequence[int], clock: Any) -> None:
         super().__init__(segments[:MOST_LAYERS], clock)
         self._positions = {segment: index for index, segment in enumerate(self._numbers)}
-        self._forward: tuple[int, Any] | None = None  # segment, mark at its begin
+        self._forward: tuple[int, Any] | None = None  # segment, and timestamp of its start
         self._backward: tuple[int, Any] | None = None
 
     def begin(self, *, is_traced: bool) -> None:
@@ -55,11 +55,11 @@ class SegmentMeter(LayerSums):
         self._forward = self._backward = None
 
     def enters(self, segment: int | None) -> None:
-        """Marks that the forward pass enters a segment; ``None`` marks the end of the pass."""
+        """Records that the forward pass enters a segment; ``None`` records the end of the pass."""
         self._forward = self._passes(FORWARD, self._forward, segment)
 
     def watch(self, segment: int, tensors: Iterable[torch.Tensor]) -> None:
-        """Registers hooks that mark when the backward pass enters a segment.
+        """Registers hooks that record when the backward pass enters a segment.
 
         Args:
             segment: Index of the segment in the model.
@@ -67,7 +67,7 @@ class SegmentMeter(LayerSums):
         """
 
         def enters(_: torch.Tensor) -> None:
-            # The first of several gradients begins the segment.
+            # The first of several gradients marks the start of the segment's backward pass.
             if self.is_traced and (self._backward is None or segment < self._backward[0]):
                 self._backward = self._passes(BACKWARD, self._backward, segment)
 
@@ -76,7 +76,7 @@ class SegmentMeter(LayerSums):
                 tensor.register_hook(enters)
 
     def ends_backward(self) -> None:
-        """Marks the end of a stage's backward pass."""
+        """Records the end of a stage's backward pass."""
         self._backward = self._passes(BACKWARD, self._backward, None)
 
     def _passes(

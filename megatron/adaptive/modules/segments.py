@@ -1,7 +1,7 @@
 """Measures every segment (the part of a model between two cut points) as if it were a stage.
 
-Segments are put on the device one after the other, so the whole model need not fit in the device's
-memory::
+Segments are moved to the device one after another, so the whole model does not need to fit in the
+device's memory::
 
     segment 0 ──message──> segment 1 ──message──> ...      each forward pass feeds the next
        │                      │
@@ -11,8 +11,8 @@ memory::
 Each segment is timed by ``profiling.action_timing`` as a
 :class:`~megatron.adaptive.modules.program.ProgramStages`, so the times include packing the
 messages. Tensors on the ``meta`` device get random values while their segment runs. If a model has
-tensors on the ``meta`` device, segments that make the same calls are measured only once. This file
-also checks that the recorded forward pass gives the same loss as the model.
+tensors on the ``meta`` device, segments that make the same calls are measured only once. This
+module also checks that the recorded forward pass gives the same loss as the model.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _MOST_NUMBERS = 1 << 22
 _OPTIMIZER_STEPS = 4
 # Largest random value for tensors on the meta device. Small values avoid overflows.
 _LARGEST_RANDOM = 0.02
-# Maximum relative difference between two losses that count as equal. Losses may differ slightly,
-# because sums may be computed in another order. The second value is for 16-bit dtypes.
+# Maximum relative difference between two losses that are considered equal. Losses may differ
+# slightly, because sums may be computed in a different order. The second value is for 16-bit
+# dtypes.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 3e-2
 
@@ -155,11 +156,11 @@ def measure_segments(
     repeats: int,
     enough_s: float = math.inf,
 ) -> list[SegmentSample]:
-    """Measures all segments with one microbatch; the model's gradients stay unchanged.
+    """Measures all segments with one microbatch, without changing the model's gradients.
 
     Args:
         forward: Model with all its parameters, on any device. Parameters on ``meta`` get random
-            values. Segments that its ``recompute`` names are measured with recomputation.
+            values. Segments in its setting ``recompute`` are measured with recomputation.
         tape: Forward pass in training mode, recorded with a microbatch of this size.
         batch: Tensors of the microbatch, by name.
         device: Device on which segments run.
@@ -235,7 +236,7 @@ def measure_segments(
 
 
 def _reset_peak_bytes(device: torch.device) -> int:
-    """Resets the peak memory statistics; returns the memory in use in bytes (0 on a CPU)."""
+    """Resets the peak memory statistics and returns the memory in use in bytes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -243,7 +244,7 @@ def _reset_peak_bytes(device: torch.device) -> int:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Returns the peak memory since the last reset in bytes; 0 on a CPU."""
+    """Returns the peak memory since the last reset in bytes, or 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
@@ -292,7 +293,7 @@ def _time(
     repeats: int,
     enough_s: float,
 ) -> tuple[list[list[float]], torch.Tensor, int]:
-    """Returns a segment's times of F, B and W, its output message, and its kept bytes."""
+    """Returns a segment's times of F, B and W, its output message, and its activation bytes."""
     meter = ActivationMeter()
     stages = ProgramStages(
         programs=[[program]] * (WARM_UP + repeats),
@@ -326,7 +327,7 @@ def _time(
 
 
 def tied_parameters(tape: Tape, tensors: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of elements in shared parameters, and the first and last segment.
+    """Returns the element count of shared parameters, and the first and last segment with them.
 
     The tuple of segments is empty if no parameter is shared.
     """
@@ -345,9 +346,9 @@ def optimizer_seconds(
     in memory.
 
     Args:
-        model: Model whose parameter shapes are used; measuring does not change it.
+        model: Model whose parameter shapes are used. The model is not changed.
         device: Device on which the optimizer runs.
-        make: Function that makes an optimizer from a list of parameters; ``None`` uses AdamW.
+        make: Function that creates an optimizer from a list of parameters; ``None`` uses AdamW.
     """
     chosen: list[torch.nn.Parameter] = []
     total = 0
@@ -355,7 +356,7 @@ def optimizer_seconds(
     for parameter in trained:
         if total + parameter.numel() <= _MOST_NUMBERS:
             chosen.append(torch.nn.Parameter(torch.zeros_like(parameter, device=device)))
-            # Some optimizers read attributes that the model's code has set.
+            # Copy attributes that the model's code has set, because some optimizers read them.
             vars(chosen[-1]).update(vars(parameter))
             total += parameter.numel()
     if not trained:
@@ -370,7 +371,7 @@ def optimizer_seconds(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name. A shared tensor has only its first name."""
+    """Returns a model's parameters and buffers. A shared tensor has only its first name."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
@@ -383,7 +384,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     Args:
         forward: Model with all its parameters.
         forwards: Forward passes of the model, recorded in training and evaluation mode.
-        other: Microbatch other than the recorded one, on the model's device.
+        other: Microbatch that was not used for the recording, on the model's device.
 
     Raises:
         ConfigError: If the loss of the recording differs from the model's loss.
@@ -406,7 +407,7 @@ def check_replay(forward: Forward, forwards: Forwards, other: Mapping[str, torch
     tolerance = _TOLERANCE_OF_HALVES if halves else _TOLERANCE
     if abs(float(replayed) - expected) > tolerance * max(1.0, abs(expected)):
         raise ConfigError(
-            f"the recorded forward gives a loss of {float(replayed):g} for a second microbatch, "
-            f"but the model itself {expected:g}: its forward keeps some of the sample's values "
-            'outside of tensors; compute with tensors there, or try slicing="export"'
+            f"the recording gives a loss of {float(replayed):g} for a second microbatch, but the "
+            f"model gives {expected:g}, because its forward keeps values of the sample outside "
+            'of tensors; use operations on tensors there, or try slicing="export"'
         )

@@ -1,4 +1,4 @@
-"""Gets the sizes of a pipeline from the user, the planner, or the launcher of an elastic job.
+"""Determines the sizes of a pipeline from the user, the planner or an elastic job's launcher.
 
 ``python -m megatron.adaptive train elastic`` is the launcher of an elastic job, whose layout may
 change. It passes the layout to the ranks as an order (:class:`JobOrder`)::
@@ -43,7 +43,7 @@ from megatron.adaptive.planner.measured_module import MeasuredModule, measured_c
 from megatron.adaptive.schedule.catalog import is_rule, placement_for, splits_backward
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Number of parts into which each weight-gradient action is divided under a run-time scheduling
+# Number of parts into which each weight-gradient action is divided if the schedule is a run-time
 # rule.
 _PIECES = 4
 # Settings that affect the measurement of a model, besides the model itself. An elastic job
@@ -94,7 +94,7 @@ def _time(seconds: float) -> str:
 
 
 class JobEnded(SystemExit):
-    """Makes a rank's program exit; the job continues without this rank or in another layout."""
+    """Raised to exit a rank's program while the job continues without it or in another layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +116,20 @@ class SettledSizes:
 
 
 def settle_sizes(request: PipelineSettings) -> SettledSizes:
-    """Connects to the other processes and determines the job's layout. Collective over all ranks.
+    """Connects to the other processes and determines the job's layout. All ranks must call this.
 
     Args:
-        request: Settings of the user, in which sizes may be missing.
+        request: User's settings, in which sizes may be missing.
 
     Raises:
         ConfigError: If no layout is possible, or a setting is invalid.
-        JobEnded: If the model was only measured for the launcher. The launcher then plans a layout
-            and starts the ranks again.
+        JobEnded: If the model was measured only for the launcher, which then plans a layout and
+            starts the ranks again.
     """
     job = join_job(request.timeout_s)
     plan: Chosen | None = None
     try:
-        # Sizes decide which groups are made, so they are compared first.
+        # Compare the settings first, because sizes determine which process groups are created.
         require_alike(request, job)
         text = job.environment.job
         order = None if text is None else JobOrder.from_text(text)
@@ -156,22 +156,23 @@ def settle_sizes(request: PipelineSettings) -> SettledSizes:
 
 
 def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSettings:
-    """Returns the settings with the layout that the launcher of an elastic job ordered.
+    """Returns the settings with the layout that an elastic job's launcher prescribes.
 
-    If the order was planned for another model, the current model is measured and the program exits.
+    If the layout was planned for another model, the current model is measured and the program
+    exits.
     """
     if is_list(request.sample_batch):
         raise ConfigError(
-            "sample_batch is a list of microbatches, whose size the launcher of an elastic job"
-            " cannot choose; pass a dictionary of tensors as sample_batch; Pipeline.step still"
-            " takes lists"
+            "sample_batch must be a dictionary of tensors in an elastic job, because the "
+            "launcher cannot choose a size for a list of microbatches; pass a dictionary as "
+            "sample_batch; Pipeline.step still accepts lists"
         )
     world_size = dist.get_world_size()
     if order.signature and order.pipeline_size * order.replicas != world_size:
         raise ConfigError(
-            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, but"
-            f" there are {world_size}; start the script with python -m megatron.adaptive train"
-            " elastic alone"
+            f"the job planned {order.replicas} pipelines of {order.pipeline_size} processes, but "
+            f"there are {world_size} processes; start the script only with python -m "
+            "megatron.adaptive train elastic"
         )
     if _signature(request) != order.signature:
         _measure_for_job(job, order, request)
@@ -184,8 +185,7 @@ def _ordered(job: Job, order: JobOrder, request: PipelineSettings) -> PipelineSe
     model = MeasuredModule.read(Path(order.model)) if request.weights is None else None
     if model is None:
         return settled
-    # Pass the costs on, because the diagnosis of slow ranks compares each stage's time with its
-    # cost.
+    # Keep the costs, because the diagnosis of slow ranks compares each stage's time with its cost.
     return dataclasses.replace(settled, weights=model.costs(order.micro_batch_size))
 
 
@@ -195,20 +195,22 @@ def choose_placement(schedule: str, num_ranks: int, chunks: int | None) -> Place
     Args:
         schedule: Name of the schedule.
         num_ranks: Number of ranks of the pipeline.
-        chunks: Number of stages per rank; ``None`` takes the schedule's default.
+        chunks: Number of stages per rank; ``None`` uses the schedule's default.
 
     Raises:
-        ConfigError: If the schedule requires another number of stages per rank.
-        ScheduleError: If there is no such schedule.
+        ConfigError: If the schedule requires a different number of stages per rank.
+        ScheduleError: If the schedule does not exist.
     """
     if schedule == "forward-only":
-        raise ConfigError("schedule forward-only is for eval() and cannot train; choose another")
+        raise ConfigError(
+            "schedule forward-only does not support training; choose another schedule"
+        )
     num_chunks = schedule_spec(schedule).least_chunks if chunks is None else chunks
     placement = placement_for(schedule, num_ranks, num_chunks)
     if chunks is not None and placement.num_chunks != chunks:
         raise ConfigError(
-            f"chunks {chunks} was given with schedule {schedule}, which has "
-            f"{placement.num_chunks} per rank; remove chunks"
+            f"chunks must be {placement.num_chunks} for schedule {schedule}, got {chunks}; "
+            "remove chunks"
         )
     return placement
 
@@ -222,8 +224,8 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         pp_rank: Position of this rank in the pipeline.
 
     Raises:
-        ConfigError: If ``chunks`` or ``split_backward`` contradict the schedule.
-        ScheduleError: If there is no such schedule.
+        ConfigError: If ``chunks`` or ``split_backward`` contradicts the schedule.
+        ScheduleError: If the schedule does not exist.
     """
     schedule = request.schedule
     split = request.split_backward
@@ -235,9 +237,9 @@ def choose_orders(request: PipelineSettings, num_ranks: int, pp_rank: int) -> Or
         splits = splits_backward(schedule)
         if split not in (None, splits):
             raise ConfigError(
-                f"split_backward={split} was given, but schedule {schedule} "
-                f"{'has' if splits else 'has no'} weight gradients as separate actions; leave it "
-                "out"
+                f"split_backward={split} cannot be used, because schedule {schedule} "
+                f"{'has' if splits else 'has no'} weight gradients as separate actions; remove "
+                "split_backward"
             )
     return Orders(
         schedule=schedule,
@@ -273,7 +275,7 @@ def _sampled_model(request: PipelineSettings) -> dict[str, Any]:
 
 
 def _choose(job: Job, request: PipelineSettings) -> Chosen:
-    """Measures the model and plans a layout, equal on all ranks. Collective over all ranks."""
+    """Measures the model and plans a layout, equal on all ranks. All ranks must call this."""
     require_whole(1, batch_size=request.samples)
     if request.pipeline_size == "auto":
         request = dataclasses.replace(request, pipeline_size=None)
@@ -287,13 +289,13 @@ def _choose(job: Job, request: PipelineSettings) -> Chosen:
 
 
 def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, MeasuredModule]:
-    """Measures a model; returns the profile, and the planner's description of the model.
+    """Measures a model. Returns the profile, and the planner's description of the model.
 
-    Collective over all ranks.
+    All ranks must call this.
     """
     size = request.micro_batch_size
     pipeline_size = request.pipeline_size
-    # Create the orders before measuring, so that wrong settings raise an error at once.
+    # Create the orders before measuring, so that invalid settings raise an error early.
     orders = choose_orders(request, 2, 0)
     splits = orders.weight_pieces > 0 and dist.get_world_size() > 1
     profiler = Profiler(
@@ -302,7 +304,7 @@ def _measure(job: Job, request: PipelineSettings) -> tuple[ModuleProfile, Measur
         split_backward=splits,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    # Larger microbatches would make a step have fewer microbatches than there are processes.
+    # Larger microbatches would leave a step with fewer microbatches than there are processes.
     most = max(1, request.samples // dist.get_world_size())
     profile = profiler.measure(job, most=most, is_quick=True)
     check_weights(request.weights, len(profile.cut_points) + 1)
@@ -380,8 +382,8 @@ def _sizes_of(request: PipelineSettings, num_segments: int) -> tuple[int, ...]:
     if not sizes:
         given_partition(partition, num_segments, stages)
         raise ConfigError(
-            f"partition of {stages} stages: no number of processes has {stages} under schedule "
-            f"{request.schedule}; use another partition, or set chunks"
+            f"partition has {stages} stages, but no number of processes gives {stages} stages "
+            f"with schedule {request.schedule}; use another partition, or set chunks"
         )
     return tuple(sizes)
 
@@ -390,20 +392,21 @@ def _measure_for_job(job: Job, order: JobOrder, request: PipelineSettings) -> No
     """Measures the model for the launcher, which then plans a layout and starts the ranks again.
 
     Raises:
-        JobEnded: Always, after the model is measured.
+        JobEnded: Always, after the measurement.
     """
     size = request.micro_batch_size
     if size is not None and request.samples % size:
         raise ConfigError(
-            f"batch_size {request.samples} does not divide into microbatches of {size}; use a"
-            f" multiple of {size}, or leave micro_batch_size to the job"
+            f"batch_size must be a multiple of micro_batch_size {size}, got {request.samples}; "
+            f"use a multiple of {size}, or remove micro_batch_size"
         )
     _, module = _measure(job, request)
 
     def write() -> None:
         if order.signature:
             print(
-                "the model is not the one that the job was planned for: planning again", flush=True
+                "the model differs from the model that the job was planned for; planning again",
+                flush=True,
             )
         try:
             module.write(Path(order.model))

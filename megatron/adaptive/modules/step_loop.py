@@ -7,8 +7,8 @@
     ── on a request to stop: save a checkpoint, and exit with status 0
 
 While the pipeline is open, the loop handles signals and writes the progress file. Stops,
-checkpoints and reports work as in the trainer for GPT models; ``engine.stop``,
-``checkpoint.folder`` and ``engine.progress`` describe them.
+checkpoints and reports work as in the trainer for GPT models (see ``engine.stop``,
+``checkpoint.folder`` and ``engine.progress``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from megatron.adaptive.modules.pipeline import Pipeline
 
 NO_LOOP = (
-    "this process belongs to a job that changes its shape, and Pipeline.step was called outside of"
-    " Pipeline.loop; train within `for step in pipeline.loop(...)`, which saves and continues; see"
-    " docs/elastic.md"
+    "Pipeline.step was called outside of Pipeline.loop in an elastic job; train within `for "
+    "step in pipeline.loop(...)`, which saves and loads checkpoints; see docs/elastic.md"
 )
 
 _LEFT = "the script left the loop"
@@ -48,7 +47,7 @@ _BATCH = "loop_batch_size"
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Checks that objects of the user have ``state_dict`` and ``load_state_dict``."""
+    """Checks that the user's objects have ``state_dict`` and ``load_state_dict``."""
     for name, user_object in state.items():
         if not (hasattr(user_object, "state_dict") and hasattr(user_object, "load_state_dict")):
             raise ConfigError(
@@ -60,27 +59,27 @@ def _check_state(state: Mapping[str, Any]) -> None:
 class Loop:
     """Iterates over the remaining steps, from the newest checkpoint to ``total_steps``.
 
-    The constructor and each iteration are collective over all processes of the job.
+    All processes of the job must call the constructor and make each iteration.
 
     Args:
         pipeline: Pipeline that trains the model in each step.
         total_steps: Number of steps in the whole training run, counted from step 0.
-        folder: Folder of checkpoints; ``None`` to save none. An elastic job uses the folder that
-            was given to its launcher instead.
+        folder: Folder of checkpoints; ``None`` disables checkpoints. An elastic job uses the folder
+            that was passed to its launcher instead.
         save_interval: Number of steps between checkpoints; ``None`` saves only at the end.
         keep: Number of newest complete checkpoints to keep; ``None`` for all.
         state: Objects whose state is also saved and loaded, by name, as in :meth:`Pipeline.save`.
-        async_save: Whether a thread writes checkpoints, so that training waits only until the state
-            is copied in memory.
+        async_save: Whether a background thread writes checkpoints, so that training waits only
+            until the state is copied in memory.
         local_folder: Folder on each node's local disk, to which checkpoints are written before a
-            thread copies them to ``folder``.
-        diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0 turns
-            the search off. Has no effect without a trace.
+            background thread copies them to ``folder``.
+        diagnose_interval: Number of steps between two searches of the trace for slow ranks; 0
+            disables the search. Ignored without a trace.
         trust_checkpoint: Whether to also load checkpoints of old versions, which are pickles and
-            could run foreign code.
+            can run arbitrary code.
 
     Raises:
-        CheckpointError: If the newest checkpoint cannot be loaded or has another batch size, or
+        CheckpointError: If the newest checkpoint cannot be loaded or has a different batch size, or
             another job saves to the folder.
         ConfigError: If a setting is invalid.
     """
@@ -146,11 +145,11 @@ class Loop:
         return self
 
     def __next__(self) -> int:
-        """Ends the current step and returns the number of the next step.
+        """Ends the current step and returns the index of the next step.
 
         Raises:
             StopIteration: If all steps are done.
-            JobEnded: If a stop was requested, after the state was saved.
+            JobEnded: If a stop was requested. The state is saved first.
             CheckpointError: If a checkpoint could not be saved.
             ConfigError: If the caller did not train the step, or trained it twice.
             PeerLostError: If another rank has exited unexpectedly.
@@ -161,7 +160,7 @@ class Loop:
             return next(self._steps)
 
     def _run(self) -> Iterator[int]:
-        """Yields the number of each step, and ends each step after the caller has trained it."""
+        """Yields the index of each step, and ends each step after the caller has trained it."""
         pipeline = self._pipeline
         while pipeline.steps < self._total:
             self._current = pipeline.steps
@@ -183,8 +182,8 @@ class Loop:
                 microbatches, whose samples are not counted.
 
         Raises:
-            ConfigError: If the batches of the replicas do not add up to the batch size, or no step
-                has begun.
+            ConfigError: If the replicas' batches do not add up to the batch size, or no step has
+                begun.
         """
         batch_size = self._batch_size
         replicas = self._pipeline.replicas
@@ -200,9 +199,10 @@ class Loop:
             )
         if samples is not None and samples * replicas != batch_size:
             raise ConfigError(
-                f"step {self._current} of Pipeline.loop was given {samples} samples on each of"
-                f" {replicas} replicas, but its batch has {batch_size}; pass"
-                " pipeline.share(batch) of a whole batch to it, or pass batch_size to Pipeline"
+                f"step {self._current} of Pipeline.loop got {samples} samples on each of "
+                f"{replicas} replicas, but the batch size is {batch_size}; pass "
+                "pipeline.share(batch) of a whole batch to Pipeline.step, or pass batch_size to "
+                "Pipeline"
             )
 
     def before_update(self) -> None:
@@ -210,13 +210,13 @@ class Loop:
         self._snapshots.before_update()
 
     def trace_begins_anew(self) -> None:
-        """Excludes the steps so far, whose trace files were moved, from later diagnoses."""
+        """Excludes the steps so far from later diagnoses, because their trace files were moved."""
         self._diagnosis.begin_after(self._pipeline.steps)
 
     def close(self) -> None:
         """Restores the signal handlers and closes the progress file.
 
-        Must be called on all processes. Idempotent.
+        All processes must call this. It is safe to call it more than once.
         """
         self._snapshots.close()
         self._diagnosis.close()
@@ -240,7 +240,7 @@ class Loop:
 
     def _snapshot_state(self) -> SnapshotState:
         """Returns the object from which snapshots copy this rank's state."""
-        # Imported only when needed, because this import is slow.
+        # Import only when needed, because this import is slow.
         from megatron.adaptive.modules.checkpointer import PipelineState
 
         pipeline = self._pipeline
@@ -248,7 +248,7 @@ class Loop:
         return PipelineState(pipeline._checkpointer, head, self._state)
 
     def _resume(self, trust: bool) -> float | None:
-        """Loads the newest checkpoint, and returns the time of loading in seconds.
+        """Loads the newest checkpoint, and returns the loading time in seconds.
 
         Returns ``None`` if there is no checkpoint.
         """
@@ -257,9 +257,8 @@ class Loop:
         if self._folder is None:
             if local_folder is not None:
                 raise ConfigError(
-                    f"local_folder {local_folder} was given without folder, to which checkpoints"
-                    " are copied from there; pass folder to Pipeline.loop, on storage that all"
-                    " nodes share"
+                    f"local_folder {local_folder} requires folder, to which checkpoints are "
+                    "copied; pass folder to Pipeline.loop, on storage that all nodes share"
                 )
             return None
         local = self._pipeline._checkpointer.prepare(self._folder, local_folder, self._keep)
@@ -276,9 +275,9 @@ class Loop:
         before = extra.get(_BATCH, self._batch_size)
         if before != self._batch_size:
             raise CheckpointError(
-                f"{self._folder}: its steps have {before} samples, but those of the script have"
-                f" {self._batch_size}: samples would be lost or repeated; use"
-                f" batch_size={before}, or another folder"
+                f"{self._folder}: the checkpoint was saved with {before} samples per step, but "
+                f"the script has {self._batch_size}, so samples would be skipped or repeated; "
+                f"use batch_size={before}, or another folder"
             )
         return time.perf_counter() - begin_s
 
@@ -309,9 +308,9 @@ class Loop:
             self._save(is_behind=self._saves_behind and done < self._total)
 
     def _finish(self, reason: str) -> None:
-        """Ends the loop: saves the last step if it is not saved, and reports the reason.
+        """Ends the loop: saves the last step if it is not yet saved, and reports the reason.
 
-        Collective over all processes.
+        All processes must call this.
         """
         self._is_over = True
         self._stop.finish()
@@ -341,8 +340,9 @@ class Loop:
         )
         self._saved_at = self._pipeline.steps
         waited_s = time.perf_counter() - begin_s
-        # The background thread may have completed the previous checkpoint meanwhile, for which
-        # training waited as long as it did then.
+        # The background thread may have completed the previous checkpoint during this save. Report
+        # it before _waited_s is overwritten, because _waited_s is still the wait for that
+        # checkpoint.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

@@ -1,4 +1,4 @@
-"""Makes the work of a step from a batch: microbatches in order, with programs and weights."""
+"""Creates the work of a step from a batch: ordered microbatches with programs and weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepWork:
         programs: Programs of this rank's stages for each microbatch.
         weights: Weight of each microbatch's loss; ``None`` for the mean over microbatches.
         is_listed: Whether the user passed a list of microbatches.
-        numbers: Index of each microbatch among those of all replicas.
+        numbers: Index of each microbatch among the microbatches of all replicas.
         order: Index of each microbatch in the batch that the user passed.
     """
 
@@ -67,7 +67,8 @@ class StepWork:
         """Returns one value per microbatch in the order of the batch that the user passed.
 
         Args:
-            values: Value of each microbatch, in the order in which they run; may be empty.
+            values: Value of each microbatch, in the order in which the microbatches run; may be
+                empty.
         """
         pairs = sorted(zip(self.order, values, strict=False), key=lambda pair: pair[0])
         return [value for _, value in pairs]
@@ -79,20 +80,20 @@ class StepWork:
 
     @property
     def sizes(self) -> list[float] | None:
-        """Returns the bytes of each microbatch's activations; ``None`` if all are equal."""
+        """Returns the activation bytes of each microbatch, or ``None`` if all are equal."""
         sizes = [float(max(1, chunks.activation_bytes)) for chunks in self.programs]
         return None if len(set(sizes)) == 1 else sizes
 
 
 class BatchForm:
-    """Derives from the sample batch which batches a pipeline accepts.
+    """Divides batches that have the same form as the sample batch into microbatches.
 
     Args:
         sample: Sample batch, a dictionary of tensors or a list of microbatches.
         micro_batch_size: Number of samples per microbatch of a dictionary.
 
     Attributes:
-        examples: Microbatches with which to record the model.
+        examples: Microbatches with which the model is recorded.
 
     Raises:
         ConfigError: If the sample batch is invalid.
@@ -113,7 +114,7 @@ class BatchForm:
         """Checks a batch and returns its microbatches.
 
         Raises:
-            ConfigError: If the batch does not have the form that ``Pipeline.step`` describes.
+            ConfigError: If the batch does not have the form that ``Pipeline.step`` requires.
         """
         if is_list(batch):
             return self._lists.microbatches(batch)
@@ -126,7 +127,7 @@ class BatchForm:
 
 
 class StepMaker:
-    """Divides whole batches among replicas, and makes the work of each step.
+    """Divides whole batches among replicas, and creates the work of each step.
 
     Args:
         request: Settings of the pipeline.
@@ -136,7 +137,7 @@ class StepMaker:
         placement: Assignment of stages to ranks.
 
     Attributes:
-        balance: Object that orders and deals microbatches by cost.
+        balance: Object that orders and distributes microbatches by cost.
     """
 
     def __init__(
@@ -178,27 +179,27 @@ class StepMaker:
         if is_list(batch):
             if len(batch) < replicas:
                 raise ConfigError(
-                    f"a batch of {len(batch)} microbatches was given to {replicas} replicas; "
-                    "pass at least one for each"
+                    f"a batch of {len(batch)} microbatches cannot be distributed over {replicas} "
+                    "replicas; pass at least one microbatch per replica"
                 )
             dealt = self.balance.share(batch)
             return list(batch[replica::replicas]) if dealt is None else dealt
         count = samples_in(batch, "batch")
         if count % replicas:
             raise ConfigError(
-                f"a batch of {count} samples does not divide among {replicas} replicas; use "
-                f"a multiple of {replicas * self._micro_batch_size}"
+                f"a batch of {count} samples cannot be divided equally among {replicas} "
+                f"replicas; use a multiple of {replicas * self._micro_batch_size} samples"
             )
         part = count // replicas
         return {name: entry.narrow(0, replica * part, part) for name, entry in batch.items()}
 
     def work(self, batch: Batch, num_items: Sequence[float] | None, step: int) -> StepWork:
-        """Checks a batch and returns the work of a step. Collective over all ranks.
+        """Checks a batch and returns the work of a step. All ranks must call this.
 
         Args:
             batch: Batch of this replica, as the user passed it.
             num_items: Number of items in each microbatch; ``None`` for the mean over microbatches.
-            step: Number of the training step; -1 in an evaluation.
+            step: Index of the training step; -1 in an evaluation.
 
         Raises:
             ConfigError: If the batch is invalid, or ranks disagree on the step.
@@ -247,7 +248,7 @@ class StepMaker:
     def _weights(
         self, items: Sequence[float] | None, count: int, *, is_listed: bool
     ) -> list[float] | None:
-        """Returns the weight of each microbatch's loss. Collective over this rank's ``dp_group``.
+        """Returns the weight of each microbatch's loss. All ranks of ``dp_group`` must call this.
 
         Args:
             items: Number of items in each microbatch; ``None`` for the mean over microbatches.
@@ -256,7 +257,7 @@ class StepMaker:
 
         Raises:
             ConfigError: If no microbatch of any replica has items, or replicas disagree on the kind
-                of batch or on whether ``num_items`` is given.
+                of batch or on whether ``num_items`` is passed.
         """
         replicas = self._mesh.dp_size
         numbers = items or [1.0] * count
@@ -276,5 +277,8 @@ class StepMaker:
             return None
         total = sum(of_replica for _, _, of_replica in rows)
         if not total:
-            raise ConfigError("num_items is 0 for all microbatches, so there is no loss to average")
+            raise ConfigError(
+                "num_items must not be 0 for all microbatches, because there is then no loss "
+                "to average"
+            )
         return [replicas * number / total for number in numbers]

@@ -1,7 +1,7 @@
-"""Describes a recorded forward pass: its tensors and calls of torch, in order.
+"""Describes a recorded forward pass: its tensors and its torch calls, in order.
 
-Every recorded tensor has an index on the tape, also called its number. The arguments of recorded
-calls refer to tensors by this index.
+Every recorded tensor has an index on the tape, which is also called its number. The arguments of
+recorded calls refer to tensors by this index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a tensor in the arguments of a recorded call, by the tensor's index on the tape."""
+    """Refers to a tensor in a recorded call's arguments by the tensor's index on the tape."""
 
     value: int
 
@@ -32,9 +32,9 @@ class Value:
         source: Origin of the tensor: ``input``, ``parameter``, ``buffer`` or ``constant``; empty if
             a recorded call computed it.
         name: Name of the input, parameter or buffer; empty for other tensors.
-        tensor: Tensor itself if it is a constant, otherwise ``None``.
+        tensor: Tensor itself if it is a constant; otherwise ``None``.
         made_by: Index of the call that computed the tensor; -1 if no recorded call computed it.
-        storage: Address of the tensor's memory, the same for tensors that share memory; 0 if the
+        storage: Address of the tensor's memory, equal for tensors that share memory; 0 if the
             tensor has no storage.
         varies: Whether the tensor depends on an input, a parameter or a random number.
     """
@@ -62,7 +62,8 @@ class Call:
         outputs: Index on the tape of each new tensor, and the indices and keys that lead to the
             tensor in the call's result.
         changes: Index on the tape of each argument changed in place, before and after the call.
-        segment: Number of cut points that the forward pass had reached before the call.
+        segment: Index of the call's segment, which is the number of cut points reached before the
+            call.
         is_random: Whether the call drew random numbers.
         with_grad: Whether gradients were enabled during the call.
         autocast: Dtype of matmuls under autocast; ``None`` if autocast was off.
@@ -88,9 +89,9 @@ class Tape:
         values: All tensors. Other records refer to a tensor by its index in this list.
         calls: All calls in the order in which the model made them.
         cuts: Names of the cut points in the order in which the forward pass reaches them.
-        loss: Index on the tape of the tensor that holds the loss.
+        loss: Index of the loss on the tape.
         device: Device on which the forward pass was recorded.
-        aliases: Maps the first name of a parameter or buffer with several names to its other names.
+        aliases: Other names of each parameter or buffer with several names, by its first name.
         autocast: Dtype of matmuls in mixed precision; ``None`` in full precision.
         read_buffers: Names of the buffers whose values Python code of the model read.
     """

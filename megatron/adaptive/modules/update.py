@@ -20,7 +20,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from megatron.adaptive.errors import ConfigError
 
-# Imported only for type checks. The mesh imports megatron-core, which is slow to import.
+# Import the mesh only for type checks, because it imports megatron-core, which is slow to import.
 if TYPE_CHECKING:
     from megatron.adaptive.modules.mesh import Mesh
     from megatron.adaptive.modules.segments import MakeOptimizer
@@ -60,11 +60,11 @@ class LossScale:
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int = 1) -> None:
-    """Sums tensors over a process group, in few messages. Collective over ``group``.
+    """Sums tensors over a process group in few messages. All ranks of ``group`` must call this.
 
     Args:
-        tensors: Tensors to replace by their sums; all ranks of the group must pass the same shapes
-            in the same order.
+        tensors: Tensors to replace with their sums; all ranks of the group must pass the same
+            shapes in the same order.
         group: Process group over which tensors are summed.
         divide_by: Number by which the sums are divided.
     """
@@ -78,7 +78,7 @@ def _all_reduce(tensors: Sequence[torch.Tensor], group: Any, *, divide_by: int =
 
 
 def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns the sum of squares as a float64 scalar, which is not finite if any element is not."""
+    """Returns the sum of squares as a float64 scalar; not finite if any element is not finite."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(
@@ -88,19 +88,19 @@ def _squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 class Update:
-    """Combines a rank's gradients with those of other ranks, and updates the parameters.
+    """Combines a rank's gradients with gradients of other ranks, and updates the parameters.
 
     Args:
         mesh: Replica and pipeline position of this process, and its process groups.
         parameters: Trained parameters of this rank's stages, by name.
-        shared: Maps the name of each shared parameter to the pipeline positions of the ranks that
-            have a copy, ascending.
+        shared: Pipeline positions of the ranks that have a copy of a shared parameter, in ascending
+            order, by the parameter's name.
         groups: Process group for each set of positions in ``shared`` that contains this rank.
 
     Attributes:
         parameters: Parameters of this rank's stages, by name.
         optimizer: Optimizer of this rank's parameters; ``None`` if no optimizer is set.
-        scaler: Loss scale of fp16 training; ``None`` without fp16.
+        scaler: Loss scale of fp16 training; ``None`` if fp16 is not used.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Update:
     ) -> None:
         self.parameters = dict(parameters)
         self._shared: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        # Count a shared parameter only once in the model's norm: on the first rank that has a copy.
+        # Count a shared parameter only once in the model's norm, on the first rank that has a copy.
         counted = dict(self.parameters)
         for name, positions in shared.items():
             if name in self.parameters:
@@ -139,7 +139,7 @@ class Update:
         shared: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], Any],
     ) -> None:
-        """Replaces the parameters after segments have moved. The optimizer object stays the same.
+        """Replaces the parameters after segments have moved. The optimizer object is kept.
 
         Args:
             parameters: Trained parameters of this rank's stages, by name.
@@ -163,12 +163,14 @@ class Update:
     ) -> None:
         """Sets the optimizer. ``Pipeline.set_optimizer`` describes the arguments."""
         if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise ConfigError(f"clip_norm must be a finite number above 0 or None, got {clip_norm}")
+            raise ConfigError(
+                f"clip_norm must be a positive finite number or None, got {clip_norm}"
+            )
         if self.scaler is not None:
             if not (math.isfinite(initial_scale) and initial_scale >= 1 and interval >= 1):
                 raise ConfigError(
-                    f"initial_loss_scale {initial_scale} with loss_scale_interval {interval}; both "
-                    "must be finite and at least 1"
+                    "initial_loss_scale and loss_scale_interval must be finite and at least 1, "
+                    f"got {initial_scale} and {interval}"
                 )
             self.scaler = LossScale(scale=initial_scale, growth_interval=interval)
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
@@ -188,13 +190,13 @@ class Update:
         foreign = [parameter for parameter in parameters if id(parameter) not in owned]
         if foreign:
             raise ConfigError(
-                f"the optimizer has {len(foreign)} of {len(parameters)} parameters that are not "
-                f"of this process's stages (the first of shape {list(foreign[0].shape)}); make it "
-                "after the Pipeline, with pipeline.parameters()"
+                f"{len(foreign)} of the optimizer's {len(parameters)} parameters do not belong "
+                f"to this process's stages (the first has shape {list(foreign[0].shape)}); "
+                "create the optimizer after the Pipeline, with pipeline.parameters()"
             )
 
     def check_trained(self) -> None:
-        """Checks that the trained parameters are those that were trained during recording.
+        """Checks that the same parameters are trained as during the recording.
 
         Raises:
             ConfigError: If ``requires_grad`` of a parameter of this rank has changed.
@@ -203,8 +205,9 @@ class Update:
             if parameter.requires_grad != self._was_trained[name]:
                 raise ConfigError(
                     f"requires_grad of {name} is {parameter.requires_grad}, but was "
-                    f"{not parameter.requires_grad} when the Pipeline was made, which decides what "
-                    "stages send to one another; change it before, and make a new Pipeline"
+                    f"{not parameter.requires_grad} when the Pipeline was created, and the "
+                    "messages between stages depend on it; set it before you create a new "
+                    "Pipeline"
                 )
 
     def process_groups(self) -> dict[str, Any]:
@@ -221,11 +224,11 @@ class Update:
     def reduce(self, *, spares_unused: bool = False) -> None:
         """Sums gradients of shared weights, and averages all gradients over replicas.
 
-        Collective over all ranks.
+        All ranks must call this.
 
         Args:
-            spares_unused: Whether a parameter for which no rank has a gradient keeps no gradient,
-                so that the optimizer skips it. If false, its gradient becomes zero.
+            spares_unused: Whether a parameter without a gradient on any rank keeps no gradient, so
+                that the optimizer skips it. Otherwise, its gradient becomes zero.
         """
         trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         has_gradient = {id(parameter): parameter.grad is not None for parameter in trained}
@@ -246,11 +249,12 @@ class Update:
     ) -> None:
         """Removes the gradients of parameters for which no rank had a gradient.
 
-        Collective over all ranks.
+        All ranks must call this.
 
         Args:
             trained: Trained parameters of this rank's stages.
-            has_gradient: Whether this rank computed a gradient, for each parameter by its ``id()``.
+            has_gradient: Whether this rank computed a gradient for a parameter, by the parameter's
+                ``id()``.
         """
         exchanges: list[tuple[Sequence[torch.nn.Parameter], Any]] = [
             (parameters, self._groups[positions]) for positions, parameters in self._shared.items()
@@ -277,14 +281,14 @@ class Update:
         weights: Sequence[float] | None = None,
         with_norm: bool = True,
     ) -> tuple[float, float]:
-        """Returns the loss and the gradient norm of the whole model. Collective over all ranks.
+        """Returns the loss and the gradient norm of the whole model. All ranks must call this.
 
         Args:
             losses: Losses of the microbatches on the rank with the last stage; empty on other
                 ranks.
             count: Number of microbatches per step.
-            weights: Weight of each microbatch's loss; ``None`` for the mean. A loss of weight 0 is
-                ignored, even if it is NaN.
+            weights: Weight of each microbatch's loss; ``None`` for the mean. A loss with weight 0
+                is ignored, even if it is NaN.
             with_norm: Whether to compute the norm. If false, the returned norm is 0.
         """
         device = self._mesh.accelerator.device
