@@ -301,7 +301,7 @@ def test_the_front_is_written_and_drawn(
             "--model gpt2 --global-batch-size 8 --tp 4",
             "--tp 4 must divide the number of GPUs of a node",
         ),
-        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 does not divide heads"),
+        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 must divide the number of heads"),
         (
             "--model gpt2 --global-batch-size 8 --tp 0",
             "--tp must be different positive integers, as in 1,2,4, got 0",

@@ -97,7 +97,7 @@ bandwidth = "100 Gbit/s"
             "hosts: [n1, n1]",
             "hosts contains n1 twice; list each host once",
         ),
-        ("price_per_hour: 32.77", "hosts: [n1]", "names 1 nodes, but count is 2"),
+        ("price_per_hour: 32.77", "hosts: [n1]", "contains 1 nodes, but count is 2"),
         ("format: 1", "format: 7", "format must be 1.*got 7"),
         (
             "between_zones",
