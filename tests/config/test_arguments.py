@@ -108,7 +108,7 @@ def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
     assert reason_for("--no-such-flag") is None
     assert not is_idle("--no-such-flag")
     for flag in later:
-        assert "a later megatron-core than the installed one" in complaint(flag)
+        assert "a newer megatron-core than the installed version" in complaint(flag)
 
 
 def test_an_idle_flag_goes_with_its_values() -> None:

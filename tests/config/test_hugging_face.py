@@ -126,13 +126,13 @@ def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
         (
             LLAMA,
             {"rope_scaling": {"type": "linear", "factor": "4"}},
-            "factor of the rotation must be a number.*got '4'",
+            "factor of the rotary embedding must be a number.*got '4'",
         ),
-        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor of the rotation is missing"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is missing"),
         (
             LATENT,
             {"rope_scaling": {**LATENT["rope_scaling"], "original_max_position_embeddings": 8.5}},
-            "original_max_position_embeddings of the rotation must be an integer.*got 8.5",
+            "original_max_position_embeddings of the rotary embedding must be an integer.*got 8.5",
         ),
         (
             LATENT,
@@ -209,7 +209,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
         ),
         ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
-        ("tomorrow", {}, "nearest is llama, which has all its keys; write llama if its layers"),
+        ("tomorrow", {}, "nearest is llama, which has all its keys; use llama if its layers"),
     ],
 )
 def test_the_nearest_family_is_named_with_what_it_lacks(

@@ -143,11 +143,11 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
             f"{LENGTHS} 18 --tensor-model-parallel-size 4 --sequence-parallel",
             "--slice-tokens 18 is not a multiple of --tensor-model-parallel-size 4",
         ),
-        (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "the others order whole microbatches"),
+        (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "other schedules order whole microbatches"),
         (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
         (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
         (f"{AUTO} 64 --pipeline-model-parallel-size 2", "a number of slices: --sequence-slices"),
-        (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for another"),
+        (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for other"),
         (
             f"{AUTO} auto --variable-seq-lengths --pipeline-model-parallel-size 2 --seq-length 16",
             "--slice-tokens auto requires documents of at least 32 tokens, got --seq-length 16",

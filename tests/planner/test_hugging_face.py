@@ -231,9 +231,9 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is unknown; .* give its sizes"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is unknown; .* specify its sizes"),
         ({"hidden_size": None}, "config.json: hidden_size or n_embd is missing"),
-        ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["linear_attention"]}, "layer_types contains 'linear_attention'"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers must be an integer.*got '32'"),
         ({"num_experts_per_tok": 9}, "9 is above --num-experts 8"),
     ],

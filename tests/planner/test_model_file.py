@@ -155,7 +155,7 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
         (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2 is decided by the plan"),
         (f"{SMALL} --slice-tokens 2048", "--slice-tokens 2048 is not supported here"),
         ("--num-layers '4", "No closing quotation"),
-        ("nowhere.yaml", "No such file or directory; give a model file"),
+        ("nowhere.yaml", "No such file or directory; pass a model file"),
     ],
 )
 def test_a_bad_model_is_named(text: str, message: str) -> None:
