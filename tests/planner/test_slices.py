@@ -208,8 +208,8 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
             ("adaptive",),
             "--sequence-slices 1024: .*8192 tokens.* use 512 slices or fewer",
         ),
-        ("", (2,), ("1f1b",), "--sequence-slices 2 needs a run-time rule"),
-        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: no plan that fits has several"),
+        ("", (2,), ("1f1b",), "--sequence-slices 2 requires a run-time rule"),
+        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: slices require several stages"),
     ],
 )
 def test_bad_numbers_of_slices(

@@ -135,31 +135,8 @@ class DataConfig(TokenizerConfig):
         "single",
         choices=("single",),
         refused_choices={
-            "samples "
-            "are "
-            "already "
-            "shuffled "
-            "and "
-            "repeat "
-            "after "
-            "the "
-            "last "
-            "sample, "
-            "and "
-            "a "
-            "resumed "
-            "run "
-            "continues "
-            "at "
-            "the "
-            "same "
-            "sample "
-            "only "
-            "with "
-            "single; "
-            "use "
-            "single": "samples are shuffled already and repeat after the last one, and a resumed "
-            "run continues at the same sample only with single; use single",
+            "cyclic": "samples are already shuffled and repeat after the last sample, and a "
+            "resumed run continues at the same sample only with single; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )

@@ -24,8 +24,7 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError
 MAX_BYTES = 1 << 28
 """Maximum size in bytes of a file that is read into memory as a whole."""
 MAX_LEVELS = 64
-"""Maximum nesting depth of lists and objects in JSON. This project's files have at most 10 levels.
-"""
+"""Maximum nesting depth of lists and objects in JSON; this project's files have at most 10."""
 _MAX_INTEGER = 1 << 64
 _MOST_DIGITS = 300  # an integer with this number of digits still fits a float
 _DIGITS = 18  # an integer with this number of digits fits 64 bits

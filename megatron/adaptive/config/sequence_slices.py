@@ -22,8 +22,7 @@ This module computes only the positions of the cuts. ``gpt/sequence_slices.py`` 
 keeps the keys and values that later slices of a sequence need.
 
 Source: TeraPipe, arXiv 2102.07988, and Seq1F1B, arXiv 2406.03488, which cut sequences into slices
-    of equal cost in FLOPs.
-the same, by a count of floating-point operations.
+of equal cost in FLOPs.
 """
 
 from __future__ import annotations

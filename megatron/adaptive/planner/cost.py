@@ -423,7 +423,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns the time in seconds that random variation of durations adds to a step.
 
     The result is 0 for a run-time scheduling rule, which runs another action while an input is
-        late.
+    late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0

@@ -9,10 +9,8 @@ with 12.5 GB/s and 10 us::
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
 
 Neighbouring GPUs may have a faster link: within a node, within a part of a node, or on a switch.
-    Such groups of GPUs are called *islands*. A group of ranks communicates over the smallest island
-    that contains all its GPUs.
-groups of GPUs are called *islands*. A group of ranks communicates over the smallest island that
-contains the whole group.
+Such groups of GPUs are called *islands*. A group of ranks communicates over the smallest island
+that contains all its GPUs.
 """
 
 from __future__ import annotations

@@ -10,11 +10,8 @@ backward pass, and messages that take no time::
     rank 1         | F0 | B0      | F1 | B1      |
 
 ``F1`` on rank 1 starts at 4: its input arrives at 2, but the rank is busy until 4. Actions are
-    visited in topological order, so that each action comes after all actions it depends on
-    (:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule
-    and is cached.
-are visited in topological order, in which each follows all actions it depends on
-(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule, and
+visited in topological order, so that each action comes after all actions it depends on
+(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule and
 is cached.
 
 A message leaves when its action has ended and the previous message has left the link. It occupies

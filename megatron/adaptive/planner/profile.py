@@ -22,8 +22,7 @@ from megatron.adaptive.planner.model_description import Model
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
-"""Key of a layer's times: kind, GPU, number of tensor-parallel ranks, and samples per microbatch.
-"""
+"""Key of a layer's times: kind, GPU, tensor-parallel size, and samples per microbatch."""
 _PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 

@@ -166,12 +166,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     """Compares a plan with its neighbours, and returns a line of text for each of them.
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-        by its smallest divisor, or recompute or the schedule is changed. All other settings are
-        chosen again within the request. A line shows how much slower the best plan with this change
-        is, or how much memory it is short of.
-    by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request. The line shows how much slower the best plan with this change is, or
-    how much memory it lacks.
+    by its smallest divisor, or recompute or the schedule is changed. All other settings are chosen
+    again within the request. A line shows how much slower the best plan with this change is, or how
+    much memory it is short of.
 
     Args:
         inputs: Model, cluster and profile of layer times.

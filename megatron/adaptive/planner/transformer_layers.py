@@ -4,12 +4,9 @@
 have experts, attention windows, latent attention, and multi-token prediction layers.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs; Korthikanti et al. 2022
-    (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks
-    are added, and each element is counted with its own size. DeepSeek-AI 2024 (arXiv:2412.19437),
-    section 2, for latent attention and multi-token prediction.
 (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
 added, and each element is counted with its own size. DeepSeek-AI 2024 (arXiv:2412.19437), section
-2, for latent attention and layers that predict further tokens.
+2, for latent attention and multi-token prediction.
 
 Attention without a fused kernel computes and stores all scores. A fused kernel skips scores outside
 of a window, and the masked half of a causal model. It stores one number per row of scores.

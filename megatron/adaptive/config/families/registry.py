@@ -127,9 +127,7 @@ def own_family(name: str) -> Family:
 
 def _published_family(model_type: str) -> Family | None:
     """Returns the family that an installed package provides for a ``model_type``."""
-    if (
-        "this would be the path of a class instead of an entry point"
-    ) in model_type:  # this would name a class, not an entry point
+    if ":" in model_type:  # this would be the path of a class, not an entry point
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
     return None if kind is None else _instance(kind, model_type)
