@@ -272,12 +272,14 @@ def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, flag: str
     assert blocker.read_text(encoding="utf-8") == "kept"
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without files")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="requires /proc, which rejects new files"
+)
 def test_an_output_folder_on_a_file_system_that_takes_none_is_named() -> None:
     assert "cannot write to --trace-dir /proc/none/x" in complaint("--trace-dir /proc/none/x")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to all folders")
 def test_an_output_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "Permission denied" in complaint(f"--trace-dir {tmp_path}/x")
