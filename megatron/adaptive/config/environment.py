@@ -405,7 +405,7 @@ class JobOrder:
         progress: Folder of the progress file for this layout.
         model: Path of the file with measurements of the model.
         epoch: Sequence number of this layout among all layouts of the job.
-        signature: Hash of the model and the settings for which this layout was planned. Empty if
+        signature: Hash of the model and the settings for which this layout was planned, or empty if
             the ranks must measure the model before the first plan.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).

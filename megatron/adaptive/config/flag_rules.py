@@ -158,7 +158,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Describes how numbers violate a ``within`` or ``divides`` rule. Empty if they do not."""
+        """Describes how numbers violate a ``within`` or ``divides`` rule; empty if they do not."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -188,7 +188,7 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the value of a term's setting for a message. Empty if there is no value."""
+        """Returns the value of a term's setting for a message, or an empty string if it has none."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
@@ -212,7 +212,7 @@ class _Rule(NamedTuple):
         left: Term before the verb, such as ``fp16+loss_scale``.
         verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule in error messages. May be empty.
+        reason: Reason for the rule in error messages; may be empty.
     """
 
     left: str

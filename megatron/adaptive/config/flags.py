@@ -184,7 +184,7 @@ class FieldSpec:
         length: Number of values in the tuple, or ``None`` for any number.
         optional: Whether the field may be ``None``.
         default: Default value, or ``MISSING`` if there is none.
-        help: Description for ``--help`` and ``docs/flags.md``, as a single sentence. Empty if no
+        help: Description for ``--help`` and ``docs/flags.md``, as a single sentence, or empty if no
             flag sets the field.
         names: All spellings of the flag. Messages use the first spelling.
         choices: Allowed values. If empty, all values are allowed.

@@ -40,7 +40,7 @@ class ScheduleSpec:
     Attributes:
         name: Name of the schedule on the command line.
         function: Function that implements the schedule, or its path as ``package.module:function``.
-            Empty for ``auto``, ``file`` and ``megatron``, which have no function.
+            It is empty for ``auto``, ``file`` and ``megatron``, which have no function.
         kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
             are separate kinds.

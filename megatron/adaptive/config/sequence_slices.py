@@ -54,7 +54,7 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
     """Returns the positions at which a sequence of length 1 is cut into slices of equal cost.
 
     Args:
-        num_slices: Number of slices. Must be at least 1.
+        num_slices: Number of slices; must be at least 1.
         attention_share: Attention's fraction of the cost of the whole sequence. With 0, slices have
             the same length.
 
@@ -104,7 +104,7 @@ class Cut:
     Attributes:
         ends: Position directly after the last token of each slice, in ascending order.
         documents: Position directly after the last token of each document in the row, in ascending
-            order. Empty if the row is a single document.
+            order, or empty if the row is a single document.
     """
 
     ends: tuple[int, ...]
@@ -152,7 +152,7 @@ class SliceRule:
         tokens: Number of tokens per slice, or ``None`` to cut into ``slices`` slices.
         multiple: Divisor of the length of each slice.
         pair_cost: Cost of attention per pair of tokens, relative to all other work per token. A
-            document of x tokens has x^2 pairs. 0 for slices of equal length.
+            document of x tokens has x^2 pairs. A value of 0 results in slices of equal length.
         is_packed: Whether a microbatch is a single row of several documents.
         varies: Whether microbatches of a step may have different numbers of slices.
     """
@@ -212,7 +212,7 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
     Args:
         lengths: Number of tokens in each document.
-        num_slices: Number of slices. Must be at least 1.
+        num_slices: Number of slices; must be at least 1.
         pair_cost: Cost of attention, as in :class:`SliceRule`.
     """
     costs = [length + pair_cost * length * length for length in lengths]
@@ -312,7 +312,7 @@ def slice_ends(
 
     Args:
         length: Number of tokens in the sequence.
-        slices: Number of slices. Must be at least 1.
+        slices: Number of slices; must be at least 1.
         multiple: Divisor of the length of each slice, such as the number of tensor-parallel ranks
             among which each slice is divided.
         attention_share: Attention's fraction of the cost of the whole sequence. With 0, lengths

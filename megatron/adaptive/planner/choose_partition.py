@@ -88,9 +88,9 @@ class Loads:
         beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
             loss.
         most_layers: Number of average-sized layers that fit into the memory of each rank.
-        kinds: Index of each layer's kind, in model order. Empty if all layers are equal.
-        sizes: Memory size of a layer relative to the average, for each rank and kind of layer.
-            Empty if all sizes are equal.
+        kinds: Index of each layer's kind, in model order, or empty if all layers are equal.
+        sizes: Memory size of a layer relative to the average, for each rank and kind of layer,
+            or empty if all sizes are equal.
     """
 
     placement: Placement

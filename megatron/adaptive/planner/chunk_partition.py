@@ -128,8 +128,8 @@ class ChunkedPipeline:
                 improved.
 
         Returns:
-            Index of the first layer of each stage, followed by the number of layers. Empty if the
-            initial partition is too slow or no partition fits into memory.
+            Index of the first layer of each stage, followed by the number of layers, or empty if
+            the initial partition is too slow or no partition fits into memory.
         """
         cuts = self._first_cuts()
         best = self._seconds(cuts)

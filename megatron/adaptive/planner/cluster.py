@@ -92,7 +92,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns the GPU with a name from a cluster file or driver, or ``None`` if not listed."""
+    """Returns the GPU with a name from a cluster file or driver, or ``None`` if it is unknown."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]

@@ -198,8 +198,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
     """Creates a node's cluster file entry from the output of ``nvidia-smi``.
 
     Args:
-        log: Output of ``nvidia-smi -q``. May be empty.
-        matrix: Output of ``nvidia-smi topo -m``. May be empty.
+        log: Output of ``nvidia-smi -q``; may be empty.
+        matrix: Output of ``nvidia-smi topo -m``; may be empty.
     """
     names = re.findall(r"Product Name\s*: (.+)", log)
     entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}

@@ -133,8 +133,8 @@ def choose_option(
 
     Args:
         running: Running job, with its model and nodes.
-        pipeline_sizes: Pipeline sizes to choose from. Empty for all possible sizes.
-        micro_batches: Microbatch sizes in samples to choose from. Empty for all up to ``most``.
+        pipeline_sizes: Pipeline sizes to choose from, or empty for all possible sizes.
+        micro_batches: Microbatch sizes in samples to choose from, or empty for all up to ``most``.
         partition: Function that returns the user's partition for a number of stages, or ``None`` if
             the partition is not set.
         most: Maximum number of samples per microbatch.
@@ -359,7 +359,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 
     Args:
         weights: Weight of each piece, for example its time.
-        num_stages: Number of stages. Each gets at least one piece.
+        num_stages: Number of stages, each with at least one piece.
 
     Returns:
         Number of pieces in each stage, or ``None`` if there are fewer pieces than stages.

@@ -264,7 +264,7 @@ class LayerTable:
         waiting_bytes: Additional size in bytes of the data kept between the computation of input
             gradients and weight gradients.
         gathered_bytes: Size in bytes of the accumulated gradients of keys and values of a whole
-            microbatch. 0 if sequences are not cut into slices.
+            microbatch, or 0 if sequences are not cut into slices.
     """
 
     estimated: bool

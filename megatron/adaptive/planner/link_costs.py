@@ -340,7 +340,7 @@ def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
     Args:
         whole_s: Time of the whole reduction without overlap, in seconds.
         backward_s: Time of one microbatch's backward pass, in seconds.
-        layers: Number of layers of the pipeline rank. Must be at least 1.
+        layers: Number of layers of the pipeline rank; must be at least 1.
     """
     return np.maximum(whole_s - backward_s, whole_s / layers)
 

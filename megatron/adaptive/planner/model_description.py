@@ -125,9 +125,10 @@ class LayerKind:
         expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
             distributed over more ranks, fewer replicas hold each expert.
         context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
-            they share a sequence, without tensor parallelism. 0 if ranks cannot share a sequence.
+            they share a sequence, without tensor parallelism, or 0 if ranks cannot share
+            a sequence.
         keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
-            without tensor parallelism. 0 if the sequence cannot be cut into slices.
+            without tensor parallelism, or 0 if the sequence cannot be cut into slices.
         routed_bytes: Size in bytes of the kept copies of tokens for experts. If experts are
             distributed over ranks, a forward pass sends this amount to the experts and back, and a
             backward pass does so again.
@@ -200,8 +201,8 @@ class Model:
         tied_layers: Indices of the layers that share the tied weights.
         max_tp: Largest tensor-parallel size that the model's sizes allow.
         precision: Sizes in bytes of the numbers in a training run.
-        arguments: Megatron's command-line arguments for the model, which are written to plan files.
-            May be empty.
+        arguments: Megatron's command-line arguments for the model, which are written to plan files;
+            may be empty.
         expert_ranks: Possible numbers of ranks over which experts are distributed, including 1.
         sequence: Number of tokens per sample that ranks can divide among themselves, or 1 if they
             cannot divide a sample.

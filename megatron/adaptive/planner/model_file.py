@@ -372,7 +372,7 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns for each layer whether it has the attention window. Empty if all layers are equal.
+    """Returns for each layer whether it has the attention window, or empty if all layers are equal.
 
     Raises:
         ConfigError: The window pattern does not have an entry for each layer.

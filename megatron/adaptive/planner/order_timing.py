@@ -159,7 +159,7 @@ def step_times(
             added up.
         latency_s: Latency of the message after each stage's forward and backward pass in seconds,
             ``[2, stages]``. Forward messages go to the next stage, and backward messages to the
-            previous stage. 0 if no message is sent.
+            previous stage, or 0 if no message is sent.
         occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
             ``[2, stages]``.
         launch_s: Part of ``durations_s`` in which the CPU launches kernels, in seconds, ``[3,

@@ -434,7 +434,7 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
     Args:
         document: Contents of the plan file, from :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
-        arguments: Trainer arguments that describe the model. May be empty.
+        arguments: Trainer arguments that describe the model; may be empty.
         file: Name of the plan file that the Slurm command uses.
 
     Raises:

@@ -213,7 +213,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns numbers of slices to compare with a plan's number. Empty for whole sequences."""
+    """Returns numbers of slices to compare with a plan's number, or none for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
 
 

@@ -19,21 +19,24 @@ class SearchOptions:
     """Settings that the search may choose, and its limits.
 
     Attributes:
-        tp: Tensor-parallel sizes to choose from. If empty, all sizes that fit into a node.
-        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all possible sizes.
-        pp: Numbers of pipeline ranks to choose from. If empty, all possible numbers.
-        micro_batch: Microbatch sizes in samples to choose from. If empty, all possible sizes.
+        tp: Tensor-parallel sizes to choose from. If empty, all sizes that fit into a node are
+            tried.
+        dp: Data-parallel sizes (numbers of replicas) to choose from; if empty, all possible sizes
+            are tried.
+        pp: Numbers of pipeline ranks to choose from; if empty, all possible numbers are tried.
+        micro_batch: Microbatch sizes in samples to choose from; if empty, all possible sizes are
+            tried.
         recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
         sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
             is always enabled for models with experts.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
-            If empty, all numbers that leave at least ``LEAST_TOKENS`` tokens on each rank.
+            If empty, all numbers that leave at least ``LEAST_TOKENS`` tokens on each rank are tried.
         slices: Numbers of slices per sequence to choose from. Only pipelines with several ranks and
             a run-time rule support slices.
         expert_ranks: Numbers of replicas over which experts are distributed, to choose from. If
-            empty, all possible numbers.
+            empty, all possible numbers are tried.
         partition: Number of layers in each stage, including embedding and head. If empty, it is
             chosen.
         schedules: Names of the pipeline schedules to choose from, a subset of ``search.SEARCHED``.
@@ -133,7 +136,7 @@ class SearchResult:
     """Best plans of a search, and how far from optimal they may be.
 
     Attributes:
-        plans: Best plans, best first. Empty if no plan fits into memory.
+        plans: Best plans, best first, or empty if no plan fits into memory.
         bound: Lower bound of the objective's value for all plans in the search space. If stages can
             mix node types in too many ways, it applies only to the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
@@ -174,7 +177,7 @@ class Best:
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the value by which plans are ranked: step time or price. Lower is better."""
+        """Returns the value by which plans are ranked: step time or price; lower is better."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:

@@ -60,7 +60,7 @@ class TransformerShape:
         own_attention: Whether the trainer's own layers compute attention with torch's kernels
             instead of Transformer Engine.
         precision: Sizes in bytes of the numbers in a training run.
-        arguments: Megatron's command-line arguments for the same model. May be empty.
+        arguments: Megatron's command-line arguments for the same model; may be empty.
         query_biases: Whether queries, keys and values have biases even if other layers do not.
         query_norms: Whether queries and keys are normalized.
         latent_rank: Width of the latent vector of keys and values, or 0 without latent attention.
@@ -68,9 +68,9 @@ class TransformerShape:
         rotary_width: Width of the part of a head with rotary positions in latent attention.
         value_width: Width of a head's values in latent attention.
         window: Number of tokens that a token attends to, or 0 for all previous tokens.
-        window_layers: Whether each layer has the attention window. Empty if all layers have it.
+        window_layers: Whether each layer has the attention window, or empty if all layers have it.
         experts: Number of experts per layer, or 0 without experts.
-        expert_layers: Whether each layer has experts. Empty if all layers have them.
+        expert_layers: Whether each layer has experts, or empty if all layers have them.
         top_k: Number of experts to which each token is routed.
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.

@@ -69,7 +69,7 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks in a plan file by global rank. Empty if no rank was tried.
+    """Returns the tried ranks in a plan file by global rank, or empty if no rank was tried.
 
     Raises:
         ConfigError: The entry ``tried`` is invalid.

@@ -108,7 +108,7 @@ def layer_pattern(values: Sequence[bool]) -> str:
 
 
 def scaled_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies. Empty without supported scaling."""
+    """Returns the settings that scale rotary frequencies, or none if scaling is not supported."""
     scaling = scaling_of(config)
     kind = kind_of_rotation(config)
     factor = scaling.get("factor")
