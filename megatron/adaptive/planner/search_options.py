@@ -32,7 +32,7 @@ class SearchOptions:
         sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
             is always enabled for models with experts.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
-            If empty, all numbers that leave at least ``LEAST_TOKENS`` tokens on each rank are tried.
+            If empty, numbers that leave at least ``LEAST_TOKENS`` tokens on each rank are tried.
         slices: Numbers of slices per sequence to choose from. Only pipelines with several ranks and
             a run-time rule support slices.
         expert_ranks: Numbers of replicas over which experts are distributed, to choose from. If
