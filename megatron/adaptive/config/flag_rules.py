@@ -188,7 +188,7 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the value of a term's setting for messages, or an empty string without a value."""
+        """Returns the value of a term's setting for messages, or an empty string if unset."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
