@@ -1,9 +1,9 @@
-"""Measures how much the trainer gains if microbatches are dealt by cost.
+"""Measures the gain of distributing microbatches over data-parallel replicas by cost.
 
-Documents have different lengths, or one replica is slow. The trainer runs as real processes. Layers
-sleep to take as long as on devices (``timed_layers.py``), half of the time depending on tokens and
-half on pairs of tokens, so that four ranks can share two processors. Implements part ``lengths`` of
-``studies/schedules.py``.
+Two cases are measured: documents of different lengths, and a slow replica. The trainer runs in real
+processes. Layers sleep for the time that they would take on a device (``timed_layers.py``), so that
+four ranks can share two processors. Half of this time depends on the number of tokens, the other
+half on the number of token pairs. Implements the ``lengths`` part of ``studies/schedules.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.report import Result, Row, measured, ratios
 WORKER = Path(__file__).parents[1] / "tests" / "support" / "timed_layers.py"
 LIMIT_S = 600.0
 SEQ_LENGTH, SAMPLES, LAYER_MS = 128, 48, 16.0
-PAIRS = 0.5  # share of a layer's time, with one document of full length
+PAIRS = 0.5  # share of a layer's time that depends on token pairs, for one document of full length
 FACTOR, WARM_UP = 1.5, 6
 COMMON = (
     f"--hidden-size 16 --num-attention-heads 2 --seq-length {SEQ_LENGTH} --micro-batch-size 1 "
@@ -35,13 +35,14 @@ OFF = ["--balance-replicas", "off"]
 
 
 def dealing(*, quick: bool) -> Result:
-    """Measures documents of different lengths, and a slow replica."""
+    """Measures training with documents of different lengths and with a slow replica."""
     with tempfile.TemporaryDirectory() as name:
         folder, steps = Path(name), WARM_UP + (8 if quick else 30)
         fixed = _steps_ms([*GRID, "--pipeline-schedule", "1f1b"], folder / "fixed", 4, steps)
         turns = _steps_ms([*GRID, *PACKED, *OFF], folder / "turns", 4, steps)
         dealt = _steps_ms([*GRID, *PACKED], folder / "dealt", 4, steps)
-        # All jobs train the same documents, so step times determine the tokens per second.
+        # All jobs train on the same documents, so the ratio of step times is the ratio of tokens
+        # per second.
         lengths = [
             measured(
                 f"PP 2 x DP 2, packed documents: tokens/s over {over}",
@@ -83,7 +84,7 @@ def dealing(*, quick: bool) -> Result:
 def _steps_ms(
     words: Sequence[str], folder: Path, ranks: int, steps: int, **settings: str
 ) -> list[float]:
-    """Returns the step times of a job, without its first steps."""
+    """Returns the step times of a job in milliseconds, without the warm-up steps."""
     words = [str(WORKER), *COMMON, *words, "--train-iters", str(steps)]
     variables = {"LAYER_MS": str(LAYER_MS), "LAYER_PAIRS": f"{PAIRS}/{SEQ_LENGTH}", **settings}
     lines = train(words, folder, ranks, LIMIT_S, variables)

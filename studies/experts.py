@@ -1,11 +1,12 @@
-"""Emulates a pipeline with experts, whose replicas exchange tokens in every action.
+"""Emulates a pipeline with experts, whose replicas exchange tokens in each pass.
 
-Implements part ``experts`` of ``studies/schedules.py``. Eight ranks are two stages of four
-replicas. Each forward and backward consists of parts that sleep and of exchanges between the
-replicas. The exchanges are real messages over gloo, and take a drawn time from the moment at which
-the last replica begins. The same is simulated with a group of replicas as one rank, and for eight
-ranks in a row. A slower expert rank, for example one with more tokens, also takes longer for its
-exchanges, in processes and in simulation.
+Implements the ``experts`` part of ``studies/schedules.py``. Eight ranks form two stages of four
+replicas. Each forward or backward pass alternates between sleeping and exchanging tokens with the
+other replicas. The exchanges are real messages over gloo. Their duration is drawn at random, and
+starts when the last replica begins. The same pipeline is simulated with each group of replicas as
+one rank, and again as a pipeline of eight ranks. In one scenario an expert rank is slower, for
+example because it has more tokens. Its exchanges are slower too, both in processes and in
+simulation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ REPLICAS, STAGES, MICROBATCHES, CUTS = 4, 2, 32, 4
 SCHEDULES = ("interleaved", "combined-1f1b", "adaptive")
 SHARE, WEIGHTS, SLOW, SIGMA = 0.4, 0.6, 1.3, 0.3
 GOALS = {"quiet": 0.99, f"jitter {SIGMA}": 1.08, f"an expert rank {SLOW} times slower": 1.05}
-"""Scenarios, and the minimum gain of the rule over the combined order."""
+"""Minimum gain of the ``adaptive`` rule over the combined order in each scenario."""
 LEAST_HIDDEN, LEAST_GAIN, MOST_AGREEMENT_US = 0.9, 1.24, 20.0
 _LIMIT_S = 900.0
 _LEAD_S = 0.01
@@ -123,7 +124,7 @@ def sleep_until(moment_s: float) -> None:
 
 
 class SlowExchange:
-    """An all-to-all that takes a set time after all ranks have begun it; exchanges run in order.
+    """An all-to-all that takes a fixed time after all ranks have begun it; exchanges run in order.
 
     Attributes:
         takes_s: Duration of the next exchange in seconds.
@@ -145,7 +146,7 @@ class SlowExchange:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        given.fill_(time.monotonic())  # all ranks use the clock of one machine
+        given.fill_(time.monotonic())  # all ranks run on one machine and share its clock
         work = self._plain(output, given, out, parts, group, True)
         pending = _Pending(self, work, output, self.takes_s)
         if async_op:
@@ -177,7 +178,7 @@ class _Pending(NamedTuple):
 
 
 class ExpertStages(IdleStages):
-    """Chunks that sleep, and exchange rows with the other replicas."""
+    """Chunks that sleep instead of computing, and exchange tokens with the other replicas."""
 
     def __init__(self, rank: Rank, candidate: Candidate, seed: int, scenario: str) -> None:
         self._rank = rank
@@ -194,15 +195,15 @@ class ExpertStages(IdleStages):
         self._pace = SLOW if is_slow else 1.0
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        """Sleeps for the duration of F."""
+        """Sleeps for the duration of a forward pass (F)."""
         return self._run(0, chunk, microbatch)
 
     def backward(self, chunk: int, microbatch: int, gradient: Any) -> torch.Tensor | None:
-        """Sleeps for the duration of B, and of W if W is not a separate action."""
+        """Sleeps for the duration of B, and also of W if W is not a separate action."""
         return self._run(1, chunk, microbatch)
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for the duration of a part of W."""
+        """Sleeps for the duration of one piece of W."""
         self._sleep(self._seconds[2, self._stages[chunk], microbatch] / pieces)
 
     def _run(self, kind: int, chunk: int, microbatch: int) -> torch.Tensor:
@@ -245,7 +246,7 @@ class Rank:
                 )
 
     def step(self, name: str, scenario: str, seed: int) -> tuple[float, float]:
-        """Runs a step; returns its seconds on the last rank, and the hidden share on this rank."""
+        """Runs a step; returns its seconds and the share of exchange time that this rank hides."""
         candidate = self.candidates[name]
         stages = ExpertStages(self, candidate, seed, scenario)
         policy = candidate.policies(MICROBATCHES)[self.position]
@@ -271,7 +272,7 @@ class Rank:
         return float(end - start), hidden
 
     def close(self) -> None:
-        """Closes the channels. All ranks must call this together."""
+        """Closes the channels; all ranks must call this together."""
         for channels in self._channels.values():
             channels.close()
 
@@ -289,7 +290,7 @@ def _agreement(rank: int, size: int, completions: Completions) -> Agreement:
 
 
 def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
-    """Runs one rank, either of the emulation or of a group that agrees on empty actions."""
+    """Runs a rank of the emulation, or measures agreement on empty actions if ``plan`` is None."""
     sharpen_timers()
     if plan is None:
         return _agreement_us(rank)
@@ -301,7 +302,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
     for scenario in GOALS:
         seconds[scenario] = {name: [] for name in SCHEDULES}
         for seed in range(plan["repetitions"]):
-            # Interleaved without overlap is compared only in the quiet scenario.
+            # The interleaved schedule without overlap is compared only in the quiet scenario.
             for name in SCHEDULES if scenario == "quiet" else SCHEDULES[1:]:
                 taken, share = own.step(name, scenario, seed)
                 seconds[scenario][name].append(taken)
@@ -312,7 +313,7 @@ def run_rank(rank: int, plan: dict[str, Any] | None) -> Any:
 
 
 def _agreement_us(rank: int) -> list[float]:
-    """Returns processor microseconds per action of a group member, minus those of a single rank."""
+    """Returns processor time per action for a group member, minus that of a single rank, in us."""
     placement = Placement(num_ranks=2, num_chunks=2)
     policy = make_policies("adaptive", placement, MICROBATCHES, cap=8.0, weight_pieces=4)[1]
 

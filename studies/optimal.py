@@ -1,34 +1,36 @@
-"""Computes proven optimal step times of small pipelines with split backward.
+"""Computes provably optimal step times of small pipelines with a split backward pass.
 
     python -m studies.optimal --out studies/optimal.json [--only PATTERN] [--limit SECONDS]
 
 The results are a reference for run-time rules. A case is a pipeline of p ranks with two chunks each
-in the V placement, m microbatches, and integer durations of F, B and W per stage. The optimum is
-the minimum makespan of all schedules in which
+in the V placement, m microbatches, and integer durations of F (forward), B (backward for input
+gradients) and W (backward for weight gradients) per stage. The optimum is the minimum makespan of
+all schedules in which
 
 - F(s, j) follows F(s-1, j), B(last, j) follows the last stage's F, B(s, j) follows B(s+1, j), and
-  W(s, j) follows B(s, j); sending to another rank takes ``latency``, within a rank nothing;
+  W(s, j) follows B(s, j); a message to another rank takes ``latency``, a message within a rank
+  takes no time;
 - a rank runs one action at a time without interruption, but W consists of ``weight_pieces`` equal
   pieces, between which other actions may run;
-- microbatches ascend within one stage and kind;
-- with a cap, a rank never holds more than ``cap`` units; a microbatch on one chunk holds 1/2 from
-  the start of its F to the end of its last piece of W. A cap of m units or more has no effect and
-  is recorded as null.
+- each stage runs the actions of a kind in ascending order of microbatches;
+- a rank with a cap never holds more than ``cap`` units; a microbatch on one chunk holds 1/2 unit
+  from the start of its F to the end of its last piece of W. A cap of m units or more has no effect
+  and is recorded as null.
 
 The lower bound in the file is simple. Let head(a) be the longest chain that precedes action a, and
 tail(a) the longest chain that follows it, along dependencies and ascending microbatches. Consider
-the actions of one rank that have head >= h and tail >= q. None of them starts before h, and after
-the last of them at least q passes. So for every rank, h and q:
+the actions of one rank with head >= h and tail >= q. None of them starts before h, and the step
+ends at least q after the last of them. So for every rank, h and q:
 
     makespan >= h + (sum of the durations of those actions) + q
 
-With h = q = 0 the sum is a rank's whole work; with a single action the bound is a chain. The upper
-bound is the best schedule of this project's rules in simulation. If the two bounds differ, CP-SAT
-finds the optimum, or the case is omitted. Every schedule behind an optimum is checked by a
-separate implementation of the rules above.
+If h = q = 0, the sum is the total work of a rank; for a single action, the bound is a chain. The
+upper bound is the best schedule that a rule of this project produces in simulation. If the two
+bounds differ, CP-SAT searches for the optimum. Cases without a proven optimum are omitted. A
+separate implementation of the rules above checks every optimal schedule.
 
-To add cases, add a row to ``GRID`` and run the program again; results in the file are kept.
-Candidates without a proof are listed under ``unproven``, and a run tries them again.
+To add cases, add a row to ``GRID`` and run the program again; existing results are kept. Cases
+without a proof are listed under ``unproven``, and each run tries them again.
 """
 
 from __future__ import annotations
@@ -68,10 +70,10 @@ UNIFORM = {
     "less-forward": (8, 12, 12),
     "recompute": (12, 24, 12),
 }
-"""Durations of F, B and W that are equal on all stages; ``recompute`` repeats F within B."""
+"""Durations of F, B and W that are equal on all stages; B of ``recompute`` repeats F."""
 _ALL = "even less-weight less-forward recompute ends fast random"
 GRID = (
-    # ranks, microbatches, profiles, with latency?, cap in units per rank of the pipeline
+    # columns: ranks, microbatches, profiles, whether messages have latency, cap in units per rank
     (2, (4, 8), "less-weight fast random", True, 2),
     (3, (4, 5, 7), _ALL, True, 2),
     (4, (4, 5, 6, 8), _ALL, True, 2),
@@ -81,7 +83,7 @@ GRID = (
     (4, (5, 6, 7), "less-weight", False, 2),
     (4, (4, 5, 6), "random", False, 2),
     (4, (8,), "even", False, 2),
-    # The memory of 1F1B.
+    # These cases have the memory limit of 1F1B.
     (2, (4, 8), "even less-weight recompute random", True, 1),
     (3, (4,), "even less-weight recompute random", True, 1),
     (3, (5,), "less-weight less-forward", True, 1),
@@ -89,24 +91,26 @@ GRID = (
 )
 
 Cell = tuple[str, int, int, int]
-"""Kind, stage, microbatch, piece; the piece is 0 for F and B."""
+"""Kind, stage, microbatch and piece of an action; the piece is 0 for F and B."""
 Starts = dict[Cell, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pipeline and batch; all times are integers in an arbitrary unit.
+    """A pipeline and its batch; all times are integers in an arbitrary unit.
 
     Attributes:
-        id: Name, unique in the file.
+        id: Unique name of the case in the file.
         ranks: Number of pipeline ranks; the pipeline has twice as many stages.
         microbatches: Number of microbatches of the step.
         forward: Duration of F per stage.
-        backward: Duration of B, the backward by inputs, per stage.
-        weight: Duration of W, the backward by weights, per stage; a multiple of the pieces.
+        backward: Duration per stage of B, the backward pass for input gradients.
+        weight: Duration per stage of W, the backward pass for weight gradients; a multiple of the
+            number of pieces.
         latency: Time from the end of an action to the arrival of its result on another rank.
-        cap: Maximum number of units of a rank, ``None`` if it has no effect.
-        weight_pieces: Number of equal pieces of W.
+        cap: Maximum number of units that a rank may hold, or ``None`` if there is no effective
+            limit.
+        weight_pieces: Number of equal pieces into which W is divided.
     """
 
     id: str
@@ -130,15 +134,15 @@ class Case:
 
     @property
     def stages(self) -> int:
-        """Number of stages of the pipeline."""
+        """Number of stages in the pipeline."""
         return self.ranks * CHUNKS
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank of a stage: the V passes over all ranks and returns."""
+        """Returns the rank of a stage; stages pass over all ranks, then return in reverse."""
         return min(stage, self.stages - 1 - stage)
 
     def hop(self, stage: int) -> int:
-        """Returns the latency of a message from a stage to the next stage, or back."""
+        """Returns the latency of a message between a stage and the next stage, either way."""
         return 0 if self.rank_of(stage) == self.rank_of(stage + 1) else self.latency
 
     def duration(self, cell: Cell) -> int:
@@ -149,7 +153,7 @@ class Case:
         return (self.forward if kind == "F" else self.backward)[stage]
 
     def held_change(self, cell: Cell) -> int:
-        """Returns the change in held chunks: F adds at its start, W removes at its end."""
+        """Returns the change in held chunks; F adds a chunk, and the last piece of W removes it."""
         if cell[0] == "W":
             return -1 if cell[3] == self.weight_pieces - 1 else 0
         return 1 if cell[0] == "F" else 0
@@ -165,7 +169,7 @@ class Case:
                     yield ("W", s, j, k)
 
     def before(self, cell: Cell) -> list[tuple[Cell, int]]:
-        """Returns the cells that must end before this cell, each with the latency between them."""
+        """Returns the cells that must end before this cell, each with its message latency."""
         kind, s, j, k = cell
         last = self.weight_pieces - 1
         earlier: list[tuple[Cell, int]] = []
@@ -206,7 +210,8 @@ def lower_bound(case: Case) -> int:
     best = 0
     for rank in range(case.ranks):
         own = [cell for cell in case.cells() if case.rank_of(cell[1]) == rank]
-        # Tails descend, so the sum of durations with at least the current tail grows.
+        # Cells are sorted by descending tail, so the sum covers all cells with at least the current
+        # tail.
         own.sort(key=lambda cell: -tails[cell])
         for head in {heads[cell] for cell in own}:
             work = 0
@@ -223,10 +228,11 @@ def makespan(case: Case, starts: Starts) -> int:
 
 
 def check(case: Case, starts: Starts) -> None:
-    """Checks a schedule against the rules; independent of the solver, except for ``before``.
+    """Checks a schedule against the rules; uses none of the solver's code except ``before``.
 
     Raises:
-        ValueError: A cell is missing, too early, overlaps another, or the cap is exceeded.
+        ValueError: A cell is missing, starts too early or overlaps another cell, or the cap is
+            exceeded.
     """
     if set(starts) != set(case.cells()) or min(starts.values()) < 0:
         raise ValueError(f"{case.id}: cells are missing or start before 0")
@@ -240,7 +246,7 @@ def check(case: Case, starts: Starts) -> None:
             if start + case.duration(cell) > following:
                 raise ValueError(f"{case.id}: {cell} and {other} overlap on rank {rank}")
         held = 0
-        # Memory that is released at a time is released before memory is acquired at the same time.
+        # If memory is released and acquired at the same time, the release comes first.
         for _, change in sorted(
             (start + (case.duration(cell) if cell[0] == "W" else 0), case.held_change(cell))
             for start, cell in own
@@ -256,7 +262,7 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
     Args:
         case: Case to simulate.
         rule: Name of the rule.
-        cap: Maximum number of units of a rank; the case's cap by default.
+        cap: Maximum number of units that a rank may hold; defaults to the case's cap.
     """
     placement = Placement(num_ranks=case.ranks, num_chunks=CHUNKS, kind="v")
     options = {
@@ -288,14 +294,14 @@ def by_rule(case: Case, rule: str, cap: float | None = None) -> Starts:
 
 
 def best_known(case: Case) -> Starts:
-    """Returns the best schedule that any rule produces."""
+    """Returns the best schedule that any of ``RULES`` produces."""
     return min((by_rule(case, rule) for rule in RULES), key=lambda one: makespan(case, one))
 
 
 def _model(
     case: Case, bound: int, known: Starts, unit: int
 ) -> tuple[cp_model.CpModel, dict[Cell, cp_model.IntVar]]:
-    """Returns the case as a constraint model in multiples of ``unit``, with a schedule as hint."""
+    """Returns a constraint model with time in multiples of ``unit``, and ``known`` as a hint."""
     model = cp_model.CpModel()
     best = makespan(case, known)
     heads, tails = heads_and_tails(case)
@@ -327,7 +333,7 @@ def _model(
 
 
 def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int) -> Starts | None:
-    """Returns an optimal schedule, or ``None`` if the time limit passed."""
+    """Returns an optimal schedule, or ``None`` if the search exceeds the time limit."""
     unit = math.gcd(case.latency, *(case.duration(cell) for cell in case.cells()))
     model, variables = _model(case, bound, known, unit)
     solver = cp_model.CpSolver()
@@ -339,7 +345,9 @@ def _search(case: Case, bound: int, known: Starts, limit_s: float, workers: int)
         return {cell: unit * solver.value(start) for cell, start in variables.items()}
     if status in (cp_model.FEASIBLE, cp_model.UNKNOWN):
         return None
-    raise RuntimeError(f"{case.id}: {solver.status_name(status)} although a schedule exists")
+    raise RuntimeError(
+        f"{case.id}: solver status {solver.status_name(status)}, although a schedule exists"
+    )
 
 
 def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, Any] | None:
@@ -367,10 +375,11 @@ def solve(case: Case, *, limit_s: float = 60.0, workers: int = 1) -> dict[str, A
 
 
 def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap: int) -> Case:
-    """Returns a candidate; its latency is a quarter of a usual forward, or 0.
+    """Returns a case for a profile; its latency is a quarter of a typical forward pass, or 0.
 
-    Profiles are the keys of ``UNIFORM``, ``ends`` (first stage 3/4, last stage 5/4 of the others),
-    ``fast`` (a middle rank is 1.43 times as fast) and ``random`` (within a quarter).
+    Profiles are the keys of ``UNIFORM`` and ``ends``, ``fast`` and ``random``. The first stage of
+    ``ends`` takes 3/4 and the last stage 5/4 of the time of other stages. ``fast`` has a middle
+    rank that is 1.43 times as fast. The durations of ``random`` differ by up to a quarter.
     """
     stages = range(CHUNKS * ranks)
     if profile in UNIFORM:
@@ -401,7 +410,7 @@ def make_case(profile: str, ranks: int, microbatches: int, *, latency: bool, cap
 
 
 def candidates() -> list[Case]:
-    """Returns every case that the file may contain, by ascending ranks and microbatches."""
+    """Returns every case that the file may contain, sorted by ranks and microbatches."""
     cases = []
     for ranks, counts, profiles, latency, cap_per_rank in GRID:
         for profile in profiles.split():
@@ -412,7 +421,7 @@ def candidates() -> list[Case]:
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the records of an earlier run by id; empty if there is no file."""
+    """Returns the records of an earlier run by case ID, or none if the file does not exist."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -422,7 +431,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None:
-    """Writes the cases with these ids, one per line, and lists the ids without a record."""
+    """Writes the cases with these IDs, one per line, and lists the IDs without a record."""
     head = {
         "version": VERSION,
         "made_by": "python -m studies.optimal; its docstring states the model and the bound",
@@ -437,12 +446,12 @@ def save(path: Path, ids: list[str], records: dict[str, dict[str, Any]]) -> None
 
 
 def main() -> int:
-    """Solves the cases that are missing in the file; saves after every case."""
+    """Solves the cases that the file lacks, and saves the file after every case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="file to write, or to complete")
-    parser.add_argument("--only", default="*", help="shell pattern of the ids to solve")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds of search per case")
-    parser.add_argument("--workers", type=int, default=1, help="threads of the search")
+    parser.add_argument("--out", type=Path, required=True, help="file to create or to extend")
+    parser.add_argument("--only", default="*", help="shell pattern for the IDs of cases to solve")
+    parser.add_argument("--limit", type=float, default=60.0, help="time limit per case in seconds")
+    parser.add_argument("--workers", type=int, default=1, help="number of search threads")
     options = parser.parse_args()
     records = load(options.out)
     cases = candidates()

@@ -1,16 +1,22 @@
-"""Compares the planner with published searches and runs.
+"""Compares the planner with published planners, published runs, and runs on this machine.
 
     python -m studies.planner --data DIR [--quick] [--part NAME ...] [--json FILE]
     python -m studies.planner --validate DIR ...
 
-Parts: ``fasop``, FASOP's cases and Pareto run; ``measured``, predictions of published runs;
-``literature``, predictions of runs in papers; ``memory``, memory peaks of 24 short runs on this
-machine; ``large``, a cluster of 1,024 GPUs; ``small``, small problems against all of their plans;
-``own``, plans of a small GPT that run on this otherwise idle machine, against predictions;
-``experts``, the same for a GPT with experts and its ``profile``. ``DIR`` contains the published
-sets (``fasop``, ``amp``, ``sailor``); missing sets are skipped. Rows are printed as soon as a part
-is done. If a part fails, its row shows the reason, and the other parts run. Exits with status 1 if
-a part fails or a goal is missed.
+The parts are:
+
+- ``fasop``: Compares plans for FASOP's cases and its Pareto run.
+- ``measured``: Predicts published runs.
+- ``literature``: Predicts runs that are described in papers.
+- ``memory``: Predicts the peak memory of 24 short runs on this machine.
+- ``large``: Searches plans for a cluster of 1,024 GPUs.
+- ``small``: Compares plans for small problems with brute force.
+- ``own``: Predicts plans of a small GPT, and runs them on this otherwise idle machine.
+- ``experts``: Does the same for a GPT with experts, from the output of ``profile``.
+
+``DIR`` is a folder with the published data sets (``fasop``, ``amp``, ``sailor``); missing sets are
+skipped. Each part prints its rows when it is done. If a part fails, its row shows the reason, and
+the other parts still run. The command exits with status 1 if a part fails or a goal is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ PARTS = ("fasop", "measured", "literature", "large", "small", "memory", "own", "
 
 
 def small_rows(quick: bool) -> list[Row]:
-    """Solves small random problems; checks brute force, and that better clusters never do worse."""
+    """Compares plans for small random problems with brute force and with better clusters."""
     number, pairs = (50, 100) if quick else (500, 1000)
     unlike = worse = 0
     for seed in range(pairs):
@@ -57,7 +63,7 @@ def _seconds(problem: Any) -> float:
 
 
 def own(options: argparse.Namespace, *, experts: bool) -> Result:
-    """Runs plans on this machine, or predicts runs that were kept again."""
+    """Runs plans on this machine, or predicts stored runs again."""
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or options.kept or Path(temporary)
         place = place / "experts" if experts else place
@@ -66,20 +72,28 @@ def own(options: argparse.Namespace, *, experts: bool) -> Result:
 
 
 def published(folder: Path | None, read: Callable[[Path], list[Row]]) -> Result:
-    """Returns the rows of the data sets in a folder; empty if they are missing."""
+    """Returns the rows of the data sets in a folder, or no rows if the folder does not exist."""
     return Result(rows=read(folder) if folder is not None and folder.is_dir() else [])
 
 
 def main() -> int:
-    """Runs the parts, and prints a table for each."""
-    parser = parser_of(__doc__, PARTS, "fewer small problems, nodes, plans")
-    parser.add_argument("--data", type=Path, help="folder of the published sets")
+    """Runs the parts and prints a table for each part."""
+    parser = parser_of(__doc__, PARTS, "smaller studies: fewer problems, nodes, and plans")
+    parser.add_argument("--data", type=Path, help="folder with the published data sets")
     parser.add_argument(
-        "--validate", type=Path, nargs="+", metavar="DIR", help="only predict the runs of data sets"
+        "--validate",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="only predict the runs of these data sets",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces of own runs here")
-    where.add_argument("--kept", type=Path, metavar="DIR", help="predict runs kept there anew")
+    where.add_argument(
+        "--keep", type=Path, metavar="DIR", help="store the traces of the runs in this folder"
+    )
+    where.add_argument(
+        "--kept", type=Path, metavar="DIR", help="predict the stored runs of this folder again"
+    )
     options = parser.parse_args()
     data, quick = options.data, options.quick
     parts: dict[str, Callable[[], Result]] = {

@@ -1,15 +1,16 @@
-"""Simulates orders of work on many pipelines, and compares step times with a lower bound.
+"""Simulates schedules on many pipelines, and compares step times with a lower bound.
 
-Implements part ``study`` of ``studies/schedules.py``. A cell is a pipeline of p ranks with two
-chunks each, m microbatches, a kind of work and a latency. All orders of a cell use the same draws.
+Implements the ``study`` part of ``studies/schedules.py``. A cell is a pipeline with p ranks of two
+chunks each, m microbatches, a kind of work, and a latency. All schedules of a cell use the same
+random durations.
 
-The lower bound: an action starts no earlier than the longest path to it through stages and
-microbatches, and after it the step takes at least the longest path from it. In between each rank
-has all of its work to do, one action at a time with arbitrary interruptions. The slowest rank
-determines the bound.
+The lower bound combines three parts. An action starts at the end of the longest path to it through
+stages and microbatches, or later. After the action, the step takes at least the longest path
+that follows it. Between these two paths, each rank must do all of its work, one action at a
+time; the bound permits arbitrary interruptions. The slowest rank determines the bound.
 
-Source: the one-machine bound with heads and tails, Carlier 1982; with interruptions Jackson's rule
-computes it exactly.
+Source: Carlier 1982, the one-machine bound with heads and tails. If interruptions are permitted,
+Jackson's rule computes this bound exactly.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ WORK: dict[str, dict[str, float]] = {
     "long backwards": {"backward_s": 1.5},
 }
 LATENCIES = (0.0, 0.2, 0.5, 1.0)
-"""Latencies of a message, in forwards of a stage."""
+"""Message latencies, as multiples of a stage's forward time."""
 SEEDS, FRESH = (0, 1), range(100, 104)
 _SETTINGS: tuple[tuple[PlacementKind, float], ...] = (
     ("v", 1),
@@ -79,14 +80,14 @@ class Cell:
 
     @property
     def profile(self) -> StageProfile:
-        """Returns the times of the pipeline."""
+        """Returns the durations and the latency of the pipeline."""
         given = dict(WORK[self.work])
         backward_s = given.pop("backward_s", 1.0)
         times = StageTimes.equal(2 * self.ranks, forward_s=1.0, backward_s=backward_s, weight_s=1.0)
         return StageProfile(times=times, link=Link(latency_s=self.latency), **given)
 
     def bound_s(self, placement: Placement, seeds: Sequence[int]) -> float:
-        """Returns the mean of the lower bound over draws."""
+        """Returns the mean of the lower bound over random draws."""
         return statistics.fmean(
             lower_bound_s(placement, draw(placement, self.microbatches, self.profile, seed=seed))
             for seed in seeds
@@ -102,7 +103,7 @@ def cells(latency: float) -> Iterator[Cell]:
 def lower_bound_s(placement: Placement, work: Workload) -> float:
     """Returns the lower bound that the module's docstring defines.
 
-    Arrays of B and W are in execution order: with slices, the last slice of a microbatch is first.
+    Arrays of B and W are in execution order: the last slice of a microbatch runs first.
     """
     times: Any = work.durations_ps.copy()
     stages, items = times.shape[1:]
@@ -110,7 +111,7 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
     turned = np.arange(items).reshape(-1, slices)[:, ::-1].ravel()
     times[B:] = times[B:, :, turned]
     ranks = np.array([placement.locate(stage)[0] for stage in range(stages)])
-    # Delays of messages from each stage to the next stage, and back.
+    # These are delays of messages from each stage to the next stage, and back.
     forth, back = work.delays_ps[0, :-1].copy(), work.delays_ps[1, 1:, turned].T.copy()
     forth[ranks[1:] == ranks[:-1]] = back[ranks[1:] == ranks[:-1]] = 0
     heads = _starts(times, forth, back, slices)
@@ -141,12 +142,12 @@ def lower_bound_s(placement: Placement, work: Workload) -> float:
 
 
 def _latest(ends: Any, slices: int) -> Any:
-    """Returns for each slice the latest end in its microbatch."""
+    """Returns the latest end in its microbatch for each slice."""
     return np.repeat(ends.reshape(-1, slices).max(axis=1), slices)
 
 
 def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
-    """Returns the earliest starts ``[kind, stage, item]`` if ranks ran all actions in parallel."""
+    """Returns the earliest starts, ``[kind, stage, item]``, if ranks ran actions in parallel."""
     stages = times.shape[1]
     found = np.zeros_like(times)
     ready = np.zeros(times.shape[2], dtype=np.int64)
@@ -166,7 +167,7 @@ def _starts(times: Any, forth: Any, back: Any, slices: int) -> Any:
 
 
 def _in_turn(ready: Any, durations: Any) -> Any:
-    """Returns the starts of actions that run one after the other, each after it is ready."""
+    """Returns the starts of actions that run sequentially, each when it is ready."""
     before = durations.cumsum() - durations
     return before + np.maximum.accumulate(ready - before)
 
@@ -223,7 +224,7 @@ def best_fixed_s(cell: Cell, cap: float, seeds: Sequence[int]) -> float:
 
 
 def shares() -> list[Row]:
-    """Compares mean steps with the bound, without and with chunk shares, and for ``hinted``."""
+    """Compares mean steps of ``adaptive``, with and without shares, and ``hinted`` to the bound."""
     rows = []
     for (kind, per_rank), latency in product(_SETTINGS, LATENCIES):
         ratios: dict[str, list[float]] = {"no shares": [], "shares": [], "hinted": []}
@@ -240,7 +241,7 @@ def shares() -> list[Row]:
 
 
 def worst_cells() -> list[Row]:
-    """Compares ``auto`` and ``hinted`` with the best fixed order, in the worst cell."""
+    """Compares ``auto`` and ``hinted`` with the best fixed order, and reports the worst cell."""
     rows = []
     for latency, goal in ((0.0, 1.01), (0.2, 1.01), (1.0, 1.05)):
         chosen, hinted = [], []
@@ -271,14 +272,14 @@ def worst_cells() -> list[Row]:
 
 
 def worst_draws() -> list[Row]:
-    """Compares ``adaptive`` with a cap of 2p with the lower bound, for the worst draw."""
+    """Compares ``adaptive`` with a cap of 2p to the lower bound, and reports the worst draw."""
     found = []
     for latency, work in product((0.0, 0.2), ("jitter 0.1", "jitter 0.3")):
         for cell in cells(latency):
             if cell.work != work or cell.microbatches < 2 * cell.ranks:
                 continue
             rule = _rule("adaptive", "v", cell, 2, True)
-            # Small pipelines differ most between draws.
+            # Small pipelines vary most between draws, so they get more draws.
             for seed in range(FRESH.start, FRESH.start + max(4, 800 // cell.ranks)):
                 bound_s = cell.bound_s(rule.placement, (seed,))
                 found.append((_step_s(rule, cell, (seed,)) / bound_s, seed, cell))
@@ -289,7 +290,7 @@ def worst_draws() -> list[Row]:
 
 
 def optimal_gaps() -> list[Row]:
-    """Compares the choice of ``auto`` with proven optima (``studies/optimal.py``)."""
+    """Compares the choice of ``auto`` with proven optima from ``studies/optimal.py``."""
     gaps = []
     known = json.loads(Path(__file__).with_name("optimal.json").read_text(encoding="utf-8"))
     for case in known["cases"]:
@@ -320,12 +321,12 @@ UNEQUAL: dict[str, tuple[float, float, float]] = {
     "slow rank": (0.0, 0.0, 1.5),
     "heavy loss and slow rank": (0.0, 2.0, 1.5),
 }
-"""Embedding and loss in layers, and the factor by which rank 1 is slower."""
+"""Work of embedding and loss in multiples of a layer, and the slowdown factor of rank 1."""
 LAYERS_PER_RANK, GAIN = 4, 0.03
 
 
 def joint_choice() -> list[Row]:
-    """Compares a joint choice of layers, order and placement with layers chosen after the order."""
+    """Compares a joint choice of layers and schedule with layers chosen after the schedule."""
     rows, all_ratios = [], []
     for ranks, chunks, (name, of) in product((4, 8), (1, 2), UNEQUAL.items()):
         loads, profile = unequal_pipeline(ranks, chunks, *of)
@@ -358,12 +359,12 @@ def joint_choice() -> list[Row]:
 def unequal_pipeline(
     ranks: int, chunks: int, embedding: float, loss: float, slowness: float
 ) -> tuple[Loads, StageProfile]:
-    """Returns layers of 1 ms with an embedding, a loss and a slow rank 1."""
+    """Returns layers of 1 ms, with an embedding, a loss and a slow rank 1."""
     kind: PlacementKind = "v" if chunks == 2 else "loop"
     placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
     stages, layer_s = placement.num_stages, 1e-3
     each = [layer_s * (slowness if rank == 1 else 1.0) for rank in range(ranks)]
-    # The look-up takes little time, and has no gradient of inputs.
+    # The embedding look-up takes little time and has no input gradient.
     first = (0.1 * embedding * layer_s, 0.0, embedding * layer_s)
     loads = Loads(
         placement=placement,
@@ -378,5 +379,5 @@ def unequal_pipeline(
 
 
 def measure() -> list[Row]:
-    """Simulates all cases."""
+    """Runs all simulations of the study."""
     return [*optimal_gaps(), *joint_choice(), *worst_draws(), *shares(), *worst_cells()]

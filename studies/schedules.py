@@ -1,14 +1,20 @@
-"""Studies orders of work: simulated pipelines, experts, document lengths, and recorded jobs.
+"""Measures schedules on simulated, emulated and real pipelines, and on recorded jobs.
 
     python -m studies.schedules [--quick] [--part PART ...] [--json FILE]
     python -m studies.schedules --part traces --folder DIR
 
-Parts: ``study`` simulates orders on many pipelines. ``experts`` measures overlapping actions with
-token exchanges, and decisions of groups. ``lengths`` trains with documents of different lengths and
-with a slow replica, with microbatches dealt by cost or in turns. ``content`` compares fixed orders
-with orders and dealing by cost, with 0 to 8 images per microbatch. ``traces`` replays recorded jobs
-of a folder (tables or traces) under other schedules and dealt over replicas, relative to 1F1B.
-Exits with status 1 if a limit is missed.
+The parts are:
+
+- ``study``: Simulates schedules on many pipelines.
+- ``experts``: Measures how actions overlap with token exchanges, and how groups of ranks agree.
+- ``lengths``: Trains with documents of different lengths and with a slow replica, and distributes
+  microbatches over replicas by cost or round-robin.
+- ``content``: Trains with 0 to 8 images per microbatch. Compares fixed orders with orders and
+  distributions over replicas by cost.
+- ``traces``: Replays recorded jobs (operation tables or traces) under other schedules and with
+  microbatches redistributed over replicas, and compares the step times with 1F1B.
+
+The command exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -30,44 +36,45 @@ from studies.dealing import dealing
 
 
 def study(_: argparse.Namespace) -> Result:
-    """Runs the ``study`` part."""
+    """Runs the ``study`` part, which simulates schedules on many pipelines."""
     return Result(rows=schedule_study.measure())
 
 
 def trading(options: argparse.Namespace) -> Result:
-    """Runs the ``experts`` part."""
-    # Parts between exchanges are short, so sleeps must not be late by a large share of them.
+    """Runs the ``experts`` part, which emulates a pipeline with token exchanges."""
+    # The work between exchanges is short, so chunks must be long enough to make delayed wake-ups
+    # negligible.
     return Result(rows=experts.measure(quick=options.quick, chunk_ms=40.0))
 
 
 def content(options: argparse.Namespace) -> Result:
-    """Runs the ``content`` part."""
-    from studies import unequal_content  # prepares torch for a machine without CUDA
+    """Runs the ``content`` part, which trains on different numbers of images."""
+    from studies import unequal_content  # the import prepares torch for a machine without CUDA
 
     return unequal_content.measure(quick=options.quick)
 
 
 def traces(options: argparse.Namespace) -> Result:
-    """Runs the ``traces`` part."""
+    """Runs the ``traces`` part, which replays recorded jobs under other schedules."""
     if options.folder is None:
         return Result(rows=[missing("recorded jobs", "no folder given")])
     return Result(rows=[row for path in jobs_in(options.folder) for row in replayed(path)])
 
 
 def jobs_in(folder: Path) -> list[Path]:
-    """Returns tables of operations and folders of traces in a folder; the folder itself if none."""
+    """Returns operation tables and trace folders in a folder, or the folder if none exist."""
     tables = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
     runs = sorted(path for path in folder.iterdir() if path.is_dir())
     return [*tables, *runs] or [folder]
 
 
 def replayed(path: Path) -> list[Row]:
-    """Returns speed-ups over 1F1B for a job's steps, with the times of each step's microbatches."""
+    """Returns speed-ups over 1F1B, from the recorded times of each step's microbatches."""
     run_read = load_run(path)
     where = pipelines_of(run_read)
     times = recorded_times([read_operations(run_read, where, run_read.iterations)])
     if times is None:
-        return [missing(path.stem, "its ranks hold several stages, or no step is complete")]
+        return [missing(path.stem, "its ranks have several stages, or no step is complete")]
     steps = list(times.steps)
     base = [times.step_s(step, "1f1b", dealt=False) for step in steps]
     speeds = {}
@@ -89,7 +96,7 @@ def replayed(path: Path) -> list[Row]:
 
 
 TRACE_GOALS = {"AR": 1.85, "ST": 1.57, "SE": 1.60}
-"""Minimum speed-ups over 1F1B as recorded, by the end of a published trace's name."""
+"""Minimum speed-ups over 1F1B, by the suffix of a published trace's name."""
 
 
 PARTS = {

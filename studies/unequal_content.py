@@ -1,13 +1,13 @@
-"""Compares schedules on a vision-language model whose microbatches have unequal numbers of images.
+"""Compares schedules for a vision-language model whose microbatches have different image counts.
 
-Implements part ``content`` of ``studies/schedules.py``. Processes exchange real messages and sleep
-instead of computing. The model has an image encoder of 5 billion parameters and a language model of
-32 billion. A microbatch has a text of 256 tokens and 0 to 8 images, whose number is drawn from a
-log-normal distribution. Every way runs the same steps: 1F1B and interleaved 1F1B, each with the
-best partition for its schedule in simulation, and the rule ``adaptive`` with the partition that
-``Pipeline`` chooses. With the rule, microbatches run in the given order or ordered by predicted
-cost. In the second part two replicas train. Microbatches are dealt to them in turns or by predicted
-cost. The predictions are fitted during the first steps.
+Implements the ``content`` part of ``studies/schedules.py``. Processes exchange real messages, and
+sleep instead of computing. The model has an image encoder with 5 billion parameters and a language
+model with 32 billion. A microbatch has a text of 256 tokens and 0 to 8 images. The number of images
+is drawn from a log-normal distribution. All configurations run the same steps. 1F1B and interleaved
+1F1B use the partition that is fastest in simulation. The rule ``adaptive`` uses the partition that
+``Pipeline`` chooses, and runs microbatches in the order of the data or in an order by predicted
+cost. In the second part, microbatches are distributed over two replicas, either round-robin or by
+predicted cost. The predictions are fitted during the first steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.adaptive import accelerator
 
-# Ranks are forked from a process that has imported this module, so they do not import it again.
+# The ranks are forked from a process that has already imported this module.
 accelerator.install()
 with accelerator.quiet_imports():
     from megatron.adaptive.modules.content import ContentBalance, Declared, digest_of
@@ -42,7 +42,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Workload  # noqa: E402
 
 RANKS = 4
 MICROBATCHES = 12
-"""Number of microbatches of a step for each replica."""
+"""Number of microbatches per step and replica."""
 TEXT_TOKENS = 256
 IMAGE_TOKENS = 256
 IMAGE_PATCHES = 1024
@@ -50,13 +50,13 @@ MEDIAN_IMAGES = 2.0
 SIGMA = 1.0
 ENCODER_LAYERS = 24
 DECODER_LAYERS = 32
-"""Number of pairs of layers in the language model, the unit of partitions."""
+"""Number of layer pairs in the language model; partitions count these pairs."""
 ENCODER_WORK = 5.0 * IMAGE_PATCHES / ENCODER_LAYERS
-"""Multiplications of a forward of one image in a layer, in billions."""
+"""Billions of multiplications in the forward pass of one image through one layer."""
 DECODER_WORK = 32.0 / DECODER_LAYERS
-"""Multiplications of a forward of one token in a layer, in billions."""
+"""Billions of multiplications in the forward pass of one token through one layer."""
 FORWARD_S = 0.08
-"""Mean time in seconds of a microbatch's forward pass through the whole model."""
+"""Mean time of a microbatch's forward pass through the whole model, in seconds."""
 WARM_STEPS = 4
 LIMIT_S = 900.0
 SEED = 20_000
@@ -64,13 +64,13 @@ SEED = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to run the steps.
+    """One configuration to measure.
 
     Attributes:
         schedule: Name of the schedule.
         chunks: Number of stages per rank.
         replicas: Number of pipelines.
-        rule: Values of ``order`` and ``dealing`` of ``Pipeline``.
+        rule: Values of the arguments ``order`` and ``dealing`` of ``Pipeline``.
     """
 
     schedule: str
@@ -85,7 +85,7 @@ class Way:
 
     @property
     def is_rule(self) -> bool:
-        """Returns whether ranks choose their actions at run time, with W as a separate action."""
+        """Returns whether ranks choose their actions at run time and run W as a separate action."""
         return self.schedule == "adaptive"
 
 
@@ -118,7 +118,7 @@ def images_of(seed: int, count: int) -> list[int]:
 
 @functools.cache
 def _second() -> float:
-    """Returns the time of a billion multiplications."""
+    """Returns the time of a billion multiplications in seconds."""
     images = np.mean(images_of(SEED, 4096))
     tokens = TEXT_TOKENS + IMAGE_TOKENS * images
     work = ENCODER_WORK * ENCODER_LAYERS * images + DECODER_WORK * DECODER_LAYERS * tokens
@@ -126,7 +126,7 @@ def _second() -> float:
 
 
 def layer_seconds(images: list[int]) -> Any:
-    """Returns the time of a forward in each layer, ``[layers, microbatches]``."""
+    """Returns the time of a forward pass in seconds, ``[layers, microbatches]``."""
     counts = np.array(images, dtype=float)
     seen = np.tile(ENCODER_WORK * counts, (ENCODER_LAYERS, 1))
     read = np.tile(DECODER_WORK * (TEXT_TOKENS + IMAGE_TOKENS * counts), (DECODER_LAYERS, 1))
@@ -134,14 +134,14 @@ def layer_seconds(images: list[int]) -> Any:
 
 
 def stage_seconds(partition: tuple[int, ...], images: list[int]) -> Any:
-    """Returns the time of a forward in each stage, ``[stages, microbatches]``."""
+    """Returns the time of a forward pass in seconds, ``[stages, microbatches]``."""
     layers = layer_seconds(images)
     starts = np.cumsum((0, *partition))[:-1]
     return np.add.reduceat(layers, starts, axis=0)
 
 
 def candidate_of(way: Way, sizes: list[float]) -> Candidate:
-    """Returns the schedule of a step with microbatches of these relative sizes."""
+    """Returns the schedule of a step whose microbatches have these relative sizes."""
     placement = way.placement
     cap = max(default_cap(placement, len(sizes)), *sizes) if way.is_rule else None
     pieces = 4 if way.is_rule else 0
@@ -149,13 +149,13 @@ def candidate_of(way: Way, sizes: list[float]) -> Candidate:
 
 
 def relative_sizes(images: list[int]) -> list[float]:
-    """Returns the activations of each microbatch, relative to the mean."""
+    """Returns the activation size of each microbatch, relative to the mean."""
     sizes = layer_seconds(images).sum(axis=0)
     return [float(size) for size in sizes / sizes.mean()]
 
 
 def simulated(way: Way, partition: tuple[int, ...], images: list[int]) -> float:
-    """Returns the time of a step in simulation, without messages."""
+    """Returns the simulated time of a step in seconds, without messages."""
     placement = way.placement
     count = len(images)
     seconds = stage_seconds(partition, images)
@@ -185,7 +185,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
     """Returns the number of layers of each stage.
 
     The largest stage is as small as possible for the average microbatch. For a schedule with a
-    fixed order, a search then moves one layer at a time while simulated steps get shorter.
+    fixed order, a search then moves one layer at a time until simulated steps stop getting shorter.
     """
     steps = [images_of(SEED + number, MICROBATCHES) for number in range(6)]
 
@@ -212,7 +212,7 @@ def partition_of(way: Way) -> tuple[int, ...]:
 
 
 def microbatch(images: int) -> dict[str, Any]:
-    """Returns a microbatch with this content; its entries are small, but grow with the content."""
+    """Returns a microbatch with this number of images; its small entries grow with the content."""
     part = {"ids": torch.zeros(1, TEXT_TOKENS + IMAGE_TOKENS * images, dtype=torch.int64)}
     if images:
         part["patches"] = torch.zeros(IMAGE_PATCHES * images, 1)
@@ -220,12 +220,12 @@ def microbatch(images: int) -> dict[str, Any]:
 
 
 class Job:
-    """Runs one way on this process, with the decisions of ``Pipeline``. All ranks must call it.
+    """Runs one configuration in this process, with the decisions of ``Pipeline``.
 
     Args:
-        way: Way to run the steps.
+        way: Configuration to run.
         partition: Number of layers of each stage.
-        rank: Rank of this process; ranks of one position in the pipelines are neighbours.
+        rank: Rank of this process; the replicas of one pipeline position have consecutive ranks.
     """
 
     def __init__(self, way: Way, partition: tuple[int, ...], rank: int) -> None:
@@ -242,7 +242,7 @@ class Job:
             gather=gather,
         )
         order, dealing = way.rule
-        # Initially nothing is known about the cost, so each microbatch costs the same.
+        # The costs are unknown at first, so all microbatches have the same cost.
         kinds = [Signature.of(microbatch(images)) for images in (0, 2)]
         self._balance = ContentBalance(
             order=order,
@@ -255,7 +255,7 @@ class Job:
         self._partition = partition
 
     def step(self, number: int) -> tuple[float, float]:
-        """Runs a step; returns its time in seconds, and the maximum of held activations."""
+        """Runs a step; returns its duration in seconds and the maximum of held activations."""
         way = self._way
         whole = [microbatch(count) for count in images_of(number, MICROBATCHES * way.replicas)]
         passed = self._balance.share(whole)
@@ -286,14 +286,14 @@ class Job:
         return step.seconds, step.peak
 
     def close(self) -> None:
-        """Closes the channels. All ranks must call this together."""
+        """Closes the channels; all ranks must call this together."""
         self._member.close()
 
 
 def run_rank(
     rank: int, partitions: dict[str, tuple[int, ...]], steps: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Runs the ways with these partitions; returns seconds and activations of each step."""
+    """Runs configurations with these partitions; returns seconds and activations of each step."""
     jobs = {name: Job(WAYS[name], parts, rank) for name, parts in partitions.items()}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
     for step in range(WARM_STEPS + steps):
@@ -309,7 +309,7 @@ def run_rank(
 def rows_of(
     results: dict[str, list[tuple[float, float]]], partitions: dict[str, tuple[int, ...]]
 ) -> list[Row]:
-    """Returns the rows of the table for ways with these partitions."""
+    """Returns the rows of the table for configurations with these partitions."""
     subject = DEALT if DEALT in results else OURS
     seconds = {name: [second for second, _ in steps] for name, steps in results.items()}
     rows = [
@@ -332,7 +332,7 @@ def rows_of(
 
 
 def measure(*, quick: bool) -> Result:
-    """Measures all ways with one replica, and with two."""
+    """Measures all configurations, with one replica and with two replicas."""
     steps = 3 if quick else 12
     result = Result()
     for ways in (ONE, TWO):

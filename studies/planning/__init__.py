@@ -1,1 +1,1 @@
-"""Parts of ``studies.planner``, one module for each part."""
+"""Implements the parts of ``studies.planner``, with one module per part."""

@@ -1,7 +1,8 @@
-"""Compares this project's search with FASOP's, on FASOP's six cases and its Pareto run.
+"""Compares this project's planner with FASOP, on FASOP's six cases and its Pareto run.
 
-Plans are compared by the same event simulation, ``neutral_s``: the order of each plan's schedule,
-every stage boundary, gradient and embedding reductions.
+The function ``neutral_s`` simulates the plans of both planners in the same way. The simulation
+includes the order of the plan's schedule, messages between all stages, and the reductions of
+gradients and embeddings.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _SPACE = SearchOptions(
     all_nodes=True,
     schedules=("1f1b", "interleaved"),
 )
-"""Options that FASOP's search has, and interleaving."""
+"""Options that FASOP's search also has, and additionally the interleaved schedule."""
 
 
 def neutral_s(run: FasopRun, plan: Plan) -> float:
-    """Returns the seconds of a plan's step in the event simulation of this project's schedules."""
+    """Returns the simulated seconds of a plan's step under this project's schedules."""
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     begin, forward, backward = 0, [], []
     held = [0.0] * plan.pp
@@ -69,7 +70,7 @@ def neutral_s(run: FasopRun, plan: Plan) -> float:
 
 
 def _links(run: FasopRun, plan: Plan) -> dict[tuple[int, int], Link]:
-    """Returns a link for each pair of adjacent pipeline ranks, including the last and the first."""
+    """Returns a link for each pair of adjacent pipeline ranks; the last and first are adjacent."""
     size = run.model.layer(1).output_elements * run.model.precision.element_bytes
     links = {}
     for one in range(plan.pp):
@@ -92,11 +93,11 @@ def rows(folder: Path) -> list[Row]:
 
 
 def neutral_rows(data: Fasop) -> list[Row]:
-    """Compares the best plans of both searches for FASOP's six cases by one simulation."""
+    """Compares the best plans of both planners for FASOP's six cases in the same simulation."""
     found, gains, slowest = [], [], 0.0
     for name in data.runs:
         run = data.run(name)
-        # Compiled code is loaded before the clock starts, like imports.
+        # The first search loads compiled code, which the measured time excludes, like imports.
         run.searcher(_SPACE).search()
         began = time.process_time()
         ours = run.searcher(_SPACE).search().plans[0].plan

@@ -1,4 +1,4 @@
-"""Compares the cost model with published runs: error, order, best plan, memory."""
+"""Compares the cost model with published runs by error, order, best plan and memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _FORMS: dict[str, Callable[[Path, str], list[MeasuredRun]]] = {
     ".csv": read_rows,
     ".json": read_staged,
 }
-"""Readers of ``measured_NAME`` files; their modules describe the other files of a set."""
+"""Readers of ``measured_NAME`` files by suffix; their modules describe the files of a data set."""
 
 
 def read_sets(folder: Path) -> dict[str, list[MeasuredRun]]:
-    """Reads every data set in a folder or in its direct subfolders.
+    """Reads all data sets in a folder and in its direct subfolders.
 
     Args:
-        folder: Folder of one set, or of several folders of sets.
+        folder: Folder of a data set, or folder whose subfolders are data sets.
 
     Raises:
-        ConfigError: There is no data set, or a file of a set is damaged.
+        ConfigError: There is no data set, or a file of a data set is invalid.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist; give the folder of the data set")
+        raise ConfigError(f"{folder} does not exist; pass the folder of the data set")
     found: dict[str, list[MeasuredRun]] = {}
     below = sorted(one for one in folder.iterdir() if one.is_dir())
     for place in (folder.resolve(), *below):
@@ -60,8 +60,8 @@ def _read(file: Path, name: str) -> list[MeasuredRun]:
         return _FORMS[file.suffix](file.parent, name)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file} and its data set cannot be read ({type(error).__name__}: {error});"
-            " docs/reference/planner.md describes the formats of data sets"
+            f"{file} and its data set cannot be read ({type(error).__name__}: {error}); "
+            "docs/reference/planner.md describes the formats of data sets"
         ) from error
 
 
@@ -69,17 +69,17 @@ def rows(data: Path) -> list[Row]:
     """Returns one row for each figure.
 
     Args:
-        folder: Folder of the published sets; missing sets have no rows.
+        data: Folder of the published data sets; missing data sets have no rows.
     """
     return [row for name, runs in read_sets(data).items() for row in _set(name, runs)]
 
 
 def errors_of(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], list[float]]:
-    """Returns figures of predicted times (see ``accuracy``), and signed errors of memory."""
+    """Returns the result of ``accuracy`` for predicted times, and the signed memory errors."""
     pairs = [(run.predicted(), run) for run in runs]
     timed = [(seen.seconds, run.seconds) for seen, run in pairs if run.seconds is not None]
     if not timed:
-        raise ConfigError("no run has a time, so nothing can be compared")
+        raise ConfigError("no run has a time, so predictions cannot be compared")
     peaks = [seen.peak_bytes / run.peak_bytes - 1 for seen, run in pairs if run.peak_bytes]
     predicted, measured = zip(*timed, strict=True)
     return accuracy(predicted, measured), peaks
@@ -101,7 +101,7 @@ def _set(name: str, runs: Sequence[MeasuredRun]) -> Iterator[Row]:
 
 
 def literature_rows() -> list[Row]:
-    """Predicts the runs of ``literature.yaml`` from the data sheets of their GPUs."""
+    """Predicts the runs in ``literature.yaml`` from the data sheets of their GPUs."""
     document = yaml.safe_load(Path(__file__).with_name("literature.yaml").read_text("utf-8"))
     errors, unfit, rows = [], 0, []
     for run in document["runs"]:
@@ -126,7 +126,7 @@ def literature_rows() -> list[Row]:
 def literature_run(
     cluster: Mapping[str, Any], run: Mapping[str, Any], recompute: str
 ) -> tuple[PlanInputs, Prediction]:
-    """Predicts one run, with layers divided evenly over stages and with sequence parallelism."""
+    """Predicts a run with layers divided evenly over stages and with sequence parallelism."""
     tp, dp, pp, chunks = run["tp"], run["dp"], run["pp"], run["chunks"]
     count = tp * dp * pp // 8
     node = {"gpu": cluster["gpu"], "count": count, "gpus_per_node": 8, "link": cluster["link"]}
@@ -136,7 +136,7 @@ def literature_run(
     words = run["model"].split()
     attention = "fused" if "--use-flash-attn" in words else "unfused"
     model = arguments_model(words, run["name"], run["precision"], attention=attention)
-    # Stages at both ends have the fewest layers, and also embedding and head.
+    # The first and last stages have the fewest layers, because they also have embedding and head.
     each, more = divmod(model.num_counted, pp * chunks)
     full = range((pp * chunks - more) // 2, (pp * chunks - more) // 2 + more)
     layers = [each + (stage in full) for stage in range(pp * chunks)]

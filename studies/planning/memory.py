@@ -1,8 +1,8 @@
-"""Compares planned memory of ranks with the peaks of trainer runs on this machine's CPUs.
+"""Compares planned memory of ranks with the peak memory of trainer runs on this machine's CPUs.
 
-There are 24 short runs of a small GPT: every kind of recompute, two sequence lengths, and four ways
-to distribute the model. A run of a tiny model gives the constant memory of a process. Other
-programs do not affect these figures.
+The study has 24 short runs of a small GPT, with all kinds of recomputation, two sequence lengths,
+and four ways to distribute the model. A run of a tiny model measures the constant memory of a
+process. Other programs do not affect these measurements.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MemoryRun(Shape):
         """Returns the plan of this run, and the planner's inputs."""
         model = arguments_model(self.model_flags(), "small gpt", attention="unfused")
         plan, cluster = self.plan(model, BATCH * self.dp)
-        # Only memory matters here, so any duration will do.
+        # Only memory is compared, so the durations are arbitrary.
         one = LayerTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
         profile = Profile(
             layers={(kind, "cpu", self.tp, 1): one for kind in model.kinds},
@@ -75,10 +75,10 @@ class MemoryRun(Shape):
 
 
 class PeakWatch(Watch):
-    """Records the largest peak of each rank below a process, as the kernel reports it.
+    """Records the peak memory of each rank process, as the kernel reports it.
 
     Attributes:
-        peaks: Peak bytes by rank.
+        peaks: Peak memory in bytes by rank.
     """
 
     every_s = 0.1
@@ -99,11 +99,11 @@ class PeakWatch(Watch):
                         peak = int(line.split()[1]) * 1024
                         self.peaks[rank] = max(self.peaks.get(rank, 0), peak)
             except (psutil.Error, OSError, ValueError):
-                continue  # it has exited
+                continue  # the process has exited
 
 
 def measured_bytes(run: MemoryRun) -> int:
-    """Returns the largest peak of a rank."""
+    """Returns the largest peak memory of all ranks in bytes."""
     with tempfile.TemporaryDirectory() as traces:
         return max(train(run, ["--trace-dir", traces], PeakWatch()).peaks.values())
 
@@ -130,13 +130,13 @@ def runs() -> list[MemoryRun]:
 
 
 def _even(spread: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the layers of each stage."""
+    """Returns the number of layers of each stage."""
     stages = spread.get("pp", 1) * spread.get("chunks", 1)
     return (LAYERS // stages,) * stages
 
 
 def measure(quick: bool) -> Result:
-    """Runs all or every third of the runs; returns the ratios of planned to measured peaks."""
+    """Runs all configurations, or every fifth if ``quick``; compares planned and measured peaks."""
     tiny = MemoryRun(sequence=64, layers=(1,))
     context = measured_bytes(tiny) - predict(*tiny.planned()).peak_bytes
     ratios, facts = [], []

@@ -1,12 +1,13 @@
 """Compares the cost model with runs of small GPTs on the CPUs of this machine.
 
-12 plans are for a dense model, 3 for a model with experts.
+The study runs 12 plans for a dense model and 3 plans for a model with experts.
 
-All runs have two processes, on a machine with at least two cores, because the planner has no model
-of ranks that share a core. Some runs are traced, and a profile is fitted to them; these runs
-alternate with the runs of the plans. Other programs disturb all of them. Therefore only iterations
-with little other load count, and everything is repeated in three rounds. The model with experts is
-measured by ``profile`` instead, and its plans are predicted from this profile alone.
+All runs have two processes, on a machine with at least two cores, because the planner does not
+model ranks that share a core. For the dense model, a profile is fitted to traces of additional
+runs, which alternate with the runs of the plans. Other programs disturb the measurements. Therefore
+only iterations with little other load are used, and all runs are repeated in three rounds. For the
+model with experts, ``profile`` measures the profile, and the plans are predicted from this profile
+alone.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ EXPERT_FLAGS = [
     *"--disable-bias-linear --position-embedding-type rope".split(),
 ]
 QUIET = 0.06
-"""Maximum share of the machine that other programs may use in an iteration that counts."""
+"""Maximum share of the machine that other programs may use during an evaluated iteration."""
 ITERATIONS, FEWEST, ROUNDS, DEADLINE_S = 10, 4, 3, 400.0
 KEPT = "kept.json"
 NODE = NodeType(name="node", gpu="cpu", gpus=4, memory_bytes=4e9, intra=LinkSpeed(bytes_per_s=2e9))
-"""This machine; every plan has at most two processes."""
+"""Node type of this machine; plans use at most two of its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A configuration of a small GPT; it has experts if ``expert_ranks`` is above 0."""
+    """A configuration of a small GPT; the model has experts if ``expert_ranks`` is above 0."""
 
     tp: int = 1
     dp: int = 1
@@ -94,7 +95,7 @@ class Shape:
         return [*(EXPERT_FLAGS if self.expert_ranks else MODEL_FLAGS), *self.parallel_flags()]
 
     def parallel_flags(self) -> list[str]:
-        """Flags other than the model's."""
+        """Flags that do not describe the model."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         flags += ["--micro-batch-size", str(self.micro_batch), "--pipeline-schedule", self.schedule]
@@ -107,7 +108,7 @@ class Shape:
         return flags
 
     def plan(self, model: Model, batch: int = BATCH) -> tuple[Plan, Cluster]:
-        """Returns the plan of this configuration on this machine, and its cluster."""
+        """Returns the plan of this configuration for this machine, and the machine as a cluster."""
         cluster = Cluster(groups=(NodePool(type=NODE, count=1),))
         sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "micro_batch": self.micro_batch}
         plan = Plan(
@@ -154,7 +155,7 @@ EXPERT_PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A traced run and its iterations that count."""
+    """A traced run and its undisturbed iterations."""
 
     trace: RunTrace
     iterations: tuple[int, ...]
@@ -167,9 +168,9 @@ class BusyError(RuntimeError):
 
 
 def run(shape: Shape, folder: Path, iterations: int) -> Outcome:
-    """Trains until enough iterations were undisturbed, at most ``ROUNDS`` times.
+    """Trains until enough iterations are undisturbed, at most ``ROUNDS`` times.
 
-    Results that make another run unnecessary are stored in ``folder``.
+    Stores the results in ``folder``, so that another call can reload them.
 
     Raises:
         BusyError: The machine was never idle enough.
@@ -223,7 +224,7 @@ def reload(shape: Shape, folder: Path) -> Outcome:
 
 
 def train(shape: Shape, words: Sequence[str], watch: AnyWatch) -> AnyWatch:
-    """Runs the trainer under a watch, and returns the watch.
+    """Runs the trainer under a watch and returns the watch.
 
     Raises:
         RuntimeError: The trainer failed.
@@ -251,7 +252,8 @@ def profiled(folder: Path) -> Profile:
         command += ["--output", str(trial), *"--tp 1 --micro-batch-sizes 1".split()]
         command += ["--node-type", NODE.name]
         watch = _watched(command, "profile", Watch(os.getpid()))
-        # After a process has exited, its time counts as time of other programs.
+        # The CPU time of an exited process is attributed to other programs, so later samples are
+        # ignored.
         end = max(watch.samples, key=lambda sample: sample[-1])
         if watch.others(watch.samples[0][0], end[0]) < QUIET:
             trial.rename(path)
@@ -263,7 +265,7 @@ def profiled(folder: Path) -> Profile:
 
 
 def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
-    """Runs Python with arguments under a watch, and returns the watch."""
+    """Runs Python with these arguments under a watch and returns the watch."""
     child = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -286,15 +288,15 @@ def _watched(command: Sequence[str], what: str, watch: AnyWatch) -> AnyWatch:
 
 
 def predicted_s(shape: Shape, model: Model, profile: Profile) -> float:
-    """Returns the predicted seconds of a step."""
+    """Returns the predicted duration of a step in seconds."""
     plan, cluster = shape.plan(model)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
 
 
 class Watch:
-    """Samples the load of the machine, and the part caused by a process and its descendants.
+    """Samples the CPU use of the machine, and the share of a process and its descendants.
 
-    Takes a sample every 250 ms within its ``with`` block, and at the start and end of the block.
+    Samples are taken every 250 ms within the ``with`` block, and at its start and end.
     """
 
     every_s = 0.25
@@ -319,7 +321,7 @@ class Watch:
             self._sample()
 
     def _sample(self) -> None:
-        """Records processor seconds of all programs, and of the process and its descendants."""
+        """Records the CPU seconds of all programs, and of the process and its descendants."""
         whole, family = psutil.cpu_times(), 0.0
         busy = whole.user + whole.nice + whole.system + whole.irq + whole.softirq + whole.steal
         for one in (self._first, *self._first.children(recursive=True)):
@@ -347,13 +349,14 @@ AnyWatch = TypeVar("AnyWatch", bound=Watch)
 def measure(
     folder: Path, quick: bool = False, *, again: bool = True, experts: bool = False
 ) -> Result:
-    """Runs all cases; returns the figures with their goals, and one record for each plan.
+    """Runs all configurations; returns the figures with their goals, and one record for each plan.
 
     Args:
-        folder: Folder for the runs, approximately 6 MB.
+        folder: Folder in which the runs are stored; requires approximately 6 MB.
         quick: Whether to run one round of every third plan.
-        again: Whether to run; otherwise all runs are read from the folder.
-        experts: Whether to use plans of the model with experts.
+        again: Whether to run plans that are not stored; otherwise all runs are read from the
+            folder.
+        experts: Whether to run the plans of the model with experts.
     """
     plans = EXPERT_PLANS if experts else PLANS
     plans = plans[::3] if quick else plans
@@ -406,7 +409,7 @@ def measure(
 
 
 def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
-    """Returns the profile that is fitted to the teacher runs."""
+    """Returns the profile that is fitted to the traced runs of ``TEACHERS``."""
     runs = [
         TracedRun(
             trace=outcome.trace,
@@ -417,7 +420,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
         for shape, outcome in done.items()
     ]
     profile = profile_file.make_profile(calibrate(model, runs))
-    # Processes of a host copy messages through the same memory.
+    # Processes on one host copy messages through the same memory, so links share bandwidth.
     shared = {
         name: {key: replace(link, shared=True) for key, link in getattr(profile, name).items()}
         for name in ("intra_links", "all_reduce")
@@ -426,7 +429,7 @@ def taught(done: Mapping[Shape, Outcome], model: Model) -> Profile:
 
 
 def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
-    """Distributes teachers among the plans, because the machine's speed varies over minutes."""
+    """Interleaves teachers with plans, because the machine's speed varies over minutes."""
     order: list[Shape] = []
     for i, teacher in enumerate(teachers):
         begin, end = (len(plans) * k // len(teachers) for k in (i, i + 1))
@@ -435,7 +438,7 @@ def in_turn(teachers: Sequence[Shape], plans: Sequence[Shape]) -> list[Shape]:
 
 
 def _record(shape: Shape, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Returns medians over rounds, including the error, because each round has its own speed."""
+    """Returns medians over rounds; errors are computed per round, because the speed varies."""
     return {
         "plan": str(shape),
         "measured_s": statistics.median(measured for measured, _ in pairs),

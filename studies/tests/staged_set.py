@@ -1,4 +1,4 @@
-"""Writes a small set of staged runs in the documented format."""
+"""Writes a small data set of staged runs in the documented format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYERS = ("embedding", "transformer", "transformer", "head")
 
 
 def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
-    """Writes two nodes of one GPU each, a model of four layers, and runs of this model."""
+    """Writes a cluster of two nodes with one GPU each, a model of four layers, and its runs."""
     types = [{"gpu": "V100", "nodes": 2, "gpus_per_node": 1, "memory_bytes_per_gpu": 16e9}]
     links = [
         {
@@ -69,7 +69,7 @@ def write_staged_set(folder: Path, plans: Sequence[dict[str, Any]]) -> None:
 
 
 def staged_plan(measured_s: float, **more: Any) -> dict[str, Any]:
-    """Returns a run of two stages."""
+    """Returns a run with two stages."""
     return {
         "model": "small",
         "tp": 1,

@@ -1,4 +1,4 @@
-"""Tests optimal step times: the search against exhaustive search, the rules, the results file."""
+"""Tests for optimal step times, compared with exhaustive search, the rules and the results file."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def tiny(seed: int, *, microbatches: int = 2, cap: int | None = None) -> Any:
 
 
 State = dict[Any, int]
-"""Times at which each rank is free, and at which cells with waiting successors end."""
+"""End times of the ranks, and of cells whose successors have not all run."""
 
 
 def least_by_trying_all(case: Any) -> int:
-    """Appends cells in every possible order, as early as possible; drops worse states."""
+    """Returns the least makespan: appends cells in every order, and discards dominated states."""
     before = {cell: case.before(cell) for cell in case.cells()}
     layer: dict[frozenset[Any], list[State]] = {frozenset(): [dict.fromkeys(range(2), 0)]}
     for _ in before:
@@ -121,7 +121,7 @@ def test_check_refuses_a_moved_cell(cell: Any, shift: int, message: str) -> None
 def test_check_refuses_overlap_and_too_much_memory() -> None:
     case = tiny(0, microbatches=1)
     starts = optimal.best_known(case)
-    # Both cells only wait for B of stage 2, and are on the same rank.
+    # Both cells depend only on B of stage 2 and run on the same rank.
     with pytest.raises(ValueError, match="overlap on rank 1"):
         optimal.check(case, {**starts, ("W", 2, 0, 0): starts["B", 1, 0, 0]})
     case = tiny(0, microbatches=4)
@@ -171,7 +171,8 @@ def test_recorded_optimum_is_found_again(name: str) -> None:
 
 def test_with_memory_for_2p_the_rule_is_near_the_optimum() -> None:
     distances = [
-        # A null cap has no effect. Caps of p are left to ``hinted``.
+        # A cap of None has no effect; caps of p are left out, because they need the rule
+        # ``hinted``.
         optimal.makespan(case, optimal.by_rule(case, "adaptive", 2 * case.ranks))
         / record["optimum"]
         for name, record in RECORDS.items()

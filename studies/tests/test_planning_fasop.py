@@ -1,4 +1,4 @@
-"""Tests the comparison with FASOP, on its published inputs and plans."""
+"""Tests for the comparison with FASOP on its published inputs and plans."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from studies.planning.published.fasop import Fasop
 DATA = Path(os.environ.get("PLANNER_DATA", "")) / "fasop"
 published = pytest.mark.skipif(
     not os.environ.get("PLANNER_DATA") or not DATA.is_dir(),
-    reason="PLANNER_DATA names no folder of published sets",
+    reason="PLANNER_DATA is not a folder of published data sets",
 )
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models\.json.*give the folder of the data set"):
+    with pytest.raises(ConfigError, match=r"models\.json.*pass the folder of the data set"):
         Fasop(tmp_path)
 
 

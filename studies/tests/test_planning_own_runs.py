@@ -1,4 +1,4 @@
-"""Tests the evaluation of runs on this machine, without a run."""
+"""Tests for the evaluation of runs on this machine; no run is started."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
     teacher, *plans = own_runs.TEACHERS[0], *own_runs.PLANS[:2]
     monkeypatch.setattr(own_runs, "TEACHERS", (teacher,))
     monkeypatch.setattr(own_runs, "PLANS", tuple(plans))
-    for shape in (teacher, plans[0]):  # left over from an earlier, interrupted measurement
+    # these stored runs are from an earlier, interrupted measurement
+    for shape in (teacher, plans[0]):
         place = tmp_path / "round-1" / str(shape).replace(" ", "_")
         made_up = SyntheticRun(num_ranks=2, schedule="1f1b", iterations=6, layers=3)
         write_synthetic(place / "0", made_up)
@@ -72,7 +73,7 @@ def test_what_ran_in_quiet_is_kept_where_others_disturb_the_rest(
         (place / own_runs.KEPT).write_text(json.dumps({**kept, "others": [0.0, 0.0]}))
 
     def disturbed(shape: own_runs.Shape, *_: object) -> own_runs.Outcome:
-        raise own_runs.BusyError(f"{shape}: others kept the machine busy")
+        raise own_runs.BusyError(f"{shape}: other programs disturbed the runs")
 
     monkeypatch.setattr(own_runs, "run", disturbed)
     found = own_runs.measure(tmp_path, again=True)

@@ -1,4 +1,4 @@
-"""Tests predictions of published runs, and errors for folders that are not data sets."""
+"""Tests for predictions of published runs, and for errors about folders that are not data sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_errors_are_one_line(tmp_path: Path, folder: str, text: str) -> None:
 
 
 def write_rows_set(folder: Path, *, names: Sequence[str], swapped: bool) -> None:
-    """Writes a set of rows on two types of nodes; ``swapped`` puts the second node first."""
+    """Writes a data set of rows on two types of nodes; ``swapped`` puts the slow node first."""
     run, model, fast, slow = names
     folder.mkdir()
     nodes = [
@@ -81,11 +81,11 @@ def test_names_and_the_order_of_mixed_nodes_come_from_the_data(tmp_path: Path) -
     sets = read_sets(tmp_path)
     assert list(sets) == ["a one", "b odd-name"]
     first, second = ([run.predicted() for run in runs] for runs in sets.values())
-    # The faster node has the first stage in one set, and the second stage in the other.
+    # The fast node has the first stage in one data set and the second stage in the other.
     quick, slow = (stage.forward_s for stage in first[0].stages)
     assert quick < slow
     assert second[0].stages[0].forward_s > second[0].stages[1].forward_s
-    # All replicas wait for the slower node, which has equal times in both sets.
+    # All replicas wait for the slow node, which has equal times in both data sets.
     assert first[1].stages[0].forward_s == second[1].stages[0].forward_s
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_the_set_leaves_out_stops_no_other(
         errors_of(read_sets(tmp_path)[name])
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="PLANNER_DATA names no folder of published sets")
+@pytest.mark.skipif(not PUBLISHED, reason="PLANNER_DATA is not a folder of published data sets")
 def test_published_runs_are_predicted() -> None:
     for name, runs in read_sets(Path(PUBLISHED)).items():
         found, memory = errors_of(runs)

@@ -1,4 +1,4 @@
-"""Checks that all ways to train on different numbers of images run the same work."""
+"""Checks that all configurations with different numbers of images have the same work."""
 
 from __future__ import annotations
 

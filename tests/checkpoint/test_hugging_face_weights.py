@@ -421,7 +421,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"attention_bias": True}, "attention_bias True requests a bias of the output"),
         ("llama", {"mlp_bias": True}, "mlp_bias True requests"),
         ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
-        ("llama", {"rope_parameters": [1]}, "config.json: a value has another type than trans"),
+        ("llama", {"rope_parameters": [1]}, "config.json: a value does not have the type that"),
         (
             "mistral",
             {"sliding_window": "x"},
@@ -435,7 +435,7 @@ def test_folders_that_are_not_whole_are_refused(
         ("llama", {"rope_parameters": {"type": "linear", "factor": 1.5}}, "linear rotation"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping 30.0 .* unknown"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights.*dequantize the model"),
-        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys; write llama"),
+        ("llama", {"model_type": "lama"}, "nearest is llama, which has all its keys; use llama"),
         (
             "llama",
             {"model_type": "qwen2_vl", "vision_config": {"a": 1}},
@@ -585,5 +585,5 @@ def test_a_dry_run_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
         arguments = [str(RECIPES / "qwen3-0.6b.yaml"), f"task={task}", "gpus=8", "--dry-run"]
         assert train(arguments) == 0
         assert "num_layers: 28" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="no data is given"):
+    with pytest.raises(ConfigError, match="there is no training data"):
         parse(read_recipe(load_recipe(RECIPES / "qwen3-0.6b.yaml"), [], "x").flags, world_size=1)

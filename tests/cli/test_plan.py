@@ -264,7 +264,7 @@ def test_the_front_is_written_and_drawn(
         (
             "--model llama-30b --global-batch-size 8 --precision fp16 --dp 1",
             r"llama-30b does not fit on .* stage \d on (big|small) needs [\d.]+ GB of [\d.]+ GB "
-            r"and lacks [\d.]+ GB; it would fit with .*nodes of big in place of 2",
+            r"and lacks [\d.]+ GB; it would fit with .*nodes of big instead of 2",
         ),
         (
             "--model gpt2-xl --global-batch-size 16 --recompute none --pp 2 --tp 1 --dp 1"
@@ -301,7 +301,7 @@ def test_the_front_is_written_and_drawn(
             "--model gpt2 --global-batch-size 8 --tp 4",
             "--tp 4 must divide the number of GPUs of a node",
         ),
-        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 does not divide heads"),
+        ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 must divide the number of heads"),
         (
             "--model gpt2 --global-batch-size 8 --tp 0",
             "--tp must be different positive integers, as in 1,2,4, got 0",
@@ -393,7 +393,9 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}
-    with pytest.raises(ConfigError, match="--schedules interleaved: no plan that fits can run"):
+    with pytest.raises(
+        ConfigError, match="--schedules interleaved: no plan that fits into memory supports"
+    ):
         schedules("--schedules interleaved --partition 6-6-6-6")
 
 

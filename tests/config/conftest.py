@@ -1,4 +1,4 @@
-"""Provides a small valid command line, and helpers for the errors of invalid ones."""
+"""Provides a small valid command line, and checks for errors of invalid command lines."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ UNEQUAL = "--pipeline-model-parallel-size 2 --stage-data-parallel-sizes 2-1"
 
 
 def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
-    """Reads flags, processes and words of the message from lines ``FLAGS @2 => WORD | WORD``.
+    """Parses lines ``FLAGS @2 => PHRASE | PHRASE`` into flags, world size and phrases.
 
     ``@2`` is omitted for one process. Indented lines continue the previous line. The flags may
-    begin with a name in ``BASES``; ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``, ``UNLIKE``,
-    ``MTP`` and ``PARALLEL`` stand for flags.
+    begin with a key of ``BASES``. The words ``PP2``, ``SPREAD``, ``EXCHANGE``, ``UNEQUAL``,
+    ``UNLIKE``, ``MTP`` and ``PARALLEL`` are replaced by flags.
     """
     cases = []
     for line in table.replace("\n    ", " ").splitlines():
@@ -60,11 +60,12 @@ def cases_of(table: str) -> list[tuple[str, int, list[str]]]:
 
 
 def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
-    """Parses the small command line with further flags; later flags override earlier ones.
+    """Parses the small command line with additional flags; later flags override earlier flags.
 
     Args:
-        flags: Flags added to the small command line, or to the flags in ``BASES`` that the first
-            word names; the word ENGINE means that Transformer Engine is installed.
+        flags: Flags that are added to the small command line, or to the value in ``BASES`` if the
+            first word is a key of ``BASES``. The word ENGINE means that Transformer Engine is
+            installed.
         world_size: Number of processes.
     """
     arguments = flags.split()
@@ -78,7 +79,7 @@ def small(flags: str = "", *, world_size: int = 1) -> TrainerConfig:
 
 
 def complaint(flags: str, world_size: int = 1) -> str:
-    """Returns the one-line error with which a command line of :func:`small` is rejected."""
+    """Returns the one-line error with which :func:`small` rejects these flags."""
     with pytest.raises(ConfigError) as caught:
         small(flags, world_size=world_size)
     text = str(caught.value)
@@ -88,6 +89,6 @@ def complaint(flags: str, world_size: int = 1) -> str:
 
 
 def check_words(flags: str, world_size: int, phrases: list[str]) -> None:
-    """Checks that a command line is rejected with an error that contains these words."""
+    """Checks that a command line is rejected with an error that contains these phrases."""
     text = complaint(flags, world_size)
     assert [word for word in phrases if word not in text] == []

@@ -1,9 +1,9 @@
-"""Prints, as JSON, the flags of megatron-core's settings, and the effect of newer flags.
+"""Prints the flags of megatron-core's settings, and the effect of newer flags, as JSON.
 
-The megatron-core on the path determines the flags: ``{"flags": [str, ...], "answers": {...}}``.
-Answers exist for the flags in ``NEWER``. Each of these flags is parsed alone, with a value other
-than its default, and passed to megatron-core's own configuration class. An answer is ``{"given":
-..., "has": ...}``, or ``{"refused": str}`` with the one-line error that a user would get.
+The flags depend on the megatron-core on the path. The format is ``{"flags": [str, ...], "answers":
+{...}}``, with answers for the flags in ``NEWER``. Each of these flags is parsed separately, with a
+value other than its default, and passed to megatron-core's configuration class. An answer is
+``{"given": ..., "has": ...}``, or ``{"refused": str}`` with the one-line error for users.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def words_of(spec: Any) -> list[str]:
 
 
 def answer(spec: Any) -> dict[str, Any]:
-    """Returns the effect of a flag."""
+    """Returns the answer for a flag: the given value and the value in the class, or the error."""
     try:
         config = parse([*SMALL.split(), *words_of(spec)], world_size=1)
         value = getattr(config.core, spec.dest)
@@ -67,7 +67,7 @@ def answer(spec: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the flags and answers."""
+    """Prints the flags and the answers as JSON."""
     specs = fields_of(CoreConfig)
     answers = {spec.name: answer(spec) for spec in specs if set(spec.names) & set(NEWER)}
     flags = [name for spec in specs for name in spec.names]

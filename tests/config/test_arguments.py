@@ -1,4 +1,4 @@
-"""Tests the command line: accepted flags, how they are parsed, and early errors."""
+"""Tests for the command line: accepted flags, parsing, and early errors."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ MOST_REFUSED = 170
 
 
 def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
-    """Checks that a flag is in exactly one of these groups, also if it is abbreviated.
+    """Checks that each flag of Megatron-LM is either supported, ignored or rejected.
 
-    Settings of a newer megatron-core become flags when that release is installed.
+    Settings of a newer megatron-core are flags only if that release is installed.
     """
     flags = sorted({*ALL, *TAKEN, *refused_flags()})
     later = {flag for flag in NEWER if flag not in TAKEN}
@@ -108,7 +108,7 @@ def test_each_flag_of_megatron_lm_is_taken_or_idle_or_refused_by_name() -> None:
     assert reason_for("--no-such-flag") is None
     assert not is_idle("--no-such-flag")
     for flag in later:
-        assert "a later megatron-core than the installed one" in complaint(flag)
+        assert "a newer megatron-core than the installed version" in complaint(flag)
 
 
 def test_an_idle_flag_goes_with_its_values() -> None:
@@ -123,7 +123,7 @@ def test_settings_of_megatron_core_are_flags_by_its_names() -> None:
     ).core
     assert (core.multi_latent_attention, core.q_lora_rank, core.mscale) == (True, 8, 0.5)
     assert (core.window_size, core.no_rope_freq) == ((16, 0), "[0]*3+[1]")
-    # Defaults are Megatron-LM's, not those of the classes.
+    # The defaults are Megatron-LM's defaults instead of the classes' defaults.
     assert (core.kv_lora_rank, core.rotary_scaling_factor) == (32, 1.0)
     assert (
         small("--no-clone-scatter-output-in-embedding").core.clone_scatter_output_in_embedding
@@ -136,7 +136,8 @@ def test_a_checkpoint_holds_settings_of_megatron_core_that_were_given() -> None:
     saved = json.loads(json.dumps(config.to_dict()))
     assert saved["core"] == {"multi_latent_attention": True, "window_size": [16, 0]}
     assert TrainerConfig.from_dict(saved) == config
-    saved["core"] = {"muon_split_qkv": False}  # earlier versions saved it without using it
+    # Earlier versions saved this setting without using it.
+    saved["core"] = {"muon_split_qkv": False}
     former = TrainerConfig.from_dict(saved)
     assert (former.core, former.optimizer) == (small().core, small().optimizer)
     del saved["core"]
@@ -254,7 +255,7 @@ def test_a_bad_flag_is_answered_with_flag_value_and_rule(
 
 @pytest.mark.parametrize("flags", EXCLUSIVE.splitlines())
 def test_flags_that_exclude_each_other_are_both_named(flags: str) -> None:
-    """Checks that the message shows a partition as the user wrote it."""
+    """Checks that the message names all flags, and shows a partition as the user wrote it."""
     names = [word for word in flags.split() if word.startswith("--") or word == "1-0-3"]
     check_words(flags, 1, ["exclude each other", *names])
 
@@ -301,7 +302,7 @@ def test_the_table_has_a_row_for_each_flag() -> None:
 
 
 def test_an_empty_list_is_shown_as_no_default() -> None:
-    """Checks defaults of newer releases of megatron-core, some of which are empty lists."""
+    """Checks empty lists, which are some defaults in newer releases of megatron-core."""
     names = described_field("Names of parameters.", ())
     kind = dataclasses.make_dataclass("Names", [("names", tuple[str, ...], names)])
     (spec,) = fields_of(kind)
@@ -311,8 +312,8 @@ def test_an_empty_list_is_shown_as_no_default() -> None:
 def test_help_names_a_default_only_if_there_is_one() -> None:
     text = " ".join(make_parser().format_help().split())
     assert re.search(r"\(default: none\)", text, re.IGNORECASE) is None
-    assert "Highest learning rate. (required)" in text
-    assert "Lowest learning rate after the warm-up. (default: 0)" in text
+    assert "Maximum learning rate. (required)" in text
+    assert "Minimum learning rate after the warm-up. (default: 0)" in text
 
 
 def test_help_lists_the_flags_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:

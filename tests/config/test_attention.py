@@ -1,4 +1,4 @@
-"""Tests which kernel computes attention, with a table of cases."""
+"""Tests for the choice of the attention kernel, with a table of cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from megatron.adaptive.config.attention import AttentionCase, Kernel, Mask, kernel_for, shares_keys
 
-# The case, the kernel, and whether queries can share keys without copies.
+# Each line has a case, its kernel, and whether queries can share keys without copies.
 TABLE = """\
                                                         => causal  shared
 dtype=float16                                           => causal  shared
@@ -86,7 +86,7 @@ def test_kernel_of_a_case(line: str) -> None:
 
 
 def test_what_one_asks_for_never_needs_more_than_the_default() -> None:
-    """Checks that ``fused`` has a kernel for each case that has a kernel by default."""
+    """Checks that ``fused`` selects a kernel for each case that has a kernel by default."""
     for device, dtype, mask, is_packed, has_dropout in itertools.product(
         ("cuda", "cpu"), ("float32", "bfloat16"), Mask, (False, True), (False, True)
     ):

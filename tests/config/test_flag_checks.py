@@ -92,7 +92,7 @@ PP2 --model-chunks 2 --pipeline-placement v --pipeline-schedule megatron @2
 --transport tcp --rdma-device mlx5_0
     => --rdma-device mlx5_0 with --transport tcp | --transport auto, rdma
 --transport gloo --pipeline-schedule megatron
-    => --transport gloo and --pipeline-schedule megatron | megatron-core sends its messages
+    => --transport gloo and --pipeline-schedule megatron | megatron-core sends the messages
 UNEQUAL @4 => --stage-data-parallel-sizes 2-1 | needs 3 processes | has 4
 UNEQUAL --pipeline-model-parallel-size 3 @3
     => --stage-data-parallel-sizes 2-1 | 2 entries | --pipeline-model-parallel-size is 3
@@ -149,7 +149,7 @@ PP2 --variable-seq-lengths --pack-to 64 --micro-batch-size 1 --model-chunks 2
 --save checkpoints => --save | --save-interval
 --profile-step-start 13 --profile-step-end 12 => --profile-step-start 13 is above
 --reset-attention-mask --no-create-attention-mask-in-dataloader => exclude each other
-NO_DATA --vocab-size 9 => no data is given | --data-path | --mock-data
+NO_DATA --vocab-size 9 => there is no training data | --data-path | --mock-data
 NO_DATA --valid-data-path x => --train-data-path
 NO_DATA --data-path x => GPT2BPETokenizer | --vocab-file and --merge-file
 NO_DATA --mock-data --tokenizer-type NullTokenizer => NullTokenizer | --vocab-size
@@ -178,7 +178,7 @@ UNLIKE{"attention":{"num_query_groups":1},"ffn":{"ffn_hidden_size":8}}]} --num-l
     --tensor-model-parallel-size 2 @2
     => layer 1 has 1 key and value heads | size 2 | divided equally
 UNLIKE{"attention":{"num_query_groups":4},"ffn":{"ffn_hidden_size":8}}]} --num-layers 1 MTP
-    => --mtp-num-layers 1 | it needs equal layers
+    => --mtp-num-layers 1 | these require equal layers
 MTP --context-parallel-size 2 @2 => --mtp-num-layers 1 | --calculate-per-token-loss
 PP2 MTP --pipeline-model-parallel-layout Ett|ttL @2 => Ett|ttL | 0 layers | (m) | make them equal
 PP2 --pipeline-model-parallel-layout Ett|ttmL @2 => 1 layers | (m) | make them equal
@@ -202,7 +202,7 @@ PARALLEL ENGINE --checkpoint-activations --distribute-saved-activations @2 => --
 --num-experts 4 --moe-layer-freq [1]*3 => --moe-layer-freq [1]*3 has 3 entries | --num-layers 4
 --num-experts 4 --moe-layer-freq 0 => --moe-layer-freq 0 | at least 1
 --num-experts 4 --moe-aux-loss-coeff 0.1 0.2 => 0.1 0.2 | same number of entries
---num-experts 4 --moe-token-dispatcher-type flex => flex needs DeepEP | alltoall
+--num-experts 4 --moe-token-dispatcher-type flex => flex requires GPUs and DeepEP | alltoall
 --num-experts 4 --variable-seq-lengths => allgather | alltoall
 --num-experts 4 --moe-grouped-gemm --disable-bias-linear => --bf16
 --num-experts 4 --moe-shared-expert-intermediate-size 8 => 8 needs --disable-bias-linear
@@ -220,8 +220,8 @@ SPREAD @2 => --moe-token-dispatcher-type allgather | cannot pause | alltoall
     --global-batch-size 8 --balance-replicas speed @2 => global_aux_loss | same number
 EXCHANGE --pipeline-schedule 1f1b @2 => --pipeline-schedule 1f1b | combined-1f1b
 EXCHANGE --pipeline-schedule auto @2 => --pipeline-schedule auto | adaptive
-EXCHANGE PP2 --repartition auto @4 => --repartition auto | other work that runs
-EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | while a forward pauses
+EXCHANGE PP2 --repartition auto @4 => --repartition auto | work that overlaps
+EXCHANGE --checkpoint-activations @2 => --recompute-granularity full | paused forward pass
 EXCHANGE --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap
     --disable-bias-linear @2 => --moe-shared-expert-overlap | remove one
 --num-experts 4 --heterogeneous-layers-config-encoded-json {"block_configs":[]}
@@ -272,12 +272,14 @@ def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path, flag: str
     assert blocker.read_text(encoding="utf-8") == "kept"
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system without files")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="requires /proc, which rejects new files"
+)
 def test_an_output_folder_on_a_file_system_that_takes_none_is_named() -> None:
     assert "cannot write to --trace-dir /proc/none/x" in complaint("--trace-dir /proc/none/x")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to all folders")
 def test_an_output_folder_without_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "Permission denied" in complaint(f"--trace-dir {tmp_path}/x")

@@ -1,4 +1,4 @@
-"""Tests for keys of ``config.json``: exact numbers, ignored keys, and unsupported models."""
+"""Tests for the keys of ``config.json``: exact numbers, ignored keys, and unsupported models."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _with(document: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 @pytest.mark.parametrize("document", [LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX])
 def test_no_number_is_cut_or_rounded(document: dict[str, Any], tmp_path: Path) -> None:
-    """Checks that each number with a fraction is kept exactly, or rejected with its key."""
+    """Checks that each fractional number is preserved exactly, or rejected with its key."""
     whole = _words(tmp_path, document)
     for path in _numbers(document):
         value = 12345.678901234567
@@ -126,13 +126,13 @@ def test_a_fraction_of_the_base_of_rotation_is_refused(tmp_path: Path) -> None:
         (
             LLAMA,
             {"rope_scaling": {"type": "linear", "factor": "4"}},
-            "factor of the rotation must be a number.*got '4'",
+            "factor of the rotary embedding must be a number.*got '4'",
         ),
-        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor of the rotation is missing"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is missing"),
         (
             LATENT,
             {"rope_scaling": {**LATENT["rope_scaling"], "original_max_position_embeddings": 8.5}},
-            "original_max_position_embeddings of the rotation must be an integer.*got 8.5",
+            "original_max_position_embeddings of the rotary embedding must be an integer.*got 8.5",
         ),
         (
             LATENT,
@@ -149,7 +149,7 @@ def test_numbers_of_another_kind_are_named(
 
 
 def test_what_stands_beside_the_kind_of_a_rotation_wins(tmp_path: Path) -> None:
-    """Checks precedence as in transformers: the base beside the kind, and the old key first."""
+    """Checks that a base in the rotation settings and the key ``rope_scaling`` take precedence."""
     inner = {"rope_type": "default", "rope_theta": 7000.0}
     flags = _words(tmp_path, {**LLAMA, "rope_theta": 5000.0, "rope_parameters": inner})
     assert flags[flags.index("--rotary-base") + 1] == "7000"
@@ -209,7 +209,7 @@ def test_what_changes_numbers_stays_refused(keys: dict[str, Any], tmp_path: Path
         ),
         ("gpt_oss", {}, "lacks sinks of attention, and experts with biases"),
         ("tomorrow", {"gate_scale": 2.0}, "nearest is llama, which lacks gate_scale"),
-        ("tomorrow", {}, "nearest is llama, which has all its keys; write llama if its layers"),
+        ("tomorrow", {}, "nearest is llama, which has all its keys; use llama if its layers"),
     ],
 )
 def test_the_nearest_family_is_named_with_what_it_lacks(
@@ -255,13 +255,13 @@ def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
 def test_each_flag_of_a_model_is_written_once(
     document: dict[str, Any], keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Checks that no flag occurs twice, which the trainer would reject."""
+    """Checks that no flag occurs twice, because the trainer rejects repeated flags."""
     flags = [word for word in _words(tmp_path, {**document, **keys}) if word.startswith("--")]
     assert len(flags) == len({*flags})
 
 
 def test_words_of_settings_are_read_as_the_settings_themselves(tmp_path: Path) -> None:
-    """Checks that a checkpoint's file of flags gives the same run as the folder."""
+    """Checks that a checkpoint's saved flags give the same configuration as the model folder."""
     run = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
     for document in (LLAMA, LATENT, GEMMA, MIXTRAL, QWEN, NEOX):
         flags = _words(tmp_path, document)
@@ -281,7 +281,7 @@ def test_each_family_is_described_by_a_file_of_its_folder() -> None:
         assert name in family.model_types
         assert {*family.settings, *family.keys, *family.needed} <= settings
         assert family.nearest in families
-        # Each module outside of layers has one name, and all modules of a model are present.
+        # Each module outside the layers has one name, and supported families have all such modules.
         assert all(len(names) == 1 for names in family.outer_modules.values())
         assert family.missing_feature or {*OUTER.values()} <= family.outer_modules.keys()
 

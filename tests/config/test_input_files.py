@@ -1,4 +1,4 @@
-"""Tests for JSON and text from outside: limits, and characters that would affect a terminal."""
+"""Tests for untrusted JSON and text: limits, and characters that would affect a terminal."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_characters_that_change_a_terminal_are_written_out() -> None:
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
-    """Checks a byte order mark, which some editors write; all readers skip it."""
+    """Checks that all readers skip a byte order mark, which some editors write."""
     content = {"a": [1], "b": "c"}
     for name, text in {
         "x.json": json.dumps(content),

@@ -1,4 +1,4 @@
-"""Checks that settings of a newer megatron-core are flags that reach its own classes."""
+"""Checks that settings of a newer megatron-core are flags that reach megatron-core's classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..training.test_releases import path_of
 
 PROGRAM = Path(__file__).with_name("newer_settings.py")
 INSTALLED = {name for spec in fields_of(CoreConfig) for name in spec.names}
-# Flags that must reach the classes: models, prediction layers, routers, the optimizer.
+# These flags for models, prediction layers, routers and the optimizer must reach the classes.
 ARRIVE = {
     "0.17.1": {"--mtp-use-repeated-layer", "--moe-router-force-biased", "--mla-down-proj-fusion"},
     "0.19.2": {
@@ -51,7 +51,7 @@ def test_what_a_release_adds_reaches_its_classes_or_is_refused_by_name(release: 
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    # A field that a release adds could not be set if its flag were not in any list.
+    # Users could not set a new field if its flag were missing in both lists.
     assert set(seen["flags"]) - INSTALLED <= set(NEWER)
     answers = seen["answers"]
     for flag, answer in answers.items():

@@ -1,4 +1,4 @@
-"""Compares the checks of ``safetensors`` headers with the package ``safetensors``."""
+"""Compares the checks of ``safetensors`` headers with the ``safetensors`` package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _is_taken(path: Path) -> bool:
 
 
 def _agree(path: Path) -> bool:
-    """Returns the verdict of both readers, and checks that they agree."""
+    """Returns whether the file is accepted, after checking that both readers agree."""
     is_taken = _is_taken(path)
     assert is_taken == _is_taken_by_the_package(path), path.read_bytes()[:2000]
     return is_taken
@@ -128,7 +128,7 @@ def test_entries_say_where_tensors_are(tmp_path: Path) -> None:
 
 
 def _random_header(draw: random.Random) -> tuple[Header, int]:
-    """Returns a valid header of a few tensors and the size of the data after it."""
+    """Returns a valid header of a few tensors, and the size of the tensors' data."""
     header: Header = {}
     end = 0
     for number in range(draw.randrange(5)):
@@ -146,7 +146,7 @@ def _random_header(draw: random.Random) -> tuple[Header, int]:
 
 
 def _change(header: Header, draw: random.Random) -> None:
-    """Changes one number, type or key of a header."""
+    """Changes one number, type or key of a header in place."""
     if not header:
         header["x"] = draw.choice((1, [], {}, _tensor(0, 4, [1])))
         return

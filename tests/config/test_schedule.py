@@ -1,4 +1,4 @@
-"""Tests for layers per stage, as text and as numbers."""
+"""Tests for numbers of layers per stage, as text and as numbers."""
 
 from __future__ import annotations
 

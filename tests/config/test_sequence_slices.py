@@ -1,4 +1,4 @@
-"""Tests for slices of sequences, with equal cost or with equal length."""
+"""Tests for slices of sequences with equal cost or equal length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.adaptive.errors import ConfigError
 
 
 def cost(end: int, length: int, share: float) -> float:
-    """Returns the cost of the first tokens of a sequence, relative to the whole."""
+    """Returns the cost of the first tokens of a sequence, relative to the whole sequence."""
     part = end / length
     return (1 - share) * part + share * part**2
 
@@ -37,8 +37,8 @@ def test_slices_cover_the_sequence(slices: int, multiple: int, blocks: int, shar
     if slices > 1 and blocks // slices * multiple < LEAST_TOKENS:
         with pytest.raises(ConfigError, match=f"--sequence-slices {slices} ") as caught:
             slice_ends(length, slices, multiple, share)
-        # The number of slices in the message must be possible.
-        most = int(str(caught.value).split("give ")[1].split()[0])
+        # The number of slices that the message recommends must be valid.
+        most = int(str(caught.value).split("use ")[1].split()[0])
         assert most < slices
         slices = most
     ends = slice_ends(length, slices, multiple, share)
@@ -78,7 +78,7 @@ def test_slices_hold_every_token_of_every_document(
     assert all(size % multiple == 0 for size in sizes)
     assert len(sizes) == slices if tokens is None else set(sizes) == {tokens}
     parts = [part for index in range(len(sizes)) for part in cut.pieces(index)]
-    # Parts are contiguous, and the parts of a document cover it.
+    # Parts are contiguous, and the parts of a document cover the whole document.
     assert all(before.end == after.start for before, after in pairwise(parts))
     begins = [part.begin for part in parts if part.start == part.begin]
     ends = [part.close for part in parts if part.end == part.close]
@@ -143,11 +143,11 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
             f"{LENGTHS} 18 --tensor-model-parallel-size 4 --sequence-parallel",
             "--slice-tokens 18 is not a multiple of --tensor-model-parallel-size 4",
         ),
-        (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "the others order whole microbatches"),
+        (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "other schedules order whole microbatches"),
         (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
         (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
         (f"{AUTO} 64 --pipeline-model-parallel-size 2", "a number of slices: --sequence-slices"),
-        (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for another"),
+        (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for other"),
         (
             f"{AUTO} auto --variable-seq-lengths --pipeline-model-parallel-size 2 --seq-length 16",
             "--slice-tokens auto requires documents of at least 32 tokens, got --seq-length 16",
@@ -176,7 +176,8 @@ def test_the_share_of_attention_follows_the_model() -> None:
         config = parse(f"{flags} {more}".split(), world_size=1)
         return [end - start for start, end in pairwise((0, *config.slice_ends))]
 
-    # 12 h^2 multiplications per token for the matrices, h s for both matmuls with half the pairs.
+    # A token takes 12 h^2 multiplications for the matrices, and h s for attention to half the
+    # pairs.
     share = parse(flags.split(), world_size=1).attention_share
     assert share == pytest.approx(8192 / (12 * 256 + 8192))
     by_cost = lengths("")

@@ -1,4 +1,4 @@
-"""Tests for the configuration object: derived values, and its format in a checkpoint."""
+"""Tests for the configuration object: derived values, and its format in checkpoints."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_says_auto_after_the_length_of_slices_was_chosen() -> None:
         ("--pipeline-schedule auto", True),
         ("--pipeline-schedule adaptive", True),
         ("--pipeline-schedule dfc", True),
-        # Orders made before the step, and replicas that exchange tokens, need equal numbers.
+        # Precomputed orders and replicas that exchange tokens require equal numbers of slices.
         ("--pipeline-schedule hinted", False),
         ("--pipeline-schedule seq-1f1b", False),
         (f"{EXPERTS} --moe-token-dispatcher-type alltoall", False),
@@ -127,7 +127,7 @@ def test_unknown_and_missing_groups_are_errors(rich: TrainerConfig) -> None:
 
 
 def test_a_group_that_the_writer_did_not_know_takes_its_defaults(rich: TrainerConfig) -> None:
-    """Checks checkpoints that are older than the choice of transports."""
+    """Checks that checkpoints from before the transport settings can be loaded."""
     saved = rich.to_dict()
     del saved["transport"]
     assert TrainerConfig.from_dict(saved).transport == TransportConfig()

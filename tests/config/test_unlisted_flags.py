@@ -1,4 +1,4 @@
-"""Tests the script that finds flags of a Megatron-LM tree that are missing in all lists."""
+"""Tests for the script that finds flags of a Megatron-LM tree that no list contains."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_flags_of_calls_and_of_dataclasses_are_found(tmp_path: Path) -> None:
 
 
 def test_a_class_that_makes_flags_and_is_nowhere_is_an_error(tmp_path: Path) -> None:
-    """The script left out the flags of classes outside of the files that it read."""
+    """Checks that flag classes without a source file are reported as an error."""
     training = tmp_path / "megatron" / "training"
     training.mkdir(parents=True)
     (training / "arguments.py").write_text(ARGUMENTS)
@@ -116,6 +116,6 @@ def test_the_other_spelling_of_a_flag_of_the_trainer_is_named() -> None:
     ],
 )
 def test_a_flag_without_which_another_model_is_trained_is_refused(flag: str) -> None:
-    """They were ignored, although no other flag that is refused must be given with them."""
+    """Checks that flags that would train another model are rejected instead of ignored."""
     with pytest.raises(ConfigError, match=f"^{flag} is a flag of Megatron-LM that this trainer"):
         parse([flag, "1"], world_size=1)

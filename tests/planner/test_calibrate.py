@@ -1,4 +1,4 @@
-"""Tests profiles that are calibrated with traces of synthetic runs with known durations."""
+"""Tests for profiles that are fitted to traces of synthetic runs with known durations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_layers_are_found_from_stages(
 ) -> None:
     profile = _fitted(12 * chunks, _traced(tmp_path, **changes))
     layer = profile.times("transformer", "A", 1, 2)
-    # A rank's forward of 10 ms has 4 layers in each of its chunks; the head counts as two more.
+    # The forward pass of a rank takes 10 ms for 4 layers per chunk; the head takes the time of two
+    # layers.
     each = 0.0025 / chunks
     assert layer.forward_s == pytest.approx(each, rel=0.03)
     assert layer.backward_s == pytest.approx(2 * each, rel=0.03)
@@ -80,7 +81,7 @@ def test_links_and_optimizer(tmp_path: Path) -> None:
     sent = 4 << 20
     assert profile.intra_links["n"].seconds(sent) == pytest.approx(1e-4, rel=0.1)
     assert not profile.links
-    # Stages hold 4100, 4000 and 4100 parameters.
+    # The stages have 4100, 4000 and 4100 parameters.
     assert profile.optimizer_s_per_parameter["A"] == pytest.approx(1e-6, rel=0.05)
 
 
@@ -115,7 +116,7 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
     sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
-    with pytest.raises(ConfigError, match="times of slices .*; trace a run without --seq"):
+    with pytest.raises(ConfigError, match="times of sequence slices .*; trace a run without --seq"):
         calibrate(_model(12), [sliced])
 
 
@@ -127,7 +128,7 @@ def test_rank_correlation_shares_equal_ranks() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_traces_of_slices_are_refused(tokens: int, tmp_path: Path) -> None:
-    # Slices of 64 tokens cut no document, so that the trace has times of whole sequences.
+    # Slices of 64 tokens are longer than all documents, so the trace has times of whole sequences.
     SlicedRun(documents=(30, 8, 7), tokens=tokens).write(tmp_path)
     trace = read_run(tmp_path)
     assert trace.is_sliced == (tokens == 8)

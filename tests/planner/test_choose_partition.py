@@ -1,4 +1,4 @@
-"""Tests partitions for ranks with measured speeds, compared with all possible partitions."""
+"""Tests for partitions of ranks with measured speeds, compared with all possible partitions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loads(
     beside: dict[int, float] | None = None,
     most: tuple[float, ...] | None = None,
 ) -> Loads:
-    """Returns ranks whose layers take 1 ms in F, B and W each, multiplied by a factor."""
+    """Returns ranks whose layers take 1 ms each for F, B and W, multiplied by the rank's factor."""
     times = [1e-3 * speed for speed in speeds]
     return Loads(
         placement=placement,
@@ -50,14 +50,14 @@ def loads(
 
 
 def partitions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yields all partitions."""
+    """Yields all partitions of the layers into stages."""
     for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
         edges = (0, *cuts, layers)
         yield tuple(high - low for low, high in itertools.pairwise(edges))
 
 
 def step_of(present: Loads, name: str = "1f1b", microbatches: int = 8):  # type: ignore[no-untyped-def]
-    """Returns a function that simulates steps under a schedule."""
+    """Returns a function that simulates the step time of a partition under a schedule."""
     placement = present.placement
     candidate = make_candidate(name, placement.num_ranks, placement.num_chunks, microbatches)
     return simulated_step(present, candidate, microbatches)
@@ -109,7 +109,7 @@ def test_stages_of_several_chunks_share_what_their_rank_can_do(name: str) -> Non
 def test_nothing_moves_for_less_than_the_least_gain() -> None:
     present = loads(LOOP4, (8, 8, 8, 8), (1.0, 1.04, 1.0, 0.98))
     assert propose(present, step_of(present), 0.05) is None
-    # Without a better pace no step is simulated.
+    # No partition is faster per microbatch, so no step may be simulated.
     slow = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.2, 1.0, 1.0))
     assert propose(slow, lambda partition: pytest.fail(f"{partition}"), 0.05) is None
     assert slow.slowness == pytest.approx((1.0, 1.2, 1.0, 1.0))
@@ -126,7 +126,8 @@ def test_memory_is_kept_to() -> None:
 
 
 def test_of_equals_the_one_with_least_travel_is_taken() -> None:
-    # All ranks except the slow rank have room for one more layer; its neighbour gets the layer.
+    # All ranks except the slow rank have room for a layer, which moves to the slow rank's
+    # neighbour.
     present = loads(LOOP4, (2, 2, 2, 2), (1.0, 1.0, 1.0, 3.0))
     proposal = propose(present, lambda partition: max(present.paces(partition)), 0.05)
     assert proposal is not None
@@ -137,7 +138,7 @@ def test_of_equals_the_one_with_least_travel_is_taken() -> None:
 
 
 def unlike(seed: int, chunks: int) -> Loads:
-    """Returns layers of up to three kinds, on ranks of different speed and memory."""
+    """Returns layers of up to three kinds, on ranks with different speeds and memory."""
     drawn = random.Random(seed)
     placement = Placement(num_ranks=3, num_chunks=chunks, kind="v" if chunks == 2 else "loop")
     layers, costs = drawn.randint(6, 10), (1.0, drawn.uniform(1.5, 4), 0.2)
@@ -171,12 +172,13 @@ def test_unlike_layers_get_the_quickest_pace(seed: int, chunks: int) -> None:
 
     proposal = propose(present, pace, 1e-3)
     taken = present.partition if proposal is None else proposal.partition
-    # The result is exact for one stage per rank, except for steps that count as equal.
+    # The result is optimal for one stage per rank, except that nearly equal steps are treated as
+    # equal.
     assert pace(taken) <= best * (1.006 if chunks == 1 else 1.2)
 
 
 def test_dense_layers_before_experts_are_not_taken_for_as_many() -> None:
-    """Checks dense layers that take a quarter of the time: the first stage gets more layers."""
+    """Checks that the first stage gets more layers, because its dense layers take less time."""
     present = Loads(
         placement=Placement(num_ranks=2, num_chunks=1),
         partition=(5, 5),
@@ -201,7 +203,7 @@ def together(
     most: tuple[float, float] = (8.0, 8.0),
     halves: tuple[Loads, ...] = (),
 ) -> Decision:
-    """Returns the choice for stages that may be in a V or a loop, with these memory limits."""
+    """Returns the choice for stages in a V or a loop, with these memory limits."""
     return choose_together(
         present,
         StageProfile(times=present.stage_times(present.partition)),
@@ -216,14 +218,14 @@ def together(
 def seconds(
     present: Loads, candidate: Candidate | None, partition: tuple[int, ...] | None
 ) -> float:
-    """Returns the seconds of a step with the chosen settings."""
+    """Returns the simulated duration of a step with the chosen settings, in seconds."""
     assert candidate is not None
     times = present.placed(candidate.placement.kind).stage_times(partition or present.partition)
     return evaluate(candidate, 8, StageProfile(times=times), (0,)).mean_s
 
 
 def test_order_placement_and_layers_are_chosen_together() -> None:
-    """Checks a heavy last stage: the choice is no slower than separate choices and random ones."""
+    """Checks that a joint choice is no slower than a sequential choice and random partitions."""
     present = loads(V4, (2,) * 8, (1.0,) * 4, {7: 3.0})
     decision = together(present, gain=0.03)
     assert decision.partition is not None
@@ -267,7 +269,7 @@ def test_a_v_with_heavy_ends_becomes_a_loop() -> None:
 
 
 def test_a_v_with_a_slow_rank_stays() -> None:
-    # Stages 0 and 3 take three times as long, but rank 0 has two stages in each placement.
+    # Stages 0 and 3 take three times as long, but each placement assigns two stages to rank 0.
     assert together(loads(V2, (1,) * 4, (3.0, 1.0))).move is None
 
 

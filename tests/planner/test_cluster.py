@@ -1,4 +1,4 @@
-"""Tests for the table of GPUs, and for cluster files in three formats with their errors."""
+"""Tests for the table of GPUs, and for cluster files in three formats and their errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ bandwidth = "100 Gbit/s"
             "hosts: [n1, n1]",
             "hosts contains n1 twice; list each host once",
         ),
-        ("price_per_hour: 32.77", "hosts: [n1]", "names 1 nodes, but count is 2"),
+        ("price_per_hour: 32.77", "hosts: [n1]", "contains 1 nodes, but count is 2"),
         ("format: 1", "format: 7", "format must be 1.*got 7"),
         (
             "between_zones",
@@ -195,7 +195,7 @@ def test_islands_nest_and_groups_of_neighbours_find_the_least() -> None:
     }
     assert kind.islands[0][1].shared is False
     assert kind.islands[1][1].shared is True
-    # If all nodes are in one island, each pair of nodes has its link.
+    # All nodes are in one island, so the island's link connects each pair of nodes.
     small = make_cluster({**document, "nodes": [{**node, "count": 4}]}, "cluster", {})
     assert small.link_of_types(small.nodes[0], small.nodes[3]).bytes_per_s == 25e9
 

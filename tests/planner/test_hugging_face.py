@@ -1,4 +1,4 @@
-"""Tests for Hugging Face configurations: sizes, kinds of layers, and errors."""
+"""Tests for models from Hugging Face configurations: sizes, kinds of layers, and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GEMMA = _sizes(
     vocab_size=256000,
     sliding_window=4096,
 )
-# Published configurations, and numbers of parameters of the models in transformers.
+# Each case has a published configuration and the parameter count of the model in transformers.
 PUBLISHED = {
     "Llama-3-8B": (
         _sizes("llama", 4096, 14336, 32, 32, num_key_value_heads=8, vocab_size=128256),
@@ -125,7 +125,7 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
     model = read(config, tmp_path)
     assert model.parameters == pytest.approx(parameters, rel=1e-3)
     assert model.num_counted == config["num_hidden_layers"]
-    # The trainer has no arguments for models that it would build differently.
+    # The trainer would build a different model from Phi configurations, so these have no arguments.
     differs = config["model_type"] == "phi"
     assert bool(model.arguments) != differs
 
@@ -133,24 +133,24 @@ def test_parameters_are_those_that_are_published(name: str, tmp_path: Path) -> N
 def test_a_layer_that_predicts_further_goes_with_the_head(tmp_path: Path) -> None:
     plain = read(V3, tmp_path)
     more = read({**V3, "num_nextn_predict_layers": 1}, tmp_path)
-    # An expert layer, the matrix that joins two states, and norms have 11.6 B parameters; embedding
-    # and head of the model are reused.
+    # The additional expert layer, the projection of two states, and norms have 11.6 B parameters.
+    # The layer reuses the model's embedding and head.
     layer = plain.kinds["experts"].held_parameters(1) + 2 * 7168**2 + 3 * 7168
     assert more.parameters - plain.parameters == pytest.approx(layer)
     assert more.layers == plain.layers
     assert more.layers.count("transformer") == 3
     assert more.kinds["head"].forward_flops > 2 * plain.kinds["head"].forward_flops
-    # The experts of that layer are spread over ranks as well.
+    # The experts of this layer are also distributed over ranks.
     assert more.kinds["head/256"].parameters < more.kinds["head"].parameters / 4
 
 
 def test_windows_shorten_the_layers_that_have_them(tmp_path: Path) -> None:
-    # Bounded scores would all be stored, including scores outside of the window.
+    # Softcapped attention would store all scores, even scores outside the window.
     gemma = {**GEMMA, "attn_logit_softcapping": None}
     model = read(gemma, tmp_path, sequence=8192)
     near, far = model.kinds["transformer-window"], model.kinds["transformer"]
     assert model.layers[1:5] == ("transformer-window", "transformer") * 2
-    # 4,096 of 8,192 tokens: three quarters of the masked half.
+    # Windows of 4,096 of 8,192 tokens contain three quarters of the causal scores.
     assert near.attention_flops == pytest.approx(0.75 * far.attention_flops)
     assert near.parameters == far.parameters
     short = read(gemma, tmp_path, sequence=1024).kinds
@@ -171,7 +171,7 @@ def test_experts_compute_by_their_tokens_and_lie_on_ranks(tmp_path: Path) -> Non
     spread = even.kinds["experts/8"]
     assert spread.parameters == pytest.approx(layer.parameters - 7 * 3 * hidden * inner)
     assert spread.forward_flops == layer.forward_flops
-    # All ranks wait for the busiest rank; this does not apply to a single rank.
+    # All ranks wait for the busiest rank. A single rank has all experts, so it has no imbalance.
     assert skewed.kinds["experts"] == layer
     more = skewed.kinds["experts/8"].forward_flops - layer.forward_flops
     assert more == pytest.approx(0.5 * products)
@@ -206,21 +206,21 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
     request = Request(global_batch=32, options=options)
     row = propose(inputs, request).rows[0]
     assert row.prediction.fits
-    # Ranks that share a layer share the tokens of its experts.
+    # The ranks of a tensor-parallel group divide the tokens of the experts among themselves.
     assert row.plan.sequence_parallel
     slow = _inputs(inputs.model, 5e9)
     seen = {ranks: predict(replace(row.plan, expert_ranks=ranks), inputs) for ranks in (1, 2, 8)}
     assert row.prediction.seconds == min(prediction.seconds for prediction in seen.values())
     held = [seen[ranks].stages[0].memory.parameter_bytes for ranks in (2, 8)]
     assert held[1] < held[0] / 2
-    # Two ranks are on one node, where the network does not matter; eight are on two nodes.
+    # Two expert-parallel ranks share a node, so only the eight ranks on two nodes use the network.
     longer = {
         ranks: predict(replace(row.plan, expert_ranks=ranks), slow).parts["tp"]
         - prediction.parts["tp"]
         for ranks, prediction in seen.items()
     }
     assert longer[1] == longer[2] == 0 < longer[8]
-    # The search and a prediction count alike.
+    # The search and the prediction must compute equal times.
     for ranks, prediction in seen.items():
         result = propose(inputs, replace(request, options=replace(options, expert_ranks=(ranks,))))
         assert result.rows[0].plan.expert_ranks == ranks
@@ -231,9 +231,9 @@ def test_the_search_spreads_experts_and_exchanges_take_their_way(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is unknown; .* give its sizes"),
+        ({"model_type": "mamba2"}, "model_type 'mamba2' is unknown; .* specify its sizes"),
         ({"hidden_size": None}, "config.json: hidden_size or n_embd is missing"),
-        ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+        ({"layer_types": ["linear_attention"]}, "layer_types contains 'linear_attention'"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers must be an integer.*got '32'"),
         ({"num_experts_per_tok": 9}, "9 is above --num-experts 8"),
     ],

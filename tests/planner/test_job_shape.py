@@ -1,4 +1,4 @@
-"""Tests the shape that is chosen for running processes, compared with all possible shapes."""
+"""Tests for the shape that is chosen for running processes, compared with all possible shapes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def job(
     slow: dict[str, float] | None = None,
     chunks: int = 1,
 ) -> Running:
-    """Returns a job on nodes of these GPU counts; larger microbatches are more efficient."""
+    """Returns a job on nodes with these numbers of GPUs; larger microbatches are more efficient."""
     kinds = [
         LayerKind(
             name=f"cut-{n}", parameters=parameters, output_elements=1000.0,
@@ -133,7 +133,7 @@ def test_no_shape_with_balanced_stages_is_faster(batch: int) -> None:
 
 def test_memory_is_a_limit() -> None:
     whole = choose_option(job(parameters=1e8), pipeline_sizes=(1,), micro_batches=(1,))[0]
-    # Six pieces of 1.6 GB each, including Adam's state.
+    # The job has six pieces of 1.6 GB each, including Adam's state.
     assert whole.needed_bytes == pytest.approx(6 * 1.6e9, rel=1e-2)
     limit = whole.needed_bytes * 0.6
     options = choose_option(job(parameters=1e8, memory=limit), most=4)
@@ -144,7 +144,7 @@ def test_memory_is_a_limit() -> None:
 
 
 def test_a_stage_that_keeps_much_gets_fewer_pieces() -> None:
-    # The first rank of 1F1B holds two of 8 microbatches, the second rank holds one.
+    # The first rank keeps activations of two microbatches under 1F1B, the second rank of one.
     running = job(gpus=(2,), batch=8, parameters=0.0, memory=1.01e5)
     best = choose_option(running, pipeline_sizes=(2,), micro_batches=(2,))[0]
     assert best.fits

@@ -46,19 +46,19 @@ def test_a_repeated_layer_has_room_and_sequence_parallelism_divides_all(recomput
         )
     ]
     for table, on in zip(tables, (False, True), strict=True):
-        # If less is kept, a backward needs all activations of one layer at a time.
+        # The backward pass recomputes what was not kept, so it needs all activations of one layer.
         both = table.kept_bytes[1] + table.workspace_bytes[1]
         assert both >= 2 * (layer.kept_bytes(8, sequence_parallel=on) + layer.workspace_bytes / 8)
-        # Head and embedding are never recomputed.
+        # The head and the embedding are never recomputed.
         assert table.kept_bytes[-1] >= 2 * model.kinds["head"].activation_bytes / 8
     assert tables[1].kept_bytes[1] < tables[0].kept_bytes[1]
     assert tables[1].backward_s[1] == pytest.approx(tables[0].backward_s[1])
 
 
 def test_estimates_are_near_what_others_measured() -> None:
-    """Compares estimates with seconds of an OPT-350M layer published with Sailor (SOSP 2025).
+    """Compares estimated with measured times of an OPT-350M layer.
 
-    The measurements are for 2,048 tokens in fp32.
+    The measurements are for 2,048 tokens in fp32, and were published with Sailor (SOSP 2025).
     """
     model = arguments_model(
         "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
@@ -116,15 +116,15 @@ def test_messages_between_stages_take_the_link_of_the_island_that_holds_both() -
         ]
         return pytest.approx(boundary_s(*ends, inputs, 1e6))
 
-    # GPUs in a part of a node, in a node, in nodes of a leaf, of a pod with a quarter of the
-    # bandwidth, and of two pods; then GPUs of two types.
+    # The first five cases are GPUs in a part of a node, in a node, in nodes of a leaf, in a pod
+    # with a quarter of the bandwidth, and in two pods. The last case has GPUs of two types.
     assert sent([(1, 0)], [(1, 3)]) == (3e-6, 1e6 / 400e9)
     assert sent([(1, 3)], [(1, 4)]) == (8e-6, 1e6 / 32e9)
     assert sent([(1, 0)], [(2, 5)]) == (5e-6, 1e6 / 50e9)
     assert sent([(2, 0)], [(3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(6, 0)], [(7, 0)]) == (40e-6, 1e6 / 1.25e9)
     assert sent([(0, 0)], [(1, 0)]) == (40e-6, 1e6 / 1.25e9)
-    # The slowest replica counts, and replicas that leave a node share its network link.
+    # The slowest replica determines the time, and replicas on one node share its network link.
     assert sent([(1, 0), (2, 0)], [(2, 1), (3, 0)]) == (9e-6, 1e6 / 12.5e9)
     assert sent([(1, 0), (1, 1)], [(2, 0), (2, 1)]) == (5e-6, 2e6 / 50e9)
 
@@ -164,7 +164,8 @@ def test_own_kernels_gather_the_parts_of_a_sequence_that_a_ring_would_pass_on() 
         shared = StageSettings(context_ranks=4)
         tables[attention] = layer_table(inputs, node, tp=1, micro_batch=1, settings=shared)
     ring, gathered = (tables[name] for name in ("fused", "kernel"))
-    # Three of four parts come from other ranks: the rank waits for them and keeps them.
+    # Three of four parts come from other ranks. Without a ring, a rank waits for them and keeps
+    # them.
     part = model.kinds["transformer"].context_bytes / 4
     kept = gathered.kept_bytes[1] - ring.kept_bytes[1]
     assert kept == pytest.approx(3 * part)

@@ -37,7 +37,7 @@ TRIED = SearchOptions(
 
 
 def inputs_with(memory: float = 80e9, more: str = "", attention: str = "kernel") -> PlanInputs:
-    """Returns a small model of long sequences on one node of 4 GPUs."""
+    """Returns a small model with long sequences, on one node of 4 GPUs."""
     model = arguments_model(f"{ARGUMENTS} {more}".split(), "long", "bf16", attention=attention)
     node = NodeType(
         name="n", gpu="a100-80", gpus=4, memory_bytes=memory, intra=LinkSpeed(bytes_per_s=230e9)
@@ -65,7 +65,7 @@ def test_slices_are_chosen_if_there_are_few_sequences() -> None:
     whole, cut = (proposed(80e9, 2, slices).rows[0] for slices in ((1,), (1, 2, 4, 8)))
     assert whole.plan.slices == 1
     assert cut.plan.slices > 1
-    # There are half as many sequences as ranks, so ranks are idle for much of the step.
+    # There are half as many sequences as ranks, so without slices ranks are often idle.
     assert cut.prediction.seconds < 0.85 * whole.prediction.seconds
     assert sum(cut.prediction.parts.values()) == pytest.approx(cut.prediction.seconds)
     inputs = inputs_with()
@@ -85,7 +85,8 @@ def test_slices_fit_into_memory_that_whole_sequences_exceed() -> None:
     row = proposed(7.5e9, 4, (1, 8)).rows[0]
     assert row.plan.slices == 8
     assert row.prediction.fits
-    # The default limit does not fit, so the plan has a lower limit, which the trainer accepts.
+    # Memory does not suffice for the default cap, so the plan has a lower cap, which the trainer
+    # accepts.
     assert row.plan.cap is not None
     assert not predict(replace(row.plan, cap=None), inputs_with(7.5e9)).fits
 
@@ -97,14 +98,14 @@ def test_memory_is_that_of_the_slices_in_flight() -> None:
     longer = in_flight("adaptive", 4, 1, 4, 8, 1.0, share)[0] / 8
     assert 1.1 < longer < 1.3
     for before, after in zip(whole, cut, strict=True):
-        # A limit of one sequence holds as many slices as a sequence has. These are the longest
-        # slices of two sequences, plus keys and values.
+        # A cap of one sequence allows as many slices as a sequence has. The counted slices are the
+        # longest slices of two sequences, plus keys and values.
         assert 1 < after.activation_bytes / before.activation_bytes / longer < 1.2
         assert after.parameter_bytes == before.parameter_bytes
     assert in_flight("adaptive", 4, 1, 8, 8, 1.5) == (12.0,) * 4
     assert in_flight("adaptive", 4, 1, 8, 8)[0] < 8 * in_flight("adaptive", 4, 1, 8)[0]
     assert in_flight("1f1b", 4, 1, 8, 4) == (7.0, 6.0, 5.0, 4.0)
-    # A simulated step holds no more than the counted memory.
+    # A simulated step must not exceed the counted memory.
     plan = plan_with(8, batch=8)
     peak = max(simulated(plan, StageSums.of(plan, inputs, OURS)).peak_units)
     assert peak * 8 <= in_flight("adaptive", 4, 1, 8, 8)[0] + 1e-6
@@ -135,7 +136,7 @@ def test_activations_are_those_of_the_longest_slices_in_flight(share: float) -> 
 
 
 def seq_1f1b(ranks: int, microbatches: int, slices: int) -> list[list[tuple[int, int]]]:
-    """Returns the slice of each action on each rank, and 1 for forward or -1 for backward."""
+    """Returns the actions of each rank as slice indices with 1 for forward or -1 for backward."""
     forward = [index for _ in range(microbatches) for index in range(slices)]
     backward = [index for _ in range(microbatches) for index in reversed(range(slices))]
     orders = []
@@ -208,14 +209,14 @@ def test_models_whose_sequences_cannot_be_cut_stay_whole() -> None:
             ("adaptive",),
             "--sequence-slices 1024: .*8192 tokens.* use 512 slices or fewer",
         ),
-        ("", (2,), ("1f1b",), "--sequence-slices 2 needs a run-time rule"),
-        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: no plan that fits has several"),
+        ("", (2,), ("1f1b",), "--sequence-slices 2 requires a run-time rule"),
+        ("", (2,), ("1f1b", "adaptive"), "--sequence-slices 2: slices require several stages"),
     ],
 )
 def test_bad_numbers_of_slices(
     more: str, slices: tuple[int, ...], schedules: tuple[str, ...], text: str
 ) -> None:
-    # A single stage never slices sequences.
+    # A single stage never uses slices.
     options = replace(TRIED, slices=slices, schedules=schedules, pp=(1,), tp=(4,))
     with pytest.raises(ConfigError, match=text):
         propose(inputs_with(more=more), Request(global_batch=2, options=options))

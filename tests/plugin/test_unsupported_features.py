@@ -128,7 +128,7 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
 @pytest.mark.parametrize(
     ("changes", "schedule", "reason"),
     [
-        ({}, "1f1b", "schedule 1f1b needs .*the others never start an action while another runs"),
+        ({}, "1f1b", "schedule 1f1b needs .*other schedules never overlap two actions"),
         ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot pause"),
         ({"recompute_modules": ["moe"]}, "adaptive", "recomputed layers of experts"),
     ],

@@ -1,7 +1,7 @@
-"""Derives settings from ``--load-hf`` and ``--load-lora``; finds linear layers that get adapters.
+"""Derives settings from ``--load-hf`` and ``--load-lora``, and finds linear layers with adapters.
 
-``--load-hf`` names a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
-adapters (LoRA) that the library PEFT wrote.
+``--load-hf`` takes a folder with a Hugging Face model, and ``--load-lora`` a folder with low-rank
+adapters (LoRA) written by the PEFT library.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from megatron.adaptive.config.trainer import TrainerConfig, flag_specs
 from megatron.adaptive.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# Keys of PEFT's file that do not affect the adapters' results, or that other functions here read.
+# Keys in PEFT's file that do not affect the adapters' results, or that other functions in this
+# module read.
 _IDLE = frozenset(
     """
     peft_type r lora_alpha lora_dropout target_modules task_type base_model_name_or_path revision
     inference_mode peft_version auto_mapping fan_in_fan_out megatron_core qalora_group_size
     """.split()
 )
-# Settings whose values must fit the shapes of the weights in the folder, so users cannot change
+# Settings whose values must match the shapes of the weights in the folder, so users cannot change
 # them.
 _SIZES = frozenset(
     """
@@ -40,23 +41,23 @@ _SIZES = frozenset(
     """.split()
 )
 _LONGEST_PATTERN = 1000
-# Matches nested repetitions such as (a*)*. Patterns with these are refused, because matching them
-# may take exponential time.
+# Matches nested repetitions such as (a*)*, which are rejected because matching them may take
+# exponential time.
 _ENDLESS = re.compile(r"[*+}][^()]*\)[*+{]")
-# Values of init_lora_weights for which PEFT leaves the base model's weights unchanged.
+# Values of init_lora_weights for which PEFT does not change the base model's weights.
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Settings:
-    """Returns the settings that ``--load-hf`` and ``--load-lora`` imply, if their flags are absent.
+    """Returns the settings implied by ``--load-hf`` and ``--load-lora`` for flags that are absent.
 
     Args:
-        values: Settings on the command line, by the names of their fields.
-        argv: Command line of the trainer, which error messages quote.
+        values: Settings on the command line, by field name.
+        argv: Command line of the trainer, quoted in error messages.
 
     Raises:
-        ConfigError: A folder cannot be read, the trainer does not support its model or adapters, or
-            a size on the command line contradicts the model.
+        ConfigError: A folder cannot be read, its model or adapters are not supported, or a size on
+            the command line contradicts the model.
     """
     implied: Settings = {}
     if (folder := values.get("load_hf")) is not None:
@@ -74,16 +75,16 @@ def model_settings_of(values: Mapping[str, Any], argv: Sequence[str]) -> Setting
 
 
 def _typed_flag(name: str, argv: Sequence[str]) -> str:
-    """Returns the spelling of a setting's flag on a command line."""
+    """Returns a setting's flag as it is spelled on a command line."""
     spellings = flag_specs()[name].names
     return next((flag for flag in flags_in(argv) if flag in spellings), spellings[0])
 
 
 def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
-    """Maps each linear layer of megatron-core to its names in ``transformers``.
+    """Maps each linear layer of megatron-core to the names of its parts in ``transformers``.
 
-    A linear layer of megatron-core may combine several linear layers of ``transformers``, whose
-    matrices are stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
+    A linear layer of megatron-core may combine several linear layers of ``transformers``, with
+    their matrices stacked by rows. Without ``--load-hf``, the names are those of Llama, or those of
     DeepSeek if the model has latent attention.
     """
     family = base_of(config).family
@@ -99,10 +100,10 @@ def linear_names(config: TrainerConfig) -> dict[str, list[str]]:
 
 
 def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
-    """Maps each linear layer of megatron-core to one boolean per part: whether it gets an adapter.
+    """Maps each linear layer of megatron-core to a boolean per part that says if it has an adapter.
 
     The parts of a layer are the linear layers of ``transformers`` that it combines, in the order of
-    :func:`linear_names`. The result has only linear layers with at least one adapter.
+    :func:`linear_names`. The result contains only linear layers with at least one adapter.
 
     Raises:
         ConfigError: A name in ``--lora-targets`` is not a linear layer of this architecture.
@@ -130,11 +131,11 @@ def adapted_parts(config: TrainerConfig) -> dict[str, tuple[bool, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Describes the model for which adapters are trained (the base model).
+    """The model for which adapters are trained (the base model).
 
     Attributes:
-        family: Family of the model in ``transformers``. Adapters use its module names.
-        layers: Number of the model's transformer layers.
+        family: Family of the model in ``transformers``, whose module names the adapters use.
+        layers: Number of transformer layers in the model.
     """
 
     family: Family
@@ -142,7 +143,7 @@ class Base:
 
 
 def base_of(config: TrainerConfig) -> Base:
-    """Describes the model for which a run trains adapters."""
+    """Returns the model for which a run trains adapters."""
     settings = config.checkpoint
     is_latent = config.core.multi_latent_attention
     family = base_family(settings.load_hf, settings.hf_family, is_latent=is_latent)
@@ -153,8 +154,8 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
     """Returns the family whose module names the adapters use.
 
     Args:
-        folder: Value of ``--load-hf``. If it is ``None``, adapters use the names of Llama or, with
-            latent attention, of DeepSeek.
+        folder: Value of ``--load-hf``. If it is ``None``, adapters use the names of Llama, or of
+            DeepSeek with latent attention.
         hf_family: Value of ``--hf-family``.
         is_latent: Whether the model has latent attention.
     """
@@ -164,7 +165,7 @@ def base_family(folder: str | None, hf_family: str | None, *, is_latent: bool) -
 
 
 def _base_of(values: Mapping[str, Any]) -> Base:
-    """Describes the model from settings that may not have been checked yet."""
+    """Returns the base model from settings that may not have been validated yet."""
     family = base_family(
         values.get("load_hf"),
         values.get("hf_family"),
@@ -174,17 +175,17 @@ def _base_of(values: Mapping[str, Any]) -> Base:
 
 
 def adapter_settings(folder: Path, base: Base) -> Settings:
-    """Returns the trainer's settings for a folder of PEFT adapters, by the names of their fields.
+    """Returns the trainer's settings for a folder of PEFT adapters, by field name.
 
     Args:
-        folder: Folder that ``save_pretrained`` of PEFT wrote.
+        folder: Folder written by PEFT's ``save_pretrained``.
         base: Model for which the adapters were trained.
 
     Raises:
-        ConfigError: The folder has no adapters, or has adapters that this trainer does not support.
+        ConfigError: The folder does not contain adapters, or this trainer does not support them.
     """
     path = folder / ADAPTER_CONFIG
-    document = read_json(path, "give a folder that PEFT's save_pretrained wrote")
+    document = read_json(path, "pass a folder that PEFT's save_pretrained wrote")
     if not isinstance(document, dict) or document.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type must be LORA, the only supported type")
     for key, value in document.items():
@@ -194,7 +195,7 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
                 f"{path}: {key} {value!r} is not supported; train the adapters without it"
             )
     settings: Settings = {}
-    # If a key is absent, PEFT uses these defaults.
+    # PEFT uses these defaults for absent keys.
     for key, default in (("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)):
         value = document.get(key, default)
         is_whole = key != "r" or type(value) is int
@@ -207,17 +208,17 @@ def adapter_settings(folder: Path, base: Base) -> Settings:
 
 
 def _targets(modules: Any, base: Base, where: str) -> list[str]:
-    """Returns the names of the linear layers that get adapters, by the same rules as PEFT.
+    """Returns the names of the linear layers with adapters, following the same rules as PEFT.
 
     Args:
         modules: Value of ``target_modules``: a list of names, ``all-linear``, or a regular
-            expression that must match the whole name of a module.
+            expression that must match the full name of a module.
         base: Model for which the adapters were trained.
-        where: Path of the file; error messages name it.
+        where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: ``modules`` has another form, matches no linear layer, or matches different
-            linear layers in different layers of the model.
+        ConfigError: ``modules`` is invalid, matches no linear layer, or matches different linear
+            layers in different layers of the model.
     """
     if isinstance(modules, str):
         is_all = modules.lower() == "all-linear"

@@ -1,7 +1,7 @@
-"""Parses the trainer's command line: Megatron-LM's flags and those of this project.
+"""Parses the trainer's command line, with flags of Megatron-LM and of this project.
 
-Each flag is a field of a dataclass. This module has the parser, the defaults that depend on other
-flags, and the table of flags that exclude each other. Checks that involve several values are in
+Each flag is a field of a dataclass. This module contains the parser, the defaults that depend on
+other flags, and the table of mutually exclusive flags. Checks that involve several values are in
 ``flag_checks.py``. Flags of Megatron-LM that are refused are in ``unsupported_flags.py``.
 """
 
@@ -37,40 +37,41 @@ _DESCRIPTION = "Train a GPT model through an adaptive pipeline, with Megatron-LM
 _HELP_FLAGS = ("-h", "--help")
 _SECONDS_PER_MINUTE = 60
 
-# Settings that exclude each other, because together they would be redundant or contradictory.
+# Mutually exclusive settings, which would be redundant or contradictory together.
 _EXCLUSIVE = """\
-fp16 excludes bf16 | parameters have one type
-train_iters excludes train_samples | the length of the run is counted in one unit
+fp16 excludes bf16 | parameters can have only one data type
+train_iters excludes train_samples | the length of the run can have only one unit
 train_iters excludes lr_decay_samples lr_warmup_samples lr_wsd_decay_samples rampup_batch_size
-    | a run counted in iterations takes no setting counted in samples
+    | a run counted in iterations does not support settings counted in samples
 train_samples excludes lr_decay_iters lr_warmup_iters lr_wsd_decay_iters
-    | a run counted in samples takes no setting counted in iterations
-lr_warmup_fraction excludes lr_warmup_iters lr_warmup_samples | the warm-up has one length
+    | a run counted in samples does not support settings counted in iterations
+lr_warmup_fraction excludes lr_warmup_iters lr_warmup_samples | the warm-up can have only one length
 num_layers_per_virtual_pipeline_stage excludes num_virtual_stages_per_pipeline_rank
-    | both give the number of chunks
+    | both set the number of chunks
 num_layers_per_virtual_pipeline_stage excludes partition
-    | a partition gives the layers of each stage; give the chunks with --model-chunks
+    | a partition sets the layers of each stage; set the chunks with --model-chunks
 pipeline_model_parallel_layout excludes partition num_layers_per_virtual_pipeline_stage
-    | a layout gives the layers of each stage and the number of chunks
+    | a layout sets the layers of each stage and the number of chunks
 partition pipeline_model_parallel_layout excludes decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
-    account_for_loss_in_pipeline_split | the first gives the layers of each stage
+    account_for_loss_in_pipeline_split | the first flag sets the layers of each stage
 decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     excludes account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    | both give the layers of the first and last stage
+    | both set the layers of the first and last stage
 mock_data excludes data_path data_args_path train_data_path valid_data_path test_data_path
-    | samples are made up or read
-data_path excludes data_args_path | both name the data
+    | samples are either generated or read from files
+data_path excludes data_args_path | both select the data
 data_path data_args_path split excludes train_data_path valid_data_path test_data_path
-    | one dataset is divided by --split, or each split has its own
-override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler | one of them must win
+    | --split divides a single dataset, or each split has a separate dataset
+override_opt_param_scheduler excludes use_checkpoint_opt_param_scheduler
+    | they choose opposite sources
 checkpoint_activations excludes recompute_activations recompute_granularity recompute_method
-    | the first is the old name of the others
+    | the first flag is the old name of the other flags
 """
 
 
 class Recipe(NamedTuple):
-    """Holds a recipe (a YAML file of settings) as flags of the trainer, and the job's size."""
+    """Flags and size of a job, read from a recipe (a YAML file of settings)."""
 
     flags: list[str]
     nodes: int
@@ -80,8 +81,8 @@ class Recipe(NamedTuple):
 def flag_table() -> dict[str, list[tuple[str, str, str]]]:
     """Returns the flags of each group, by the group's title.
 
-    Each flag is a tuple of spelling, default and help text. Groups and flags are in the order in
-    which they are defined.
+    Each flag is a tuple of spelling, default and help text. Groups and flags are in the order of
+    their definition.
     """
     table = {"Plan": [(f"{PLAN_FLAG} FILE", "none", PLAN_HELP)]}
     for kind in groups().values():
@@ -105,22 +106,20 @@ def parse(
     """Parses the trainer's command line and checks the settings.
 
     Args:
-        argv: Command line arguments without the program's name.
+        argv: Command-line arguments without the program's name.
         world_size: Number of processes of the job.
         last_wins: Whether the last value of a repeated flag is used, for scripts that append the
-            user's flags to their own. Otherwise a repeated flag is an error.
-        needs_data: Whether the flags for data and for the tokenizer's files are required.
-        installed: Optional packages that are installed; ``None`` to detect them.
-        settings: Values to use for settings whose flags are absent, by the names of their fields;
-            ``None`` for none.
+            user's flags. Otherwise, a repeated flag is an error.
+        needs_data: Whether the flags for data and for tokenizer files are required.
+        installed: Optional packages that are installed, or ``None`` to detect them.
+        settings: Values by field name for settings whose flags are absent, or ``None``.
 
     Returns:
-        Settings of the run, which have passed all checks of ``flag_checks.py``.
+        Settings of the run, validated by ``flag_checks.py``.
 
     Raises:
-        ConfigError: A flag or a value is invalid; the message says what is wrong and what to
-            change.
-        SystemExit: The help text was requested with ``--help``, and was printed.
+        ConfigError: A flag or a value is invalid. The message describes the problem and a remedy.
+        SystemExit: The help text was requested with ``--help``, and has been printed.
     """
     specs = flag_specs()
     argv = flags_where(argv, _is_active)
@@ -145,7 +144,7 @@ def parse(
 
 
 def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
-    """Converts a recipe, and the arguments after it, to flags of the trainer.
+    """Converts a recipe and its overrides to flags of the trainer.
 
     A recipe is a YAML file of settings::
 
@@ -157,14 +156,14 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
     The argument ``task=finetune`` selects another option of the variant ``task``.
 
     Args:
-        content: Content of the YAML file.
-        overrides: Arguments ``key=value``, or ``key=`` to remove a key. They override the file.
-            Within the file, variants override the other settings. With ``load_hf``, the Hugging
-            Face folder describes the model, and the file's settings of the model are ignored.
-        where: Path of the YAML file; error messages name it.
+        content: Contents of the YAML file.
+        overrides: Arguments ``key=value``, or ``key=`` to remove a key, which override the file.
+            Within the file, variants override other settings. With ``load_hf``, the Hugging Face
+            folder describes the model, and the file's settings of the model are ignored.
+        where: Path of the YAML file, for error messages.
 
     Raises:
-        ConfigError: A key, or an option of a variant, is unknown.
+        ConfigError: A key or an option of a variant is unknown.
     """
     chosen: dict[str, Any] = {}
     for override in overrides:
@@ -194,8 +193,8 @@ def read_recipe(content: Any, overrides: Sequence[str], where: str) -> Recipe:
         settings |= parts[choice]
     overriding = _by_field(chosen, "the command line")
     if (overriding | settings).get("load_hf"):
-        # The folder describes the model, so drop the recipe's settings of the model. An argument
-        # that contradicts the folder is refused later.
+        # The folder describes the model, so drop the recipe's settings of the model. Arguments that
+        # contradict the folder are rejected later.
         of_model = model_settings((overriding | settings).get("hf_family"))
         settings = {field: settings[field] for field in settings.keys() - of_model}
     settings |= overriding
@@ -226,10 +225,10 @@ def _mapping(content: Any, where: str) -> Mapping[Any, Any]:
 
 
 def _by_field(part: Any, where: str) -> dict[str, Any]:
-    """Returns the settings in a part of a recipe, by the names of their fields."""
+    """Returns the settings in a part of a recipe, by field name."""
     fields = {name: (name, True) for name in _PROCESSES}
     for spec in flag_specs().values():
-        # If a flag such as --no-x turns a setting off, "no_x: true" means that the setting is off.
+        # A flag such as --no-x turns a setting off, so "no_x: true" means that the setting is off.
         same = spec.default is not True
         fields |= {name.strip("-").replace("-", "_"): (spec.dest, same) for name in spec.names}
     fields |= {name: (name, True) for name in flag_specs()}
@@ -248,7 +247,7 @@ def _by_field(part: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
-    """Converts a setting to command line arguments: the flag, followed by its values."""
+    """Converts a setting to command-line arguments: the flag followed by its values."""
     if spec.is_switch:
         text = str(value).lower()
         if text not in ("true", "false"):
@@ -267,12 +266,12 @@ def _arguments_of(spec: FieldSpec, value: Any, where: str) -> list[str]:
 
 
 def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] = ()) -> list[str]:
-    """Returns the flags of a command line that belong to the given groups, with their values.
+    """Returns the flags on a command line that belong to some groups, with their values.
 
     Args:
         argv: Command line of the trainer.
         kinds: Dataclasses of the groups of settings to keep.
-        more: Names of fields in other groups to keep as well.
+        more: Names of additional fields to keep.
 
     Raises:
         ConfigError: A flag is unknown, or this trainer refuses it.
@@ -285,17 +284,17 @@ def only_groups(argv: Sequence[str], kinds: Sequence[type], more: Sequence[str] 
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Returns settings as flags of the trainer with their values, in the same order.
+    """Converts settings to flags of the trainer with their values, in the same order.
 
     Args:
-        settings: Value of each setting, by the name of its field.
+        settings: Values of the settings, by field name.
     """
     specs = flag_specs()
     return [word for name, value in settings.items() for word in specs[name].words_of(value)]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the trainer's flags; flags that are absent get no value."""
+    """Returns the parser of the trainer's flags. It sets no values for absent flags."""
     parser = CommandParser(
         complain=_complaint,
         usage="%(prog)s FLAG ...",
@@ -324,17 +323,17 @@ def _title(kind: type) -> str:
 
 
 def _is_active(name: str) -> bool:
-    """Returns whether a flag has an effect; some flags of Megatron-LM are accepted but ignored."""
+    """Returns whether a flag has an effect. Some flags of Megatron-LM are accepted but ignored."""
     return not is_idle(name)
 
 
 def _dests(specs: Mapping[str, FieldSpec]) -> dict[str, str]:
-    """Maps every spelling of each flag to the name of the flag's field."""
+    """Maps every spelling of a flag to the name of the flag's field."""
     return {name: spec.dest for spec in specs.values() for name in spec.names}
 
 
 def _scan(argv: Sequence[str], dest_of: Mapping[str, str], *, last_wins: bool) -> None:
-    """Raises an error if a flag is unknown, not supported or repeated; does not read values."""
+    """Raises an error if a flag is unknown, unsupported or repeated, without reading values."""
     seen: dict[str, str] = {}
     for argument in argv:
         if not LOOKS_LIKE_FLAG.match(argument):
@@ -360,11 +359,11 @@ def _why_not_taken(name: str, accepted: list[str]) -> str:
         return f"{name} is a flag of Megatron-LM that this trainer refuses: {reason}"
     if name in NEWER:
         return (
-            f"{name} is a setting of a later megatron-core than the installed one; install a "
+            f"{name} is a setting of a newer megatron-core than the installed version; install a "
             "newer release or remove the flag"
         )
     if (other := with_no(name)) in accepted and other != name:
-        return f"{name} is Megatron-LM's other spelling of {other}: give {other}"
+        return f"{name} is Megatron-LM's other spelling of {other}; use {other}"
     (nearest,) = difflib.get_close_matches(name, [*accepted, *refused_flags()], n=1, cutoff=0.0)
     note = "" if nearest in accepted else ", which is refused"
     return f"{name} is not a flag of this trainer; the nearest is {nearest}{note} (see --help)"
@@ -386,7 +385,7 @@ def _accepted(settings: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> di
     """Converts settings to the types of their fields.
 
     Raises:
-        ConfigError: A value is invalid; the message names its flag.
+        ConfigError: A value is invalid. The message contains the name of the flag.
     """
     values = {}
     for name, value in settings.items():
@@ -407,7 +406,7 @@ def _require_needed(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -
 
 
 def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -> None:
-    """Adds defaults that depend on other flags, on the world size or on installed packages."""
+    """Adds defaults that depend on other flags, the world size or installed packages."""
     replicas = flag_checks.replicas_of(world_size, values)
     values["world_size"] = world_size
     values.setdefault("global_batch_size", values["micro_batch_size"] * replicas)
@@ -426,10 +425,10 @@ def _resolve(values: dict[str, Any], *, world_size: int, installed: Installed) -
 
 
 def _read_data_args(path: str) -> tuple[str, ...]:
-    hint = "give --data-args-path a text file that contains the value of --data-path"
+    hint = "pass a text file that contains the value of --data-path as --data-args-path"
     items = tuple(read_text(Path(path), hint).split())
     if not items:
         raise ConfigError(
-            f"--data-args-path {path} is empty; write the value of --data-path into it"
+            f"--data-args-path {path} is empty; it must contain the value of --data-path"
         )
     return items

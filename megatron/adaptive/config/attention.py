@@ -1,11 +1,11 @@
 """Chooses how the trainer's own layers compute attention: with stored scores or a fused kernel.
 
-Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers for
-each layer and microbatch. A fused kernel only keeps its inputs, its output and one number for each
-token and head. The choice depends on plain values only, so that the planner, which does not import
-torch, can make the same choice to predict memory use.
+Storing the attention scores of all pairs of tokens takes ``heads x length x length`` numbers per
+layer and microbatch. A fused kernel keeps only its inputs, its output and one number per token and
+head. The choice depends only on plain values, so that the planner, which does not import torch, can
+make the same choice when it predicts memory use.
 
-Support in the kernels of torch 2.6 and newer ("8.0" is a compute capability):
+The table shows what the kernels of torch 2.6 and newer support ("8.0" is a compute capability):
 
 =============  ====================  ===============  =========  =====  =======  ==============
 kernel         types                 GPUs             widths     masks  dropout  grouped queries
@@ -36,7 +36,7 @@ _WIDEST_FLASH = 256
 _WIDEST_GROUPED = 128
 """Largest head width for which the flash kernel has a backward pass on every GPU.
 
-For larger heads torch may use another kernel, which does not support grouped queries.
+For larger heads, torch may use another kernel that does not support grouped queries.
 """
 _WIDTH_MULTIPLE = 8
 _FLASH_CAPABILITY = 8
@@ -46,10 +46,9 @@ class Kernel(enum.Enum):
     """Lists the ways to compute attention.
 
     Attributes:
-        SCORES: No fused kernel; the scores of all pairs of tokens are stored until the backward
-            pass.
-        CAUSAL: Fused kernel that hides later tokens by itself, without a mask tensor.
-        MASKED: Fused kernel that takes a mask tensor.
+        SCORES: No fused kernel. The scores of all pairs of tokens are kept until the backward pass.
+        CAUSAL: Fused kernel that masks later tokens without a mask tensor.
+        MASKED: Fused kernel with a mask tensor.
         PACKED: Fused kernel for rows of several documents, with or without a sliding window.
     """
 
@@ -60,13 +59,13 @@ class Kernel(enum.Enum):
 
 
 class Mask(enum.Enum):
-    """Lists the sets of tokens to which a token may attend.
+    """Lists the sets of tokens that a token may attend to.
 
     Attributes:
         CAUSAL: The token itself and all earlier tokens.
-        WINDOW: The token itself and a fixed number of the tokens just before it.
-        GIVEN: Tokens that an explicit mask tensor selects. It is used for rows of several
-            documents, or if a rank has only a part of the sequence.
+        WINDOW: The token itself and a fixed number of tokens directly before it.
+        GIVEN: Tokens selected by an explicit mask tensor, for rows of several documents or if a
+            rank has only a part of the sequence.
     """
 
     CAUSAL = "causal"
@@ -76,17 +75,18 @@ class Mask(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """Describes everything that decides which kernel is used.
+    """Properties of a call to attention that determine which kernel is used.
 
     Attributes:
         backend: Value of ``--attention-backend``.
         device: Type of the device, ``cuda`` or ``cpu``.
         dtype: Name of the data type of the queries, such as ``bfloat16``.
-        mask: Tokens to which a token may attend.
-        is_packed: Whether a row consists of several documents that no mask tensor separates.
+        mask: Tokens that a token may attend to.
+        is_packed: Whether a row consists of several documents without a mask tensor that separates
+            them.
         query_width: Number of channels per head in queries and keys.
         value_width: Number of channels per head in values.
-        has_dropout: Whether dropout is applied to attention probabilities in this forward pass.
+        has_dropout: Whether this forward pass applies dropout to attention probabilities.
         has_sinks: Whether the softmax of each row has an additional learned term (a sink).
         has_bound: Whether scores are bounded by a hyperbolic tangent (soft-capping).
         capability: Major version of the GPU's compute capability.
@@ -110,16 +110,16 @@ class AttentionCase:
 def kernel_for(case: AttentionCase) -> Kernel:
     """Chooses how to compute attention.
 
-    If rows are packed but the result is not ``PACKED``, the caller must compute attention for one
-    document after another, and call this function again for a single document.
+    If rows are packed but the result is not ``PACKED``, the caller must compute attention
+    separately for each document, and call this function again for a single document.
     """
     if case.has_sinks or case.has_bound or case.backend in ("unfused", "local"):
         return Kernel.SCORES
     if case.dtype not in ("float32", *_HALF):
         return Kernel.SCORES
     if case.device == "cpu":
-        # Use a fused kernel on a CPU only on request, because stored scores give exactly
-        # megatron-core's results.
+        # Stored scores give exactly megatron-core's results, so use a fused kernel on a CPU only on
+        # request.
         takes = case.backend == "fused" and case.query_width == case.value_width
         if case.has_dropout or not takes:
             return Kernel.SCORES

@@ -1,4 +1,4 @@
-"""Checks the URL of a collector of OpenTelemetry spans."""
+"""Validates the URL of a collector of OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import urllib.parse
 from megatron.adaptive.errors import ConfigError
 
 OTLP_PATH = "/v1/traces"
-"""Path to which spans are sent if a URL has none."""
+"""Default path to which spans are sent if a URL has no path."""
 
 
 def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
-    """Returns the address to which spans are sent.
+    """Returns the URL to which spans are sent.
 
     Args:
         flag: Name of the flag, for error messages.
-        target: URL that the user gave; without a path, :data:`OTLP_PATH` is added.
-        or_give: Other value that the flag takes, for error messages, with a comma at its end.
+        target: User's URL. If it has no path, :data:`OTLP_PATH` is added.
+        or_give: Alternative value of the flag for error messages, followed by a comma.
 
     Raises:
         ConfigError: The target is not an HTTP URL.
@@ -36,10 +36,10 @@ def collector_url(flag: str, target: str, *, or_give: str = "") -> str:
 
 
 def without_login(url: str) -> tuple[str, str]:
-    """Returns a URL without its user and password, and these as ``user:password``; empty for none.
+    """Returns a URL without its login, and the login as ``user:password`` or an empty string.
 
     Args:
-        url: Address from :func:`collector_url`.
+        url: URL from :func:`collector_url`.
     """
     parts = urllib.parse.urlsplit(url)
     login, _, host = parts.netloc.rpartition("@")
@@ -47,5 +47,5 @@ def without_login(url: str) -> tuple[str, str]:
 
 
 def shown_url(url: str) -> str:
-    """Returns a URL to print, without its user, password and query, which may be secrets."""
+    """Returns a URL for display, without user, password and query, which may be secrets."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/]*@", "//...@", url, flags=re.S), flags=re.S)

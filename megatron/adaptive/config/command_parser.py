@@ -1,4 +1,4 @@
-"""Parses the command lines of all programs; an error message is a single line."""
+"""Parses the command lines of all programs, with error messages of a single line."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any, NoReturn
 from megatron.adaptive.errors import ConfigError
 
 PROGRAM = "python -m megatron.adaptive"
-"""Command that runs this package. The name of a subcommand follows it."""
+"""Command that runs this package, followed by the name of a subcommand."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses arguments; raises :class:`ConfigError` for an error, and accepts no abbreviations.
+    """Argument parser that raises :class:`ConfigError` and does not accept abbreviations.
 
     Args:
-        complain: Function that turns argparse's message into the text of an error. By default the
-            text consists of the command's name, the message and the option with the most similar
-            name.
-        otherwise: Text that ends an error message if no option has a similar name.
-        prog: Name of the program in help texts and messages; ``None`` for the name of the process.
-        usage: Text of the usage line; ``None`` to derive it from the arguments.
+        complain: Function that converts argparse's message to an error message. By default, the
+            error message consists of the command's name, argparse's message and the option with the
+            most similar name.
+        otherwise: Hint at the end of an error message if no option has a similar name.
+        prog: Name of the program in help texts and messages, or ``None`` for the name of the
+            process.
+        usage: Usage line, or ``None`` to derive it from the arguments.
         description: Text above the list of arguments.
         epilog: Text below the list of arguments.
-        formatter_class: Class that lays out the help text.
-        argument_default: Value of absent arguments; ``argparse.SUPPRESS`` to set no value for them.
+        formatter_class: Class that formats the help text.
+        argument_default: Value of absent arguments, or ``argparse.SUPPRESS`` to set no value.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class CommandParser(argparse.ArgumentParser):
         self._otherwise = otherwise
 
     def error(self, message: str) -> NoReturn:
-        """Raises an error with argparse's message and a hint. argparse itself would exit.
+        """Raises an error with argparse's message and a hint, instead of exiting like argparse.
 
         Raises:
-            ConfigError: This method always raises this error.
+            ConfigError: Always raised.
         """
         if self._complain is not None:
             raise ConfigError(self._complain(message))
@@ -70,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _short_name(prog: str) -> str:
-    """Returns the name of a program for an error message: ``job top``, or the file of a script."""
+    """Returns a program's name for error messages: a subcommand, or the file name of a script."""
     _, _, subcommand = prog.partition(f"{PROGRAM} ")
     return subcommand or prog.split()[-1]
 
@@ -78,13 +79,13 @@ def _short_name(prog: str) -> str:
 def number(
     kind: type[int] | type[float], least: float, most: float, noun: str = ""
 ) -> Callable[[str], Any]:
-    """Returns a function for argparse's ``type=``, which reads a number within limits.
+    """Returns a function for argparse's ``type=`` that reads a number within limits.
 
     Args:
         kind: Type of the number, ``int`` or ``float``.
         least: Smallest allowed value.
         most: Largest allowed value.
-        noun: Name of the quantity in error messages; by default "number" or "whole number".
+        noun: Name of the quantity in error messages. Defaults to "number" or "whole number".
     """
     form = ",d" if kind is int else "g"
     noun = noun or ("whole number" if kind is int else "number")
@@ -109,7 +110,7 @@ LOOKS_LIKE_FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def flags_in(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each flag, by the flag's name; for a repeated flag, the last values."""
+    """Returns each flag's values by flag name. For a repeated flag, returns the last values."""
     values_of: dict[str, list[str]] = {}
     name = ""
     for argument in argv:
@@ -134,5 +135,5 @@ def flags_where(argv: Sequence[str], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:
-    """Returns a flag's value in an unparsed command line; for a repeated flag, the last value."""
+    """Returns the value of a flag in an unparsed command line. The last value wins."""
     return next(iter(flags_in(argv).get(flag, ())), None)

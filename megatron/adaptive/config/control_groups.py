@@ -1,4 +1,4 @@
-"""Lists the control groups (cgroups) of this process, which limit its memory and processor time."""
+"""Lists the control groups (cgroups) of this process, which limit its memory and CPU time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
-"""Folder in which the kernel describes processes."""
+"""Mount point of the proc file system, which describes processes."""
 
 MOUNTED = Path("/sys/fs/cgroup")
-"""Folder at which the file systems of control groups are mounted."""
+"""Folder in which the file systems of control groups are mounted."""
 
 
 def folders(controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control groups, from each group up to the root group.
 
-    Files differ between versions 1 and 2 of control groups, so a folder may lack the file that the
-    caller looks for.
+    Versions 1 and 2 of control groups have different files, so a folder may not contain the file
+    that the caller needs.
 
     Args:
         controller: Name of the controller in version 1, for example ``memory`` or ``cpu``.
@@ -29,8 +29,8 @@ def folders(controller: str) -> Iterator[Path]:
             root = MOUNTED / controller
         else:
             continue
-        # A container may see the host's path, which does not exist here. Only the root then has
-        # files, and they belong to the container's control group.
+        # A container may see the host's path, which does not exist in the container. In this case
+        # only the root has files, and they belong to the container's control group.
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             yield group
@@ -39,7 +39,7 @@ def folders(controller: str) -> Iterator[Path]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Returns the lines of a kernel file; an empty list if the file cannot be read."""
+    """Returns the lines of a kernel file, or an empty list if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

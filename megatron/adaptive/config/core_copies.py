@@ -1,7 +1,7 @@
 """Finds the copies of megatron-core on Python's path, without importing them.
 
-Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` comes before an
-installed megatron-core, although pip lists the version of the installed one.
+Python imports the first copy on the path. A Megatron-LM checkout on ``PYTHONPATH`` precedes an
+installed megatron-core, although pip lists the installed version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"^(?:MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\
 
 @dataclass(frozen=True)
 class CoreCopy:
-    """Describes a megatron-core on Python's path.
+    """A copy of megatron-core on Python's path.
 
     Attributes:
         version: Version in the copy's ``package_info.py``, such as ``0.19.2``.
@@ -30,7 +30,7 @@ class CoreCopy:
 
 
 def core_copies() -> list[CoreCopy]:
-    """Returns all copies in the order of Python's path, each folder once."""
+    """Returns all copies in the order of Python's path, without duplicate folders."""
     copies: dict[Path, CoreCopy] = {}
     for part in megatron.__path__:
         folder = Path(part, "core")
@@ -44,7 +44,7 @@ def core_copies() -> list[CoreCopy]:
 
 
 def core_version() -> str | None:
-    """Returns the version of the megatron-core that Python imports, ``None`` if there is none."""
+    """Returns the version of the imported megatron-core, or ``None`` if there is none."""
     if copies := core_copies():
         return copies[0].version
     try:
@@ -54,7 +54,7 @@ def core_version() -> str | None:
 
 
 def shadowed_copies() -> str | None:
-    """Returns a line that lists copies with another version than the imported copy.
+    """Returns a line that lists copies whose version differs from the imported copy.
 
     Returns ``None`` if there are no such copies.
     """

@@ -1,4 +1,4 @@
-"""Defines the settings of the tokenizer, of the training data and of batch sizes."""
+"""Defines the settings of tokenizer, training data and batch sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenizerConfig:
     """Tokenizer."""
 
     tokenizer_type: str = flag(
-        "Tokenizer; NullTokenizer reads token ids and needs --vocab-size.",
+        "Tokenizer; NullTokenizer reads token IDs and requires --vocab-size.",
         "GPT2BPETokenizer",
         choices=(
             "GPT2BPETokenizer",
@@ -52,7 +52,7 @@ class TokenizerConfig:
         unit="PATH",
     )
     vocab_size: Count | None = flag(
-        "Number of token ids before padding, for NullTokenizer and TikTokenizer; with other "
+        "Number of token IDs before padding, for NullTokenizer and TikTokenizer; for other "
         "tokenizers, the minimum number of rows of the embedding.",
         unit="IDS",
     )
@@ -62,12 +62,12 @@ class TokenizerConfig:
         "Pattern by which TikTokenizer splits text into words.", "v2", choices=("v1", "v2")
     )
     tiktoken_num_special_tokens: Count = flag(
-        "Number of ids that TikTokenizer reserves for special tokens.", 1000, unit="IDS"
+        "Number of IDs that TikTokenizer reserves for special tokens.", 1000, unit="IDS"
     )
 
     @property
     def missing(self) -> list[str]:
-        """Names of the flags that this kind of tokenizer needs but that were not given."""
+        """Names of the absent flags that this kind of tokenizer requires."""
         needs = {
             "NullTokenizer": ("vocab_size",),
             "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -79,9 +79,9 @@ class TokenizerConfig:
 class DataConfig(TokenizerConfig):
     """Data.
 
-    A list of datasets is a path prefix, several prefixes, or alternating weights and prefixes. If
-    ``--data-args-path`` is given, the parser sets ``data_path`` to the datasets in that file. If
-    training, validation and test share the same data, ``split`` is never ``None``.
+    A list of datasets is a path prefix, several prefixes, or alternating weights and prefixes. With
+    ``--data-args-path``, the parser sets ``data_path`` to the datasets in that file. If training,
+    validation and test share the same data, ``split`` is never ``None``.
     """
 
     data_path: tuple[str, ...] | None = flag(
@@ -111,44 +111,44 @@ class DataConfig(TokenizerConfig):
         "Read .bin files instead of mapping them into memory.", off="--no-mmap-bin-files"
     )
     variable_seq_lengths: bool = switch(
-        "Make each document a sample, cut at --seq-length and never joined with others; the loss "
-        "is the mean over all tokens of the batch."
+        "Use each document as a sample, truncated to --seq-length and never joined with other "
+        "documents; the loss is the mean over all tokens of the batch."
     )
     pack_to: Count | None = flag(
-        "With --variable-seq-lengths: pack documents into microbatches of at most this number of "
-        "tokens; attention stays within a document. Without it every microbatch is padded to its "
-        "longest document.",
+        "With --variable-seq-lengths: pack documents into microbatches of at most this number "
+        "of tokens; attention stays within a document. Without this flag, every microbatch is "
+        "padded to its longest document.",
         unit="TOKENS",
     )
     sft: bool = switch(
         "With --variable-seq-lengths: data files contain conversations as JSON lines; only the "
-        "assistant's replies count in the loss."
+        "assistant's replies contribute to the loss."
     )
     num_workers: Natural | None = flag(
-        "Number of data loading processes of each rank that needs data; on a CPU they would take "
-        "the rank's cores.",
+        "Number of data loading processes on each rank that needs data; on a CPU, they compete "
+        "with the rank for its cores.",
         unit="PROCESSES",
         derived="2 on a GPU, 0 on a CPU",
     )
     dataloader_type: str = flag(
-        "No effect: samples are always taken in the order to which the dataset shuffled them.",
+        "No effect: samples are always read in the dataset's shuffled order.",
         "single",
         choices=("single",),
         refused_choices={
-            "cyclic": "samples are shuffled already and repeat after the last one, and a resumed "
-            "run continues at the same sample only with single; use single",
+            "cyclic": "samples are already shuffled and repeat after the last sample, and a "
+            "resumed run continues at the same sample only with single; use single",
             "external": "this trainer does not support a user's own data loader; use single",
         },
     )
     num_dataset_builder_threads: Count = flag(
-        "Threads that build several datasets at once.", 1, unit="THREADS"
+        "Number of threads that build datasets in parallel.", 1, unit="THREADS"
     )
     reset_position_ids: bool = switch("Restart positions at 0 in each document of a sample.")
     reset_attention_mask: bool = switch("Let tokens attend only to their own document.")
-    eod_mask_loss: bool = switch("Leave end-of-document tokens out of the loss.")
+    eod_mask_loss: bool = switch("Exclude end-of-document tokens from the loss.")
     create_attention_mask_in_dataloader: bool = switch(
-        "No effect: attention applies the causal mask itself, unless --reset-attention-mask needs "
-        "another mask.",
+        "No effect: attention applies the causal mask itself, unless --reset-attention-mask "
+        "requires a different mask.",
         off="--no-create-attention-mask-in-dataloader",
     )
 
@@ -166,23 +166,22 @@ class DataConfig(TokenizerConfig):
 class BatchConfig:
     """Batch.
 
-    ``rampup_batch_size`` is ``(start, increment, samples)``, or ``None`` if the batch size is
-    constant.
+    ``rampup_batch_size`` is ``(start, increment, samples)``, or ``None`` for a constant batch size.
     """
 
-    micro_batch_size: Samples = required("Number of samples of each microbatch.")
+    micro_batch_size: Samples = required("Number of samples in each microbatch.")
     global_batch_size: Samples = required(
-        "Number of samples of each optimizer step, over all ranks.",
+        "Number of samples in each optimizer step, over all ranks.",
         derived="micro batch size x data parallel size",
     )
     rampup_batch_size: tuple[Count, Count, Count] | None = flag(
-        "Grow the batch from START by INCREMENT up to --global-batch-size over SAMPLES; needs "
-        "--train-samples.",
+        "Increase the batch size from START by INCREMENT up to --global-batch-size over "
+        "SAMPLES; requires --train-samples.",
         unit="START INCREMENT SAMPLES",
     )
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """Returns all global batch sizes that the run uses, in ascending order."""
+        """Returns all global batch sizes of the run, in ascending order."""
         if self.rampup_batch_size is None:
             return (self.global_batch_size,)
         start, increment, _ = self.rampup_batch_size

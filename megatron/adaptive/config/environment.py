@@ -1,12 +1,12 @@
-"""Reads environment variables, and lists those that are passed on to other nodes.
+"""Reads environment variables, and lists the variables that are passed on to other nodes.
 
-Only this module reads environment variables; other modules get the values as an
+Only this module reads environment variables. Other modules get the values as an
 :class:`Environment`. The module also detects which optional packages are installed. ``train
-elastic`` cannot pass flags to a user's own script. It therefore passes its instructions, a
+elastic`` cannot pass flags to a user's own script, so it passes its instructions, a
 :class:`JobOrder`, in a single variable.
 
 Secret values (:func:`is_secret`) are passed on to processes only in their environment. Over ssh,
-secrets are sent through standard input; on Slurm, ``sbatch`` passes them on. Files, pages, logs and
+secrets are sent through standard input. On Slurm, ``sbatch`` passes them on. Files, pages, logs and
 command lines show :data:`MASK` in place of a secret.
 """
 
@@ -47,11 +47,11 @@ _EVERYWHERE = (
 FROM_CONF = (*_EVERYWHERE, "CUDA_", "LD_LIBRARY_")
 """Prefixes of the variables in ``conf.sh`` that are passed on to all processes.
 
-Worker nodes receive them in the master's reply, Slurm jobs in a settings file. Neither contains
-secret values.
+Worker nodes receive these variables in the master's reply, and Slurm jobs in a settings file.
+Neither contains secret values.
 """
 OVER_SSH = (*_EVERYWHERE, "PYTHON", "TORCH")
-"""Prefixes of the variables that ``train elastic`` passes over ssh to agents on other machines."""
+"""Prefixes of the variables that ``train elastic`` passes to agents on other machines over ssh."""
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 IS_CHECKOUT = (_CHECKOUT / "pretrain_gpt.py").is_file()
@@ -81,17 +81,17 @@ _SETTING = re.compile(r"(?<![\w-])(--?)?([A-Za-z_][\w-]*)=([^\s,;]+)")
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable is secret, because its name has a word such as ``TOKEN``."""
+    """Returns whether a variable is secret because its name contains a word such as ``TOKEN``."""
     return not _SECRET.isdisjoint(_WORDS.split(name.upper()))
 
 
 def _is_secret_flag(name: str) -> bool:
-    # Test only the last word of the name, so that --linear-key-head-dim is not taken for a secret.
+    # Only the last word is tested, so that --linear-key-head-dim does not count as a secret.
     return name.startswith("-") and is_secret(name.rpartition("-")[2])
 
 
 def masked(arguments: Sequence[str]) -> list[str]:
-    """Hides the values of secret flags and variables in a command line, and user names in URLs."""
+    """Hides values of secret flags and variables, and user names in URLs, in a command line."""
     shown = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         hides = _is_secret_flag(before) and "=" not in before and not argument.startswith("--")
@@ -107,7 +107,7 @@ def _mask(match: re.Match[str]) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Hides secrets in a command line given as a single text."""
+    """Hides secrets in a command line that is a single string."""
     try:
         arguments = shlex.split(text)
     except ValueError:
@@ -121,7 +121,7 @@ _LAUNCHER = "start the program with torchrun or unset the variable"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Holds the checked values of the environment variables that a launcher sets.
+    """Validated values of the environment variables that a launcher sets.
 
     Attributes:
         rank: Index of this process among all processes of the job (``RANK``).
@@ -130,26 +130,28 @@ class Environment:
         local_world_size: Number of processes on this node (``LOCAL_WORLD_SIZE``).
         node_rank: Index of this node among the nodes of the job (``GROUP_RANK``).
         master_addr: Address at which rank 0 listens (``MASTER_ADDR``).
-        master_port: Port at which rank 0 listens (``MASTER_PORT``); ``None`` without a launcher.
-        run_id: Identifier of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
+        master_port: Port at which rank 0 listens (``MASTER_PORT``), or ``None`` without a launcher.
+        run_id: ID of the job from torchrun (``TORCHELASTIC_RUN_ID``), otherwise ``none``.
         restart_count: Number of times the job was restarted (``TORCHELASTIC_RESTART_COUNT``).
-        omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``); ``None`` if not
-            limited.
+        omp_num_threads: Number of threads for CPU kernels (``OMP_NUM_THREADS``), or ``None`` if it
+            is not limited.
         cuda_device_max_connections: Number of hardware queues of a GPU
-            (``CUDA_DEVICE_MAX_CONNECTIONS``); ``None`` if not set.
-        is_launched: Whether a launcher set the rank. If not, this is the only process of the job.
-        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``); ``None`` if not set.
-        has_agent_store: Whether the launcher, not rank 0, serves the rendezvous store
+            (``CUDA_DEVICE_MAX_CONNECTIONS``), or ``None`` if it is not set.
+        is_launched: Whether a launcher set the rank. Otherwise, this is the only process of the
+            job.
+        socket_interface: Network interface for gloo (``GLOO_SOCKET_IFNAME``), or ``None`` if it is
+            not set.
+        has_agent_store: Whether the launcher hosts the rendezvous store instead of rank 0
             (``TORCHELASTIC_USE_AGENT_STORE``).
         copies: Setting of ``train elastic`` for in-memory copies of the training state
-            (``MEGATRON_ADAPTIVE_COPIES``); ``None`` for no copies.
+            (``MEGATRON_ADAPTIVE_COPIES``), or ``None`` for no copies.
         node: Name of this node in a job of ``train elastic`` (``MEGATRON_ADAPTIVE_NODE``),
             otherwise ``None``.
-        lease: Number of the lease by which this job of ``train elastic`` may write to the
+        lease: Number of the lease that allows this job of ``train elastic`` to write to the
             checkpoint folder (``MEGATRON_ADAPTIVE_LEASE``), otherwise ``None``.
         job: Instructions of ``train elastic`` to a script that trains a ``Pipeline``
-            (``MEGATRON_ADAPTIVE_JOB``), the text of a :class:`JobOrder`; otherwise ``None``.
-        meeting_s: Timeout in seconds for all ranks to connect to each other at the start
+            (``MEGATRON_ADAPTIVE_JOB``), as text of a :class:`JobOrder`, otherwise ``None``.
+        meeting_s: Timeout in seconds for connecting all ranks at the start
             (``MEGATRON_ADAPTIVE_MEETING_S``).
     """
 
@@ -175,10 +177,11 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Reads and checks the environment variables that a launcher sets.
+        """Reads and validates the environment variables that a launcher sets.
 
         Args:
-            variables: Value of each variable, by name; ``None`` for those of this process.
+            variables: Values of the variables by name, or ``None`` for the variables of this
+                process.
 
         Raises:
             ConfigError: A variable is not a number or is out of range, or only one of ``RANK`` and
@@ -194,8 +197,8 @@ class Environment:
         ) -> Any:
             value = text(name) or ""
             if name == "OMP_NUM_THREADS":
-                # OpenMP allows a list with a number per nesting level. Use the first, for the
-                # outermost level.
+                # OpenMP allows a list with a number per nesting level. Use the first number, for
+                # the outermost level.
                 value = value.split(",")[0]
             return _number(name, value, minimum, maximum) if value else default
 
@@ -207,8 +210,8 @@ class Environment:
                     f"environment variable {name} is set to {source[name]}, but {other} is not "
                     f"set; {_LAUNCHER}"
                 )
-        # Launchers other than torchrun may not set these variables. In that case, assume a single
-        # node.
+        # Launchers other than torchrun may not set these variables. Assume a single node in this
+        # case.
         local_rank = number("LOCAL_RANK", rank)
         local_world_size = number("LOCAL_WORLD_SIZE", world_size, 1, _MOST_RANKS)
         _require_below("RANK", rank, world_size)
@@ -226,8 +229,8 @@ class Environment:
             omp_num_threads=number("OMP_NUM_THREADS", None, 1),
             cuda_device_max_connections=number("CUDA_DEVICE_MAX_CONNECTIONS", None, 1),
             is_launched="RANK" in source,
-            # gloo accepts a list of interfaces. Take the first, because stages communicate over
-            # only one.
+            # gloo accepts a list of interfaces. Use the first, because stages communicate over only
+            # one interface.
             socket_interface=(text("GLOO_SOCKET_IFNAME") or "").split(",")[0].strip() or None,
             has_agent_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
             copies=text("MEGATRON_ADAPTIVE_COPIES"),
@@ -240,7 +243,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """Records which optional packages are installed, because some settings need them.
+    """Optional packages that are installed, which some settings require.
 
     Attributes:
         transformer_engine: Whether Transformer Engine (fused layers) is installed.
@@ -252,7 +255,7 @@ class Installed:
 
     @classmethod
     def detect(cls) -> Installed:
-        """Looks for the packages on Python's path, without importing any of them."""
+        """Searches Python's path for the packages, without importing them."""
         return cls(
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
             flexible_dispatch=importlib.util.find_spec("deep_ep") is not None,
@@ -264,7 +267,7 @@ _MOST_RANKS = 1_000_000
 
 
 def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
-    """Reads a variable as a number; raises ConfigError if it is not a number or out of range."""
+    """Parses a variable as an integer. Raises ConfigError if it is invalid or out of range."""
     if (
         text.isdecimal()
         and len(text) <= _MOST_DIGITS
@@ -278,7 +281,7 @@ def _number(name: str, text: str, minimum: int, maximum: int | None) -> int:
 
 
 def _require_below(name: str, rank: int, size: int) -> None:
-    """Raises an error unless a rank is below the number of ranks."""
+    """Raises an error unless a rank is less than the number of ranks."""
     if rank >= size:
         raise ConfigError(
             f"environment variable {name} must be below {name.replace('RANK', 'WORLD_SIZE')} = "
@@ -287,21 +290,21 @@ def _require_below(name: str, rank: int, size: int) -> None:
 
 
 _FILES_OF_RANK = 128
-"""Number of open files and connections of the rank of a single-rank job, with a margin.
+"""Number of open files and connections of the rank in a single-rank job, with a margin.
 
-The measured number was 105.
+The measured number is 105.
 """
 _FILES_OF_PEER = 24
-"""Number of additional files and connections for each further rank in a process group.
+"""Number of additional files and connections for each other rank in a process group.
 
-The measured number per rank in a job of two ranks was 150.
+The measured number per rank in a job with two ranks is 150.
 """
 _GROUP = 64
 _FILES_AIMED_AT = 65_536
 
 
 def require_files(world_size: int) -> None:
-    """Increases this process's limit on open files, if a rank may need more files.
+    """Raises this process's limit on open files if a rank may need more files.
 
     Args:
         world_size: Number of ranks of the job.
@@ -324,10 +327,10 @@ def require_files(world_size: int) -> None:
 
 
 def too_many_files(reason: str) -> SetupError:
-    """Returns the error to raise if this process has reached its limit on open files."""
+    """Returns the error for a process that has reached its limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SetupError(
-        f"cannot open a file or connection ({reason}), because this process may have only {soft} "
+        f"cannot open a file or connection ({reason}), because this process is limited to {soft} "
         f"(ulimit -n); raise the limit, for example with ulimit -n {_FILES_AIMED_AT}"
     )
 
@@ -340,19 +343,20 @@ _LEAST_SECRET = 16
 def is_first_process() -> bool:
     """Returns whether this is the job's first process.
 
-    Only that process prints messages that would be the same on all processes.
+    Only this process prints messages that are the same on all processes.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def job_secret() -> str | None:
-    """Returns the job's secret, or ``None`` if the user set none.
+    """Returns the job's secret, or ``None`` if the user did not set one.
 
-    The secret is removed from the environment of this process, so that processes that are started
-    later do not inherit it.
+    The secret is removed from the environment of this process, so that child processes do not
+    inherit it.
 
     Raises:
-        ConfigError: The secret is too short, or its file cannot be read or is readable by others.
+        ConfigError: The secret is too short, or its file cannot be read or is readable by other
+            users.
     """
     secret = os.environ.pop(SECRET_VARIABLE, "").strip()
     path = os.environ.get(SECRET_FILE_VARIABLE, "").strip()
@@ -369,7 +373,7 @@ def job_secret() -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "the file is not text"
             raise ConfigError(
-                f"{where}: {reason}; give a file that contains the job's secret"
+                f"{where}: {reason}; pass a file that contains the job's secret"
             ) from None
     elif not secret:
         return None
@@ -394,15 +398,15 @@ class JobOrder:
     """Holds the instructions of ``train elastic`` to the ranks of a user's script.
 
     ``train elastic`` may change the layout (parallel sizes, microbatch size and partition) during a
-    job. The ranks are then started again with new instructions.
+    job. It then restarts the ranks with new instructions.
 
     Attributes:
-        checkpoints: Folder in which checkpoints are saved, and from which training resumes.
+        checkpoints: Folder in which checkpoints are saved and from which training resumes.
         progress: Folder of the progress file for this layout.
         model: Path of the file with measurements of the model.
         epoch: Sequence number of this layout among all layouts of the job.
-        signature: Hash of the model and the settings for which this layout was planned. Empty if
-            nothing is planned yet, so that the ranks must first measure the model.
+        signature: Hash of the model and the settings for which this layout was planned, or empty if
+            the ranks must measure the model before the first plan.
         pipeline_size: Number of processes per pipeline.
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
@@ -420,12 +424,12 @@ class JobOrder:
     partition: tuple[int, ...] = ()
 
     def to_text(self) -> str:
-        """Returns these instructions as JSON, to be the value of the environment variable."""
+        """Returns these instructions as JSON, for the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> JobOrder:
-        """Reads instructions from JSON, the value of the environment variable.
+        """Parses instructions from the environment variable.
 
         Raises:
             ConfigError: The value was not written by :meth:`to_text`.

@@ -1,10 +1,10 @@
-"""Checks that settings fit each other.
+"""Checks that the settings of a run are compatible with each other.
 
-Most checks are lines of a table, whose notation is described in
-:mod:`~megatron.adaptive.config.flag_rules`; the others are functions. Every error message names the
-values, what is wrong, and what to change. Checks of a single value (ranges, choices) are declared
-with the fields, and pairs of flags that exclude each other are in ``arguments.py``. Nothing here
-changes a setting. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
+Most checks are rules in a table, whose notation is described in
+:mod:`~megatron.adaptive.config.flag_rules`. The other checks are functions. Error messages contain
+the values, the problem and a remedy. Checks of a single value (ranges, choices) are declared with
+the fields, and mutually exclusive flags are in ``arguments.py``. This module does not change
+settings. Only :func:`check_output_folders` writes to the disk, and it leaves no files.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ _MAX_SPLITS = 3
 _UNLIKE = "heterogeneous_layers_config_path"
 _ENGINE = "transformer_impl=transformer_engine"
 _BEFORE_ORDER = """\
-swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has one activation
-squared_relu excludes quick_geglu geglu openai_gelu | a model has one activation
-quick_geglu excludes geglu openai_gelu | a model has one activation
+swiglu excludes squared_relu quick_geglu geglu openai_gelu | a model has only one activation
+squared_relu excludes quick_geglu geglu openai_gelu | a model has only one activation
+quick_geglu excludes geglu openai_gelu | a model has only one activation
 geglu excludes openai_gelu | a model has one activation
 seq_length within max_position_embeddings pack_to
 min_lr lr_warmup_init within lr
 decoupled_min_lr within decoupled_lr
 min_loss_scale within initial_loss_scale
-start_weight_decay within end_weight_decay | the weight decay can only grow
+start_weight_decay within end_weight_decay | the weight decay can only increase
 global_batch_size within train_samples
 profile_step_start within profile_step_end
-trace_detail=kernels excludes profile profile_execution | both record with torch's profiler
+trace_detail=kernels excludes profile profile_execution | both use torch's profiler
 tensor_model_parallel_size divides num_attention_heads ffn_hidden_size
-    | every rank takes an equal share
-expert_model_parallel_size divides num_moe_experts | every rank takes the same number of experts
-expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank takes an equal share
+    | every rank has an equal share
+expert_model_parallel_size divides num_moe_experts | every rank has the same number of experts
+expert_tensor_parallel_size divides moe_ffn_hidden_size | every rank has an equal share
 sequence_parallel+tensor_model_parallel_size*context_parallel_size divides seq_length
-    | these ranks take an equal share of each sequence
+    | these ranks have equal shares of each sequence
 context_parallel_size>1+2*context_parallel_size divides seq_length
-    | every rank takes an early and a late part
+    | every rank has an early and a late part of each sequence
 num_query_groups divides num_attention_heads | every group serves the same number of heads
 stage_data_parallel_sizes excludes tensor_model_parallel_size>1 context_parallel_size>1
     num_virtual_stages_per_pipeline_rank>1 use_distributed_optimizer mtp_num_layers num_moe_experts
     ddp_average_in_collective repartition trace_dir calculate_per_token_loss record_schedule
-    replay_schedule | stages of unequal sizes do not support it
+    replay_schedule | stages of unequal sizes do not support this
 overlap_moe_expert_parallel_comm needs expert_model_parallel_size>1
     | otherwise no tokens are exchanged
 """
@@ -71,59 +71,60 @@ pipeline_schedule=megatron+num_virtual_stages_per_pipeline_rank>1+overlap_p2p_co
     needs pipeline_model_parallel_size>2 | messages between the same two ranks could be mixed up
 repartition needs pipeline_model_parallel_size>1
 repartition excludes pipeline_schedule=file,megatron
-    | its order cannot be simulated under another partition; use adaptive
+    | their order cannot be simulated for another partition; use adaptive
 record_schedule replay_schedule excludes pipeline_schedule=auto,megatron
     | auto changes its order during the run, and megatron-core's order cannot be read or set
-transport excludes pipeline_schedule=megatron | megatron-core sends its messages
+transport excludes pipeline_schedule=megatron | megatron-core sends the messages
 rdma_device rdma_gid_index rdma_mtu_bytes needs transport=auto,rdma
 overlap_moe_expert_parallel_comm excludes repartition recompute_granularity=full moe_layer_recompute
-    | other work that runs while a forward pauses would be timed with it, or change its results
+    | work that overlaps with a paused forward pass would affect its measured time or its results
 overlap_moe_expert_parallel_comm excludes moe_shared_expert_overlap
-    | both hide the same exchanges of tokens
+    | both overlap the same token exchanges with computation
 sequence_parallel needs tensor_model_parallel_size>1
 window_size+context_parallel_size>1 excludes transformer_impl=local attention_softcap
-    | local layers attend to all earlier tokens
+    | these layers do not support windows in sequences that ranks share
 pack_to sft needs variable_seq_lengths
 variable_seq_lengths excludes stage_data_parallel_sizes ddp_average_in_collective
     reset_position_ids reset_attention_mask eod_mask_loss
-    | its documents are never joined, and its loss is per token
+    | documents are never joined, and the loss is per token
 sft excludes mock_data | conversations come from files
 pack_to excludes micro_batch_size>1 context_parallel_size>1 pipeline_schedule=file
     multi_latent_attention | a microbatch is one row of whole documents on one rank, with plain
     attention, and the number of microbatches differs between steps
-balance_replicas=lengths needs variable_seq_lengths | only speed does not need it
+balance_replicas=lengths needs variable_seq_lengths | only speed works without it
 balance_replicas=lengths,speed,both excludes stage_data_parallel_sizes
     expert_model_parallel_size>1 moe_router_load_balancing_type=global_aux_loss
     ddp_average_in_collective pipeline_schedule=file,megatron
-    | it gives every replica the same number of microbatches
+    | this requires the same number of microbatches on all replicas
 slice_tokens excludes sequence_slices pack_to
-    | --slice-tokens decides how many slices and tokens a row has
+    | --slice-tokens determines the number of slices and tokens of a row
 slice_tokens+variable_seq_lengths excludes micro_batch_size>1
-    | a microbatch is one row of documents
+    | a microbatch is a single row of documents
 sequence_parallel+tensor_model_parallel_size divides slice_tokens
-    | every rank takes an equal share of each slice
+    | every rank has an equal share of each slice
 sequence_slices=0 slice_tokens=0 needs pipeline_model_parallel_size>1
-    | a single rank never waits for another
-sequence_slices=0 excludes variable_seq_lengths | steps with other lengths cannot be compared
+    | a single rank never waits for other ranks
+sequence_slices=0 excludes variable_seq_lengths | steps with different lengths cannot be compared
 sequence_slices slice_tokens needs transformer_impl=local
     | only local layers attend to earlier slices
 sequence_slices slice_tokens excludes context_parallel_size>1 mtp_num_layers
     sample_prompt stage_data_parallel_sizes overlap_moe_expert_parallel_comm
-    | slices of sequences do not work with it
+    | sequence slices do not support this
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     needs moe_router_load_balancing_type=none
-    | balancing losses are of whole microbatches, not of slices
+    | load-balancing losses require whole microbatches
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
-    | they look at all tokens of a microbatch, not of a slice
+    | these require all tokens of a microbatch
 slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
-    | megatron-core splits only the state of adam
-optimizer=muon excludes lora_rank | adapters leave no weight to its second optimizer
-optimizer=muon excludes fp16 | megatron-core has no loss scale for it; use bf16
+    | megatron-core distributes only the state of adam
+optimizer=muon excludes lora_rank
+    | with adapters, there are no weights for the second optimizer of muon
+optimizer=muon excludes fp16 | megatron-core has no loss scale for muon; use bf16
 optimizer=muon excludes expert_model_parallel_size>1 moe_grouped_gemm stage_data_parallel_sizes
-    | with muon each rank holds whole experts, and each expert has weights of its own
+    | muon requires whole experts on each rank, with separate weights
 muon_momentum muon_nesterov muon_split_qkv=False muon_scale_mode muon_fp32_matmul_prec
     muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
     muon_scalar_optimizer needs optimizer=muon
@@ -134,67 +135,68 @@ fp32_residual_connection needs fp16/bf16
 decoupled_min_lr needs decoupled_lr
 start_weight_decay end_weight_decay needs weight_decay_incr_style=linear,cosine
 weight_decay_incr_style=linear,cosine needs start_weight_decay end_weight_decay
-recompute_activations needs recompute_granularity=selective | it turns that on
+recompute_activations needs recompute_granularity=selective | the first flag implies the second
 recompute_granularity=full needs recompute_method recompute_num_layers | for example uniform and 1
 recompute_modules needs recompute_granularity=selective
 recompute_method recompute_num_layers distribute_saved_activations needs recompute_granularity=full
 distribute_saved_activations needs tensor_model_parallel_size>1
-distribute_saved_activations excludes sequence_parallel | the second splits activations already
+distribute_saved_activations excludes sequence_parallel | the second flag already splits activations
 lora_alpha lora_dropout lora_targets load_lora needs lora_rank
 hf_family needs load_hf
-lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers have no adapters
+lora_rank excludes {_UNLIKE} overlap_moe_expert_parallel_comm | such layers do not support adapters
 sample_prompt excludes context_parallel_size>1 mtp_num_layers variable_seq_lengths
-    | the sample is one plain text
+    | the sample is a single plain text
 reset_attention_mask excludes create_attention_mask_in_dataloader=False
-    | only the data loader knows where documents end
-valid_data_path test_data_path needs train_data_path/skip_train | training has no data
-lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples | its last part needs a length
+    | only the data loader has the ends of documents
+valid_data_path test_data_path needs train_data_path/skip_train | otherwise, training has no data
+lr_decay_style=WSD needs lr_wsd_decay_iters/lr_wsd_decay_samples
+    | the final part of the decay needs a length
 save needs save_interval
-save_local needs save | checkpoints are copied from there to the shared storage
+save_local needs save | checkpoints are copied from the local to the shared storage
 num_query_groups needs group_query_attention
 position_embedding_type=learned_absolute excludes add_position_embedding=False | use rope or none
 {" ".join(LATENT_SETTINGS)} needs multi_latent_attention
-multi_latent_attention excludes group_query_attention | it has a key and value for each head
+multi_latent_attention excludes group_query_attention | each head has a separate key and value
 {" ".join(EXPERT_SETTINGS)} expert_model_parallel_size expert_tensor_parallel_size
     needs num_moe_experts
 moe_router_topk within num_moe_experts
 num_moe_experts excludes moe_expert_capacity_factor=0.0
-    | experts would get no tokens: give a factor above 0, or drop the flag so that none is dropped
+    | experts would get no tokens; use a factor above 0, or remove the flag to keep all tokens
 num_moe_experts+expert_tensor_parallel_size>1 needs add_bias_linear=False
-    | each rank of an expert would add its bias
+    | each rank of an expert would add the bias
 num_moe_experts+moe_token_dispatcher_type=allgather excludes variable_seq_lengths
     | the number of tokens differs between ranks; use alltoall
-moe_grouped_gemm+transformer_impl=local needs bf16 | local grouped experts compute in bf16 only
+moe_grouped_gemm+transformer_impl=local needs bf16 | local grouped experts support only bf16
 moe_grouped_gemm+transformer_impl=local moe_shared_expert_intermediate_size
     needs add_bias_linear=False
 num_moe_experts+tensor_model_parallel_size>1 needs sequence_parallel
-    | the ranks divide the tokens of a sequence among them
+    | the ranks share the tokens of a sequence
 attention_softcap excludes use_flash_attn attention_backend=flash,fused
-    | these kernels cannot bound scores
+    | these kernels do not support bounded scores
 attention_backend=flash use_flash_attn cross_entropy_fusion_impl=te moe_latent_size
     needs {_ENGINE}
 attention_backend=local needs transformer_impl=local
 window_rotary_base needs window_size position_embedding_type=rope
 {_UNLIKE} excludes multi_latent_attention mtp_num_layers num_moe_experts pack_to
-    | it needs equal layers
+    | these require equal layers
 mtp_num_layers excludes position_embedding_type=learned_absolute
-    | its table of positions would be on two stages; use rope or none
+    | the table of positions would be on two stages; use rope or none
 mtp_num_layers+recompute_method=uniform needs recompute_num_layers=1
 mtp_num_layers+context_parallel_size>1 needs calculate_per_token_loss
-    | megatron-core would average their loss over the tokens of each rank separately
+    | megatron-core would average the loss over the tokens of each rank separately
 """
 
 
 def check_config(config: TrainerConfig, installed: Installed, *, needs_data: bool = True) -> None:
-    """Checks that all settings of a run fit each other.
+    """Checks that all settings of a run are compatible with each other.
 
     Args:
         config: Settings of the run, from the command line.
-        installed: Optional packages that are installed; some settings need one.
-        needs_data: Whether the flags for data and for the tokenizer's files are required.
+        installed: Optional packages that are installed. Some settings require one of them.
+        needs_data: Whether the flags for data and for tokenizer files are required.
 
     Raises:
-        ConfigError: Settings do not fit each other; the message is about the first problem found.
+        ConfigError: Settings are incompatible. The message describes the first problem.
     """
     flags = _given_flags(config)
     order = order_rules(config.schedule.pipeline_schedule)
@@ -236,8 +238,8 @@ def _given_flags(config: TrainerConfig) -> GivenFlags:
         for dest, value in vars(getattr(config, group)).items()
         if dest in specs
     }
-    # Use the effective values: None if all stages have the same number of ranks, 1 for a single
-    # chunk.
+    # Rules apply to the effective values: None if all stages have the same number of ranks, and 1
+    # for a single chunk.
     values["stage_data_parallel_sizes"] = config.parallel.unequal_sizes
     values["num_virtual_stages_per_pipeline_rank"] = config.parallel.num_chunks
     if config.core.num_moe_experts is not None:
@@ -256,7 +258,7 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
 
     Args:
         world_size: Number of processes of the job.
-        values: Values of the flags that the user gave, by the name of the setting.
+        values: Values of the flags that the user set, by setting name.
 
     Raises:
         ConfigError: The number of processes does not match the parallel sizes.
@@ -272,8 +274,8 @@ def replicas_of(world_size: int, values: Mapping[str, Any]) -> int:
     flag = f"--stage-data-parallel-sizes {format_partition(widths)}"
     if len(widths) != pipeline:
         raise ConfigError(
-            f"{flag} has {len(widths)} entries, but --pipeline-model-parallel-size is {pipeline}; "
-            "give one number for each stage"
+            f"{flag} has {len(widths)} entries, but --pipeline-model-parallel-size is "
+            f"{pipeline}; use one number for each stage"
         )
     needed = sum(widths) * tensor * context
     if needed != world_size:
@@ -291,7 +293,7 @@ def _require_whole(world_size: int, sizes: Mapping[str, int], remedy: str) -> No
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
             f"world size {world_size} is not a multiple of {factors} = {unit}; start a multiple "
-            f"of {unit} processes or change {remedy}"
+            f"of {unit} processes, or change {remedy}"
         )
 
 
@@ -330,7 +332,7 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
     best = config.model.moe_router_group_best
     yield (
         best is not None and (groups is None or best > experts // groups or core.moe_router_fusion),
-        f"{flags.moe_router_group_best} needs groups with at least that number of experts "
+        f"{flags.moe_router_group_best} requires groups with at least this number of experts "
         "(--moe-router-num-groups) and no --moe-router-fusion; change one of them",
     )
     pattern = parse_pattern(core.moe_layer_freq)
@@ -339,24 +341,24 @@ def _experts(config: TrainerConfig, flags: GivenFlags, installed: Installed) -> 
         yield (
             len(pattern) != layers or not {*pattern} <= {0, 1},
             f"{flags.moe_layer_freq} has {len(pattern)} entries, which does not match "
-            f"{flags.num_layers}; give one 0 or 1 for each layer",
+            f"{flags.num_layers}; use one 0 or 1 for each layer",
         )
     else:
         yield (
             pattern < 1,
-            f"{flags.moe_layer_freq} is invalid; give a number of at least 1 or a list of 0 and 1",
+            f"{flags.moe_layer_freq} is invalid; use a number of at least 1, or a list of 0 and 1",
         )
     kinds = core.moe_router_load_balancing_type
     weights = core.moe_aux_loss_coeff
     yield (
         len(kinds) != len(weights),
         f"{flags.moe_router_load_balancing_type} and {flags.moe_aux_loss_coeff} must have the "
-        "same number of entries; give one coefficient for each type",
+        "same number of entries; use one coefficient for each type",
     )
     yield (
         core.moe_token_dispatcher_type == "flex" and not installed.flexible_dispatch,
-        f"{flags.moe_token_dispatcher_type} needs DeepEP, which is not installed, and GPUs; "
-        "install it or use alltoall",
+        f"{flags.moe_token_dispatcher_type} requires GPUs and DeepEP, which is not installed; "
+        "install it, or use alltoall",
     )
 
 
@@ -436,8 +438,8 @@ def _microbatch_groups(config: TrainerConfig, flags: GivenFlags) -> Rules:
     group = parallel.microbatch_group_size_per_vp_stage or pipeline
     yield (
         group < pipeline,
-        f"{flags.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}; give "
-        f"at least {pipeline} or remove the flag",
+        f"{flags.microbatch_group_size_per_vp_stage} is below the pipeline size {pipeline}; use "
+        f"at least {pipeline}, or remove the flag",
     )
     per_step = config.batch.micro_batch_size * parallel.data_parallel_size
     for size in config.batch.batch_sizes():
@@ -466,8 +468,8 @@ def _learning_rate(config: TrainerConfig, flags: GivenFlags) -> Rules:
         last_part = optimizer.lr_wsd_decay_samples
     yield (
         warmup >= length,
-        f"--lr-warmup-{unit} {warmup} does not end before the decay of {length} {unit} ends; "
-        f"lower it or raise --lr-decay-{unit}",
+        f"--lr-warmup-{unit} {warmup} must be less than the length of the decay, {length} "
+        f"{unit}; lower it, or raise --lr-decay-{unit}",
     )
     yield (
         optimizer.lr_decay_style == "WSD" and (last_part or 0) > length,
@@ -494,23 +496,24 @@ def _data(config: TrainerConfig, flags: GivenFlags, needs_data: bool) -> Rules:
     data = config.data
     yield (
         needs_data and not (data.data_path or data.mock_data or data.has_path_per_split),
-        "no data is given; add --data-path with a prefix of .bin and .idx files, or --mock-data",
+        "there is no training data; add --data-path with a prefix of .bin and .idx files, or "
+        "--mock-data",
     )
     yield (
         data.split is not None and not _is_split(data.split),
-        "--split must be one to three non-negative shares with a sum above 0, got "
-        f"{data.split!r}; write training, validation and test as in 949,50,1",
+        "--split must be one to three non-negative shares with a positive sum, got "
+        f"{data.split!r}; use shares of training, validation and test such as 949,50,1",
     )
     hint = "" if data.missing == ["--vocab-size"] else ", or use NullTokenizer with --vocab-size"
     needed = " and ".join(data.missing)
     yield (
         needs_data and data.missing,
-        f"{flags.tokenizer_type} needs {needed}, which is not given; add {needed}{hint}",
+        f"{flags.tokenizer_type} requires {needed}; add {needed}{hint}",
     )
 
 
 def _is_split(text: str) -> bool:
-    """Returns whether a string is a list of one to three weights that are not all 0."""
+    """Returns whether a string contains one to three non-negative weights that are not all 0."""
     try:
         shares = [float(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -524,8 +527,8 @@ def check_output_folders(config: TrainerConfig) -> None:
     The check leaves no files behind.
 
     Raises:
-        ConfigError: A folder cannot be created, no file can be written to it, or the URL of a
-            collector is none.
+        ConfigError: A folder cannot be created or is not writable, or the URL of a collector is
+            invalid.
     """
     if (target := config.schedule.trace_otlp) is not None:
         collector_url("--trace-otlp", target)
@@ -543,7 +546,7 @@ def check_output_folders(config: TrainerConfig) -> None:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Raises an error if no temporary folder can be made in the nearest existing parent folder."""
+    """Raises an error unless the nearest existing parent folder is writable."""
     try:
         nearest = folder.absolute()
         while not nearest.exists():

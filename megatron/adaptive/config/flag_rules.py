@@ -1,6 +1,6 @@
-"""Checks settings against tables of rules: which settings need, exclude or limit others.
+"""Checks settings against tables of rules about requirements, exclusions and limits.
 
-A line (a rule) consists of terms, a verb, further terms, and an optional reason for the message::
+A rule is a line with terms, a verb, further terms, and an optional reason for the error message::
 
     loss_scale fp16_lm_cross_entropy needs fp16
     sft excludes mock_data | conversations come from files
@@ -10,9 +10,9 @@ A line (a rule) consists of terms, a verb, further terms, and an optional reason
 Each term on the left is checked against each term on the right. The term ``name`` is true if the
 setting does not have its default value, ``name=a,b`` if it has one of these values, and ``name>1``
 if it is larger. On the left, ``+`` joins terms that must all be true, and ``*`` multiplies settings
-whose product must divide another setting. On the right, ``/`` joins terms of which one must be
-true. A rule about an unknown setting is skipped, so that programs with different settings can share
-a table.
+whose product must divide another setting. On the right, ``/`` joins terms of which at least one
+must be true. Rules about unknown settings are skipped, so that programs with different settings can
+share a table.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _OF_TRACES = "trace_otlp needs trace_dir\n"
 def order_rules(schedule: str) -> str:
     """Returns the table of rules about schedules.
 
-    This package's trainer uses the table, and so does a user's Megatron-LM with the pipeline
+    The table is used by this package's trainer, and by a user's Megatron-LM with the pipeline
     engine.
 
     Args:
-        schedule: Value of ``--pipeline-schedule``, which may name a user's own schedule.
+        schedule: Value of ``--pipeline-schedule``, which may be a user's own schedule.
     """
 
     def names(matches: Callable[[ScheduleSpec], object]) -> str:
@@ -51,34 +51,34 @@ def order_rules(schedule: str) -> str:
     splits = names(lambda spec: spec.splits_backward != "never")
     return f"""{_OF_TRACES}\
 stage_data_parallel_sizes needs pipeline_schedule={names(lambda spec: spec.allows_unequal_stages)}
-    | the others need stages of equal sizes
+    | other schedules require stages of equal sizes
 {_CHUNKS}>1 needs pipeline_model_parallel_size>1
-    | megatron-core splits a model into chunks only over several pipeline ranks
+    | megatron-core supports chunks only with several pipeline ranks
 pipeline_schedule={names(lambda spec: spec.chunks == "several")} needs {_CHUNKS}>1
-    | 1f1b and adaptive run with one
+    | 1f1b and adaptive support a single chunk
 pipeline_schedule={names(lambda spec: spec.chunks == "one")} needs {_CHUNKS}=1
-    | interleaved and adaptive run with several
+    | interleaved and adaptive support several chunks
 pipeline_schedule={names(lambda spec: spec.chunks == "two")} needs {_CHUNKS}=2
 pipeline_schedule={names(lambda spec: spec.is_v_only)} excludes pipeline_placement=loop
-    | its stages run along the ranks and back
+    | its stages are placed in a V over the ranks
 pipeline_placement=v needs pipeline_schedule={names(lambda spec: "v" in spec.placements)} {
         _CHUNKS
     }>1
 activation_cap needs pipeline_schedule={names(lambda spec: spec.is_rule)}
-    | the others fix how many microbatches are kept
+    | other schedules hold a fixed number of microbatches
 split_backward=False excludes pipeline_schedule={
         names(lambda spec: spec.splits_backward == "always")
     }
     | its order computes weight gradients separately
 split_backward=True needs pipeline_schedule={splits}
-    | the others do not split the backward
+    | other schedules do not split the backward pass
 pipeline_schedule=file needs schedule_file
 schedule_file needs pipeline_schedule=file
 auto_candidates needs pipeline_schedule=auto
-keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs its forwards
+keyed_dropout excludes pipeline_schedule=megatron | megatron-core runs the forward passes
 pipeline_schedule={names(lambda spec: spec.recomputes)} needs recompute_granularity=full
-    | it keeps the inputs of many microbatches and repeats their forwards
-sequence_slices=0 needs pipeline_schedule=auto | it measures steps, and simulates others
+    | it keeps the inputs of many microbatches and repeats their forward passes
+sequence_slices=0 needs pipeline_schedule=auto | auto measures steps and simulates others
 sequence_slices needs pipeline_schedule={
         names(
             lambda spec: (
@@ -86,20 +86,20 @@ sequence_slices needs pipeline_schedule={
             )
         )
     }
-    | the others order whole microbatches
-slice_tokens=0 needs pipeline_schedule=auto | it measures steps, and simulates others
+    | other schedules order whole microbatches
+slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
-    | sequences of one length have a number of slices: --sequence-slices
+    | sequences of equal length use --sequence-slices instead
 slice_tokens needs pipeline_schedule={
         names(
             lambda spec: spec.orders_slices or (spec.kind in ("rule", "auto") and not spec.is_own)
         )
     }
-    | the others order whole microbatches, or a fixed number of slices
+    | other schedules order whole microbatches, or a fixed number of slices
 overlap_moe_expert_parallel_comm needs pipeline_schedule={names(lambda spec: spec.overlaps_experts)}
-    | the others never start an action while another runs
+    | other schedules never overlap two actions
 overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type=alltoall
-    | layers with another dispatcher cannot pause while tokens are exchanged
+    | layers with other dispatchers cannot pause while tokens are exchanged
 """
 
 
@@ -114,13 +114,14 @@ _TERM = re.compile(r"(\w+)(?:([=>])(\S+))?")
 
 
 class GivenFlags:
-    """Checks settings against rules, and shows settings as flags in messages.
+    """Checks settings against rules, and formats settings as flags for messages.
 
-    Each setting is an attribute whose value is the flag's text: ``flags.lr`` is ``--lr 0.1``.
+    Each setting is an attribute whose value is the flag's text. For example, ``flags.lr`` is ``--lr
+    0.1``.
 
     Args:
-        values: Value of each setting, by name.
-        specs: Specification of each setting's flag, by the name of the setting.
+        values: Values of the settings, by name.
+        specs: Specifications of the settings' flags, by setting name.
     """
 
     def __init__(self, values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
@@ -131,10 +132,10 @@ class GivenFlags:
         return self._specs[name].text_of(self._values[name])
 
     def require(self, table: str) -> None:
-        """Checks the settings against all rules of a table.
+        """Checks the settings against all rules in a table.
 
         Raises:
-            ConfigError: The settings break a rule; the message is about the first such rule.
+            ConfigError: The settings violate a rule. The message describes the first violation.
         """
         for rule in _rules_of(table):
             if violation := self._violation(rule):
@@ -142,7 +143,7 @@ class GivenFlags:
                 raise ConfigError(f"{violation}{reason}; {_REMEDIES[rule.verb]}")
 
     def _violation(self, rule: _Rule) -> str:
-        """Returns a string that says how the settings break a rule; empty if they obey it."""
+        """Describes how the settings violate a rule. Returns an empty string if they do not."""
         joined = rule.left.split("+")
         options = rule.right.split("/")
         if rule.verb in ("within", "divides"):
@@ -157,7 +158,7 @@ class GivenFlags:
         return f"{flags} and {self._text(rule.right)} exclude each other"
 
     def _beyond(self, rule: _Rule, product: str) -> str:
-        """Returns how numbers break a ``within`` or ``divides`` rule; empty if they do not."""
+        """Describes how numbers violate a ``within`` or ``divides`` rule; empty if they do not."""
         factors = product.split("*")
         limit = self._values.get(rule.right)
         numbers: list[Any] = [int(n) if n.isdigit() else self._values.get(n) for n in factors]
@@ -171,7 +172,7 @@ class GivenFlags:
         return f"{self._text(rule.right)} is not a multiple of {text}" if limit % unit else ""
 
     def _applies(self, term: str, unknown: bool = False) -> bool:
-        """Returns whether a term is true; returns ``unknown`` if there is no such setting."""
+        """Returns whether a term is true, or ``unknown`` if there is no such setting."""
         name, sign, listed = _parts(term)
         if name not in self._values:
             return unknown
@@ -187,13 +188,13 @@ class GivenFlags:
         return str(getattr(self, _parts(term)[0]))
 
     def _unsuitable(self, term: str) -> str:
-        """Returns the value of a term's setting, as text for a message; empty if it has none."""
+        """Returns the value of a term's setting for messages, or an empty string if unset."""
         name = _parts(term)[0]
         is_absent = self._values[name] is None or self._specs[name].is_switch
         return "" if is_absent else f" with {self._text(term)}"
 
     def _needed(self, terms: list[str]) -> str:
-        """Returns a string that lists terms as flags with values, joined by "or"."""
+        """Lists terms as flags with values, joined by "or"."""
         texts = []
         for name, sign, listed in map(_parts, terms):
             spec = self._specs[name]
@@ -205,13 +206,13 @@ class GivenFlags:
 
 
 class _Rule(NamedTuple):
-    """Holds a rule with a single term on each side.
+    """A rule with a single term on each side.
 
     Attributes:
         left: Term before the verb, such as ``fp16+loss_scale``.
         verb: Relation between the terms: ``needs``, ``excludes``, ``within`` or ``divides``.
         right: Term after the verb, such as ``micro_batch_size>1``.
-        reason: Reason for the rule, which error messages quote; may be empty.
+        reason: Reason for the rule in error messages; may be empty.
     """
 
     left: str

@@ -1,7 +1,7 @@
-"""Makes command line flags from dataclass fields.
+"""Creates command-line flags from dataclass fields.
 
-This module defines a flag's metadata and types with bounds, and converts text to values. Particular
-flags, and checks that involve two flags, are deliberately in other modules.
+This module defines the metadata of flags and types with bounds, and converts text to values.
+Individual flags, and checks that involve two flags, are in other modules.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Holds the bounds of a value, for use as ``Annotated[int, Limits(...)]``.
+    """Bounds of a value, for use as ``Annotated[int, Limits(...)]``.
 
     Attributes:
-        minimum: Smallest allowed value; ``None`` for no bound.
-        above: Exclusive lower bound; ``None`` for no bound.
-        below: Exclusive upper bound; ``None`` for no bound.
-        maximum: Largest allowed value; ``None`` for no bound.
+        minimum: Smallest allowed value, or ``None`` for no bound.
+        above: Exclusive lower bound, or ``None`` for no bound.
+        below: Exclusive upper bound, or ``None`` for no bound.
+        maximum: Largest allowed value, or ``None`` for no bound.
         unit: Placeholder for the value in help texts (``ITERATIONS``, ``LAYERS``, ``DIR``).
     """
 
@@ -61,7 +61,7 @@ class Limits:
         """Checks that a value is finite and within the bounds.
 
         Raises:
-            ValueError: The value is out of bounds, or not finite.
+            ValueError: The value is out of bounds or not finite.
         """
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")
@@ -101,25 +101,25 @@ def flag(
     named_values: Mapping[str, int] | None = None,
     detail: str = "",
 ) -> Any:
-    """Declares a dataclass field that a command line flag sets.
+    """Declares a dataclass field that is set by a command-line flag.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
-        default: Value of the field if the flag is absent; ``MISSING`` if the flag must be given.
-        names: Spellings of the flag, the first for messages; by default the field's name.
-        choices: Allowed values, if only certain values are allowed.
-        also_takes: Function that returns whether a value that is not in ``choices`` is accepted. It
-            raises ``ValueError`` to refuse the value with a reason.
-        refused_choices: Values that Megatron-LM accepts but this trainer refuses, each with the
-            reason.
-        unit: Placeholder for the value in help texts; ``None`` to choose it by the field's type.
-        derived: Description of the default, for a default that depends on other settings.
+        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        default: Value of the field if the flag is absent, or ``MISSING`` for a required flag.
+        names: Spellings of the flag, of which messages use the first. Defaults to the field's name.
+        choices: Allowed values. If empty, all values are allowed.
+        also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
+            raises ``ValueError`` to reject the value with a reason.
+        refused_choices: Reasons for rejecting values that Megatron-LM accepts, by value.
+        unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
+            type.
+        derived: Description of a default that depends on other settings.
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
-        reader: Function that converts the argument's text to a value. If the text is invalid, it
-            raises ``ValueError`` with the reason.
-        named_values: Maps each word that the flag also accepts to the number that stands for it.
-            Such a number may be outside of the limits.
-        detail: Longer description that ``--help`` shows instead of ``help_text``.
+        reader: Function that converts the argument to a value. For invalid text, it raises
+            ``ValueError`` with the reason.
+        named_values: Maps words that the flag accepts to the numbers that they represent. These
+            numbers may be outside of the limits.
+        detail: Longer description for ``--help``, which replaces ``help_text``.
     """
     options = {
         "help": help_text,
@@ -143,62 +143,62 @@ def required(
 ) -> Any:
     """Declares a dataclass field without a default.
 
-    The user must give the flag, unless ``derived`` is given: the parser then computes the value.
+    The flag is required, unless the parser computes a value, which ``derived`` describes.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
-        names: Spellings of the flag, the first for messages; by default the field's name.
-        unit: Placeholder for the value in help texts; ``None`` to choose it by the field's type.
+        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        names: Spellings of the flag, of which messages use the first. Defaults to the field's name.
+        unit: Placeholder for the value in help texts, or ``None`` to derive it from the field's
+            type.
         derived: Description of the value that the parser computes if the flag is absent.
     """
     return flag(help_text, MISSING, names=names, unit=unit, derived=derived)
 
 
 def switch(help_text: str, *, names: tuple[str, ...] = (), off: str | tuple[str, ...] = ()) -> Any:
-    """Declares a boolean dataclass field, whose flag takes no value and inverts the default.
+    """Declares a boolean dataclass field whose flag takes no value and inverts the default.
 
     Args:
-        help_text: Description for ``--help`` and ``docs/flags.md``, one sentence.
-        names: Spellings of the flag that turns the setting on; by default the field's name.
-        off: Spellings of the flag that turns the setting off. If given, the default is on.
+        help_text: Description for ``--help`` and ``docs/flags.md``, as a single sentence.
+        names: Spellings of the flag that turns the setting on. Defaults to the field's name.
+        off: Spellings of the flag that turns the setting off. If set, the setting is on by default.
     """
     off = (off,) if isinstance(off, str) else off
     return flag(help_text, bool(off), names=off or names)
 
 
 def assign(config: object, name: str, value: object) -> None:
-    """Sets a field of a frozen dataclass. Only the class's ``__post_init__`` may call it."""
+    """Sets a field of a frozen dataclass. May only be called from the class's ``__post_init__``."""
     object.__setattr__(config, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec:
-    """Describes a field of a settings dataclass: its type, its default and its flag.
+    """Specification of a field of a settings dataclass: its type, default and flag.
 
     Attributes:
-        dest: Name of the field, the same as in Megatron-LM.
+        dest: Name of the field, as in Megatron-LM.
         base: Type of a single value: ``int``, ``float``, ``str`` or ``bool``.
         limits: Bounds of a single value.
         many: Whether the field is a tuple of values.
-        length: Number of values in the tuple; ``None`` for any number.
+        length: Number of values in the tuple, or ``None`` for any number.
         optional: Whether the field may be ``None``.
-        default: Default value; ``MISSING`` if there is none.
-        help: Description for ``--help`` and ``docs/flags.md``, one sentence; empty if no flag sets
-            the field.
+        default: Default value, or ``MISSING`` if there is none.
+        help: Description for ``--help`` and ``docs/flags.md``, as a single sentence, or empty if no
+            flag sets the field.
         names: All spellings of the flag. Messages use the first spelling.
-        choices: Allowed values, if only certain values are allowed.
-        also_takes: Function that returns whether a value that is not in ``choices`` is accepted. It
-            raises ``ValueError`` to refuse the value with a reason.
-        refused_choices: Values that Megatron-LM accepts but this trainer refuses, each with the
-            reason.
-        unit: Placeholder for the value in help texts; if empty, it is made from the type.
-        derived: Description of the default, for a default that depends on other settings.
+        choices: Allowed values. If empty, all values are allowed.
+        also_takes: Function that returns whether a value outside of ``choices`` is accepted. It
+            raises ``ValueError`` to reject the value with a reason.
+        refused_choices: Reasons for rejecting values that Megatron-LM accepts, by value.
+        unit: Placeholder for the value in help texts. If empty, it is derived from the type.
+        derived: Description of a default that depends on other settings.
         takes_value: Whether a boolean flag is followed by a value (``--profile-execution True``).
-        reader: Function that converts the argument's text to a value. If the text is invalid, it
-            raises ``ValueError`` with the reason.
-        named_values: Maps each word that the flag also accepts to the number that stands for it.
-            Such a number may be outside of the limits.
-        detail: Longer description that ``--help`` shows instead of ``help``.
+        reader: Function that converts the argument to a value. For invalid text, it raises
+            ``ValueError`` with the reason.
+        named_values: Maps words that the flag accepts to the numbers that they represent. These
+            numbers may be outside of the limits.
+        detail: Longer description for ``--help``, which replaces ``help``.
     """
 
     dest: str
@@ -222,7 +222,7 @@ class FieldSpec:
 
     @property
     def has_flag(self) -> bool:
-        """Whether a command line flag sets the field."""
+        """Whether a command-line flag sets the field."""
         return bool(self.help)
 
     @property
@@ -232,7 +232,7 @@ class FieldSpec:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value; its presence then inverts the default."""
+        """Whether the flag takes no value, so that its presence inverts the default."""
         return self.has_flag and self.base is bool and not self.takes_value
 
     @property
@@ -242,7 +242,7 @@ class FieldSpec:
 
     @property
     def default_text(self) -> str:
-        """Default as ``--help`` and ``docs/flags.md`` show it; ``none`` if there is no default."""
+        """Default for ``--help`` and ``docs/flags.md``, or ``none`` if there is no default."""
         if self.derived:
             return self.derived
         texts = ((MISSING, "required"), (None, "none"), ("", "none"), (True, "on"), (False, "off"))
@@ -274,7 +274,7 @@ class FieldSpec:
     def options(self) -> dict[str, Any]:
         """Returns the keyword arguments for argparse's ``add_argument``.
 
-        If a flag is absent, argparse then sets no value, not even the default.
+        argparse then sets no value for an absent flag, not even the default.
         """
         text = (self.detail or self.help_text).replace("%", "%%")
         options: dict[str, Any] = {"dest": self.dest, "default": argparse.SUPPRESS}
@@ -308,18 +308,18 @@ class FieldSpec:
         if isinstance(value, float):
             return f"{self.name} {value:g}"
         if isinstance(value, tuple):
-            # If the field has a reader, a single argument holds the whole tuple, such as 4-4-4 or
-            # a,b.
+            # If the field has a reader, a single argument represents the whole tuple, such as 4-4-4
+            # or a,b.
             joint = "," if "," in self.unit else "-"
             separator = joint if self.reader else " "
             value = separator.join(map(str, value))
         return f"{self.name} {self._word(value)}"
 
     def convert(self, argument: str) -> Any:
-        """Converts one command line argument to a value of this field.
+        """Converts a command-line argument to a value of this field.
 
         Raises:
-            ValueError: The argument is invalid; the message quotes it and gives the reason.
+            ValueError: The argument is invalid. The message contains the argument and the reason.
         """
         if self.reader is not None:
             return self.reader(argument)
@@ -330,12 +330,12 @@ class FieldSpec:
         return value
 
     def accept(self, value: Any) -> Any:
-        """Converts a value from a source other than the command line to this field's type.
+        """Converts a value that is not from the command line to this field's type.
 
-        An integer becomes a float if the field is a float, but no number is rounded.
+        An integer is converted to a float for a float field, but numbers are never rounded.
 
         Raises:
-            ValueError: The value has another type or is invalid; the message gives the reason.
+            ValueError: The value has the wrong type or is invalid. The message contains the reason.
         """
         if self.many and isinstance(value, tuple | list):
             return tuple(value)
@@ -358,7 +358,7 @@ class FieldSpec:
         return value
 
     def words_of(self, value: Any) -> list[str]:
-        """Returns the flag with a value, as arguments of a command line; no number is rounded."""
+        """Returns the flag with a value as command-line arguments. Numbers are not rounded."""
         if self.is_switch:
             return [] if bool(value) == (self.default is True) else [self.name]
         if isinstance(value, tuple):
@@ -367,14 +367,14 @@ class FieldSpec:
         return [self.name, str(self._word(value))]
 
     def _word(self, value: Any) -> Any:
-        """Returns the word that stands for a number, or the value itself if there is no word."""
+        """Returns the word for a number, or the value itself if there is no word."""
         return next((word for word, number in self.named_values.items() if number == value), value)
 
     def check(self, value: Any) -> None:
         """Checks that a value is one of the choices and within the bounds.
 
         Raises:
-            ValueError: The value is invalid; the message quotes it and gives the reason.
+            ValueError: The value is invalid. The message contains the value and the reason.
         """
         choices = self.choices
         if choices and value not in choices:
@@ -388,7 +388,7 @@ class FieldSpec:
 
 @functools.cache
 def fields_of(group: type) -> tuple[FieldSpec, ...]:
-    """Returns the description of each field of a settings dataclass, in order of definition."""
+    """Returns the specification of each field of a settings dataclass, in order of definition."""
     hints = typing.get_type_hints(group, include_extras=True)
     return tuple(
         spec_of(item.name, hints[item.name], item.default, item.metadata.get(_METADATA_KEY, {}))
@@ -397,14 +397,14 @@ def fields_of(group: type) -> tuple[FieldSpec, ...]:
 
 
 def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Checks settings from a source other than the command line, with the limits of their flags.
+    """Checks settings that are not from the command line against the limits of their flags.
 
     Args:
-        values: Value of each setting, by name; ``None`` is not checked.
-        specs: Specification of each setting, by name.
+        values: Values of the settings, by name. ``None`` is not checked.
+        specs: Specifications of the settings, by name.
 
     Raises:
-        ConfigError: A value is invalid; the message names the first such setting.
+        ConfigError: A value is invalid. The message contains the name of the first invalid setting.
     """
     for name, value in values.items():
         try:
@@ -415,13 +415,13 @@ def check_values(values: Mapping[str, Any], specs: Mapping[str, FieldSpec]) -> N
 
 
 def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> FieldSpec:
-    """Makes the specification of a field from its type annotation and default.
+    """Creates the specification of a field from its type annotation and default.
 
     Args:
         name: Name of the field.
         hint: Type annotation of the field, such as ``tuple[int, ...] | None``.
-        default: Default value of the field; ``MISSING`` if there is none.
-        options: Further attributes of the :class:`FieldSpec` by name, from the field's metadata.
+        default: Default value of the field, or ``MISSING`` if there is none.
+        options: Other attributes of the :class:`FieldSpec` by name, from the field's metadata.
     """
     optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
     if optional:
@@ -448,7 +448,7 @@ def spec_of(name: str, hint: Any, default: Any, options: Mapping[str, Any]) -> F
 
 
 def _shown(value: object) -> str:
-    """Returns a value as text for a message; a long text is truncated."""
+    """Returns a value as text for a message. Long text is truncated."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...{text[-1]}"
 

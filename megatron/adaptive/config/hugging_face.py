@@ -1,7 +1,7 @@
-"""Reads the ``config.json`` of a Hugging Face model into settings of the trainer.
+"""Converts the ``config.json`` of a Hugging Face model to settings of the trainer.
 
 The model's family (``config/families``) defines the keys. The planner also accepts models that the
-trainer cannot build; :func:`load_config`, which the trainer calls, refuses them.
+trainer cannot build. :func:`load_config`, which the trainer uses, rejects them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OTHER_INPUT = ("vision_config", "audio_config", "vision_encoder", "audio_encode
 
 
 class HuggingFaceModel(NamedTuple):
-    """Holds a model's ``config.json``, and what its family reads from it.
+    """A model's ``config.json``, with the settings and family derived from it.
 
     Attributes:
-        document: Content of the file.
-        settings: Settings of the trainer for the model, by the names of their fields.
+        document: Contents of the file.
+        settings: Settings of the trainer for the model, by field name.
         family: Family of the model.
     """
 
@@ -57,21 +57,21 @@ def read_settings(
     """Converts a ``config.json`` to settings of the trainer.
 
     Args:
-        document: Content of the file.
-        where: Path of the file; error messages name it.
-        sequence: Number of tokens per sample; ``None`` for the longest sequence that the model
+        document: Contents of the file.
+        where: Path of the file, for error messages.
+        sequence: Number of tokens per sample, or ``None`` for the longest sequence that the model
             supports, but at most 4,096.
-        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+        hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Returns:
-        The settings by the names of their fields, and the family of the model.
+        Settings by field name, and the family of the model.
 
     Raises:
         ConfigError: The architecture is unknown or not supported, or a key is missing.
     """
     with _expected_kinds(where):
-        # If the model also takes images or sound, use only the part of the file that describes its
-        # text model.
+        # If the model also accepts images or sound, use only the part of the file that describes
+        # its text model.
         text = _text_part(document)
         config: Mapping[str, Any] = document if text is None else text
         family = family_of({"model_type": document["model_type"], **config}, where, hf_family)
@@ -85,14 +85,14 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
     Args:
         folder: Folder of a Hugging Face model.
-        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+        hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
-        ConfigError: The trainer cannot build the model; the message names the key, its value and
-            the nearest value that is supported.
+        ConfigError: The trainer cannot build the model. The message contains the key, its value and
+            the nearest supported value.
     """
     path = folder / CONFIG
-    document = read_json(path, "give the folder of a Hugging Face model")
+    document = read_json(path, "pass the folder of a Hugging Face model")
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ConfigError(f"{path} has no model_type, so it does not describe a Hugging Face model")
     _refuse_other_input(document, str(path), hf_family)
@@ -106,7 +106,7 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
                 f"{family.nearest}"
             )
         family.check(document, settings, str(path))
-        # A folder that transformers saved has no layers for multi-token prediction.
+        # A folder saved by transformers does not contain layers for multi-token prediction.
         prefix = family.layer_prefix.format(settings["num_layers"])
         if "mtp_num_layers" in settings and not _has_weights(folder, prefix):
             del settings["mtp_num_layers"]
@@ -114,17 +114,17 @@ def load_config(folder: Path, hf_family: str | None = None) -> HuggingFaceModel:
 
 
 def _text_part(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the text model's settings if the model also takes other input, else ``None``."""
+    """Returns the text model's settings if the model also accepts other input, or ``None``."""
     parts = (document.get(key) for key in _TEXT_PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str | None) -> None:
-    """Refuses a model that takes more than text.
+    """Rejects a model that accepts other input than text.
 
     Raises:
-        ConfigError: The model also takes images or sound; the message says whether its text part
-            can be used alone.
+        ConfigError: The model also accepts images or sound. The message explains whether its text
+            part can be used on its own.
     """
     text = _text_part(document)
     kind = document["model_type"]
@@ -149,20 +149,20 @@ def _refuse_other_input(document: Mapping[str, Any], where: str, hf_family: str 
 
 @contextlib.contextmanager
 def _expected_kinds(where: str) -> Iterator[None]:
-    """Converts Python errors that are caused by values of a wrong type to an error for the user."""
+    """Converts Python errors caused by values of the wrong type to an error for the user."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: a value has another type than transformers writes ({error}); restore the "
-            "file"
+            f"{where}: a value does not have the type that transformers writes ({error}); "
+            "restore the file"
         ) from None
 
 
 def _has_weights(folder: Path, prefix: str) -> bool:
-    """Returns whether a folder has weights whose names have a prefix.
+    """Returns whether a folder contains weights whose names have a prefix.
 
-    Reads the index or the file's header.
+    The names are read from the index, or from the header of the weight file.
     """
     names: Iterable[str] = ()
     if (folder / INDEX).is_file():

@@ -1,8 +1,9 @@
-"""Opens files and parses JSON within limits, and makes text from other sources safe to print.
+"""Opens files, parses JSON within limits, and escapes untrusted text for display.
 
-Files, sockets and environment variables may contain any bytes, and a path may name a device or a
-pipe. Therefore all code opens users' files with :func:`open_file`, and parses JSON with
-:func:`parse_json`. Text for a terminal, a spreadsheet or a page is made safe by :func:`printable`.
+Files, sockets and environment variables may contain arbitrary bytes, and a path may refer to a
+device or a pipe. Therefore, users' files are always opened with :func:`open_file`, and JSON is
+parsed with :func:`parse_json`. :func:`printable` escapes text for a terminal, a spreadsheet or a
+page.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from typing import Any, BinaryIO
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 MAX_BYTES = 1 << 28
-"""Largest size in bytes of a file that is read into memory as a whole."""
+"""Maximum size in bytes of a file that is read into memory as a whole."""
 MAX_LEVELS = 64
-"""Largest nesting depth of lists and objects in JSON; this project's files have at most 10."""
+"""Maximum nesting depth of lists and objects in JSON; this project's files have at most 10."""
 _MAX_INTEGER = 1 << 64
 _MOST_DIGITS = 300  # an integer with this number of digits still fits a float
 _DIGITS = 18  # an integer with this number of digits fits 64 bits
 BYTE_ORDER_MARK = "\ufeff"
-"""Character that some editors write at the start of a UTF-8 file; removed when a file is read."""
+"""Character that some editors write at the start of a UTF-8 file. It is removed when a file is
+read.
+"""
 _WIDE = re.compile(r"\d{20}|[eE]\+?\d{3}")
-# Characters to escape: control characters, marks of text direction, line separators and lone
+# Characters to escape: control characters, text direction marks, line separators and lone
 # surrogates.
 _UNSAFE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[{_UNSAFE}\t\n]")
@@ -49,23 +52,23 @@ _PIECE_BYTES = 1 << 20
 
 
 def require_file(path: str | Path) -> int:
-    """Checks that a path names a regular file, for libraries that open it themselves.
+    """Checks that a path refers to a regular file, for libraries that open the file themselves.
 
-    Opening a named pipe (FIFO) would wait for a writer, perhaps forever, and reading a device might
-    never end.
+    Opening a named pipe (FIFO) might wait for a writer forever, and reading a device might never
+    end.
 
     Args:
-        path: Path of the file; symbolic links are followed.
+        path: Path of the file. Symbolic links are followed.
 
     Returns:
         Size of the file in bytes.
 
     Raises:
-        OSError: The file does not exist, or is not a regular file; ``strerror`` says which.
+        OSError: The file does not exist or is not a regular file, as described by ``strerror``.
     """
     try:
         status = os.stat(path)
-    except ValueError:  # for instance, the name contains a NUL character
+    except ValueError:  # for example, the name contains a NUL character
         raise OSError(errno.EINVAL, "this is not the name of a file", str(path)) from None
     return _require_regular(status, path)
 
@@ -113,7 +116,7 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
         left = most - os.fstat(file.fileno()).st_size
         while left >= 0 and (piece := file.read(_PIECE_BYTES)):
             pieces.append(piece)
-            # Count the bytes read, because files in /proc report size 0 and other files may grow.
+            # Files in /proc report size 0 and other files may grow, so count the bytes read.
             left = most - sum(map(len, pieces))
     if left < 0:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -121,18 +124,17 @@ def read_whole(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(data: str | bytes | bytearray, *, strict: bool = True, once: bool = False) -> Any:
-    """Parses JSON within limits on its size, its nesting depth and its numbers.
+    """Parses JSON within limits on size, nesting depth and numbers.
 
     Args:
-        data: Text to parse; bytes are decoded as UTF-8.
-        strict: Whether numbers must be finite and integers must fit 64 bits. If false, NaN is
-            allowed (for example as a loss), and integers that are too large for a float become
+        data: Text to parse. Bytes are decoded as UTF-8.
+        strict: Whether numbers must be finite and integers must fit into 64 bits. If false, NaN is
+            allowed (for example, as a loss), and integers that are too large for a float become
             infinite.
-        once: Whether a key that occurs twice in an object is an error, as it is in files that
-            people write.
+        once: Whether a duplicate key in an object is an error, as in files that people write.
 
     Raises:
-        ValueError: The text is not JSON, or exceeds a limit; the message is one line.
+        ValueError: The text is not JSON, or exceeds a limit. The message is a single line.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, more than {MAX_BYTES:,}")
@@ -184,7 +186,7 @@ def _integer(digits: str) -> int:
 def _any_integer(digits: str) -> int | float:
     """Converts digits to an integer, or to infinity if the number is too large for a float.
 
-    Otherwise a division of the integer would raise OverflowError later.
+    Otherwise, dividing the integer later would raise OverflowError.
     """
     return int(digits) if len(digits) <= _MOST_DIGITS else math.copysign(math.inf, float(digits))
 
@@ -203,11 +205,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> str:
-    """Reads a UTF-8 text file of at most :data:`MAX_BYTES`; removes a leading byte order mark.
+    """Reads a UTF-8 text file of at most :data:`MAX_BYTES`, without a leading byte order mark.
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, at the end of an error message.
+        hint: Advice to the user at the end of error messages.
         error: Class of the error to raise.
 
     Raises:
@@ -220,7 +222,7 @@ def read_text(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> bytes:
-    """Reads a regular file of at most :data:`MAX_BYTES`; raises errors like :func:`read_text`."""
+    """Reads a regular file of at most :data:`MAX_BYTES`, with the errors of :func:`read_text`."""
     try:
         return read_whole(path)
     except OSError as caught:
@@ -228,11 +230,11 @@ def read_bytes(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) 
 
 
 def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -> Any:
-    """Reads a JSON file that people write, in which no key may occur twice in an object.
+    """Reads a JSON file that people write, in which duplicate keys are an error.
 
     Args:
         path: Path of the file.
-        hint: Advice to the user, at the end of an error message.
+        hint: Advice to the user at the end of error messages.
         error: Class of the error to raise.
 
     Raises:
@@ -246,18 +248,18 @@ def read_json(path: Path, hint: str, error: type[AdaptiveError] = ConfigError) -
 
 
 def natural(text: str) -> int | None:
-    """Converts text to an integer of at most 18 digits, or returns ``None``."""
+    """Converts text to an integer of at most 18 digits, or returns ``None`` for other text."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= _DIGITS
     return int(text) if is_number else None
 
 
 def say(text: str, *, lines: bool = False) -> None:
-    """Prints a message on standard error at once, with control characters escaped.
+    """Prints a message to standard error and flushes it. Control characters are escaped.
 
     Args:
         text: Text of the message.
-        lines: Whether to print line ends in the text as line ends, as for the drawing of a
-            schedule. If false, they are escaped.
+        lines: Whether to print line ends as they are, for example in the drawing of a schedule.
+            Otherwise, they are escaped.
     """
     print(shown(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -266,8 +268,8 @@ def shown(text: str, *, lines: bool = False) -> str:
     """Escapes control characters in a message, and truncates very long words.
 
     Args:
-        text: Text of the message, which may quote user input or files.
-        lines: Whether line ends and tabs stay as they are. If false, they are escaped too.
+        text: Text of the message, which may contain user input or parts of files.
+        lines: Whether to keep line ends and tabs. Otherwise, they are escaped.
     """
     return _ENDLESS.sub(lambda match: f"{match[0][:_SHOWN]}...", printable(text, lines=lines))
 
@@ -277,8 +279,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 0) -> list[str]:
 
     Args:
         lines: Cells of the table, row by row.
-        left: Number of columns, counted from the first, to align left. The other columns are
-            aligned right.
+        left: Number of leading columns to align left. The other columns are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -295,7 +296,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: Any text, for example from a file or from a user.
-        lines: Whether line ends and tabs stay as they are. If false, they are escaped too.
+        lines: Whether to keep line ends and tabs. Otherwise, they are escaped.
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,7 +1,7 @@
 """Divides layers among pipeline stages according to Megatron-LM's flags, and checks the result.
 
-All layers for multi-token prediction (MTP) are on one stage, by default the last, after all
-transformer layers. Their stage needs the word embedding, like the first stage.
+All layers for multi-token prediction (MTP) are on the same stage, by default the last, after all
+transformer layers. This stage needs the word embedding, like the first stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.adaptive.config.trainer import TrainerConfig
 
 _MAX_EXAMPLE = 64
-_HINT = 'give --heterogeneous-layers-config-path a JSON file with "block_configs"'
+_HINT = 'pass as --heterogeneous-layers-config-path a JSON file with "block_configs"'
 _UNEVEN = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -36,18 +36,17 @@ _UNEVEN = (
 
 
 def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
-    """Sets the number of chunks and the layers per stage, if Megatron-LM's flags determine them.
+    """Sets the number of chunks and the layers per stage if Megatron-LM's flags determine them.
 
     Args:
-        values: Values of the flags that the user gave, by the name of the setting; changed in
-            place.
-        specs: Specification of each setting, by name.
+        values: Values of the flags set by the user, by setting name. They are modified in place.
+        specs: Specifications of the settings, by name.
 
     Raises:
-        ConfigError: The flags do not fit the number of pipeline ranks or of layers.
+        ConfigError: The flags do not match the number of pipeline ranks or of layers.
     """
     if path := values.get("heterogeneous_layers_config_path"):
-        # Store the content of the file in checkpoints, because the file may be deleted later.
+        # The file may be deleted later, so store its contents in checkpoints.
         values.setdefault("heterogeneous_layers_config_encoded_json", read_text(Path(path), _HINT))
     pipeline = values.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in values:
@@ -76,7 +75,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     if placement == "v" and not any("account" in text for text in uneven_flags):
         raise ConfigError(
             f"{flags} cannot be used with stages in a V, whose first rank also has the last "
-            "stage; give --partition or --pipeline-placement loop"
+            "stage; use --partition or --pipeline-placement loop"
         )
     try:
         values["partition"] = uneven_split(
@@ -85,7 +84,7 @@ def lay_out(values: dict[str, Any], specs: Mapping[str, FieldSpec]) -> None:
     except ValueError as error:
         raise ConfigError(
             f"{flags} cannot be used with --num-layers {values['num_layers']} on {pipeline} "
-            f"pipeline ranks ({error}); change one of them or give --partition"
+            f"pipeline ranks ({error}); change one of them or use --partition"
         ) from None
 
 
@@ -100,18 +99,19 @@ def _chunks_of(num_layers: int, pipeline: int, layers_per_chunk: int) -> int:
         raise ConfigError(
             f"--num-layers {num_layers} is not a multiple of pipeline {pipeline} x "
             f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} = {unit}; change one of "
-            "them, or give --model-chunks and --partition"
+            "them, or use --model-chunks and --partition"
         )
     return num_layers // unit
 
 
 class UnlikeLayer(NamedTuple):
-    """Describes a layer of a model whose layers have different sizes.
+    """A layer of a model whose layers have different sizes.
 
     Attributes:
-        groups: Number of key and value heads; 0 if the layer has no attention.
-        width: Inner width of the feed-forward block; 0 if the layer has no such block.
-        linear: Number of blocks (attention and feed-forward) that a linear layer replaces, 0 to 2.
+        groups: Number of key and value heads, or 0 if the layer has no attention.
+        width: Inner width of the feed-forward block, or 0 if the layer has no such block.
+        linear: Number of blocks (attention and feed-forward) that are replaced by a linear layer, 0
+            to 2.
     """
 
     groups: int
@@ -120,7 +120,7 @@ class UnlikeLayer(NamedTuple):
 
 
 def unlike_layers(config: TrainerConfig) -> list[UnlikeLayer] | None:
-    """Returns the layers of a model whose layers have different sizes; ``None`` for other models.
+    """Returns the layers of a model if their sizes differ, otherwise ``None``.
 
     Source: ``HeterogeneousTransformerConfig`` of megatron-core, for the format.
 
@@ -184,12 +184,12 @@ def _unlike(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
 
 
 def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers and stages: pairs of a condition, true for an error, and its message.
+    """Yields checks of layers and stages, as pairs of an error condition and a message.
 
     Args:
         config: Settings of the run.
-        flags: Object with one attribute per setting: the setting's flag as written on the command
-            line, for error messages.
+        flags: Object with an attribute per setting that contains the setting's flag as on the
+            command line, for error messages.
     """
     model = config.model
     layers = model.num_layers
@@ -201,7 +201,7 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
     yield (
         partition is None and layers % stages != 0,
         f"{flags.num_layers} does not divide evenly into {stages} stages ({shape}); choose a "
-        f"multiple of {stages} or give --partition"
+        f"multiple of {stages} or use --partition"
         + f", for example {format_partition(nearly_even_split(layers, stages))}"
         * (stages <= _MAX_EXAMPLE),
     )
@@ -213,8 +213,8 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
     )
     yield (
         partition is not None and len(partition) != stages,
-        f"{flags.partition} has {len(partition or ())} stages, but {shape} make {stages}; give "
-        "one number for each stage",
+        f"{flags.partition} has {len(partition or ())} stages, but {shape} requires {stages}; "
+        "use one number for each stage",
     )
     yield (
         partition is not None and sum(partition) != layers,
@@ -227,7 +227,7 @@ def layer_rules(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str
 
 
 def _predictions(config: TrainerConfig, flags: Any) -> Iterator[tuple[object, str]]:
-    """Yields checks of layers for multi-token prediction and of their stage."""
+    """Yields checks of layers for multi-token prediction and their stage."""
     layers = config.model.mtp_num_layers
     layout = config.schedule.pipeline_model_parallel_layout
     letters = "" if layout is None else "".join(parse_layout(layout))

@@ -1,11 +1,10 @@
-"""Makes flags from the settings of the installed megatron-core.
+"""Creates flags from the settings of the installed megatron-core.
 
-This module parses the source of megatron-core's configuration classes, because importing these
-classes would import torch. Every setting becomes a flag, except in four cases: another dataclass of
-this package already has the setting, the trainer itself sets it (``_OWN``),
-``unsupported_flags.py`` refuses the flag, or a value of its type cannot be given on the command
-line. Flags have the same names as in Megatron-LM. megatron-core checks that these settings fit each
-other.
+Importing megatron-core's configuration classes would import torch, so this module parses their
+source. Every setting becomes a flag, with four exceptions: another dataclass of this package has
+the setting, the trainer sets it (``_OWN``), ``unsupported_flags.py`` refuses the flag, or the
+command line cannot represent its type. Flags have the same names as in Megatron-LM. megatron-core
+checks that these settings are compatible with each other.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron.adaptive.config.schedule import ScheduleConfig
 from megatron.adaptive.config.unsupported_flags import is_idle, reason_for
 
 # Matches a sentence about a default of None or False in megatron-core's docstrings. Help texts omit
-# the sentence, because by default such a flag is absent.
+# the sentence, because such a flag is absent by default.
 _IDLE_DEFAULT = re.compile(r" ?(?:Defaults to|The default is) (?:None|False)\.")
 OTHERS = (
     ModelConfig,
@@ -53,7 +52,7 @@ _CLASSES = (
     ("optimizer/optimizer_config.py", "OptimizerConfig"),
     ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
 )
-# Settings that the trainer computes from other settings, or that have a fixed value.
+# Settings that the trainer computes from other settings or sets to fixed values.
 _OWN = frozenset(
     """
     virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage
@@ -79,8 +78,7 @@ _NAMES = {
         "--ddp-param-name-patterns-for-fp32-local-accumulation"
     ),
 }
-# Defaults and choices on Megatron-LM's command line that differ from those in megatron-core's
-# classes.
+# Defaults and choices on Megatron-LM's command line that differ from megatron-core's classes.
 _DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
     "kv_lora_rank": 32,
@@ -102,7 +100,7 @@ _TYPES: Mapping[str, tuple[Any, dict[str, Any]]] = {
 
 
 def parse_pattern(text: str) -> int | list[int]:
-    """Parses a pattern of layers: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
+    """Parses a layer pattern: a number n (every n-th layer), or a list like ``([1]*3+[0])*2``.
 
     Returns:
         The number n, or a list with a number per layer.
@@ -156,16 +154,16 @@ def _window(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """Describes a field of a configuration class of megatron-core, parsed from the class's source.
+    """A field of one of megatron-core's configuration classes, parsed from the class's source.
 
     Attributes:
         name: Name of the field.
-        of: Name of the class that has the field.
+        of: Name of the class that contains the field.
         annotation: Source text of the type annotation, such as ``Optional[int]``.
-        default: Default value; ``None`` if the source has no literal as default.
-        is_literal: Whether the source has a literal as default, which may be ``None``.
-        names: Spellings of the flag in the field's metadata; empty if there are none.
-        text: Docstring that follows the field; empty if there is none.
+        default: Default value, or ``None`` if the default in the source is not a literal.
+        is_literal: Whether the default in the source is a literal, which may be ``None``.
+        names: Spellings of the flag in the field's metadata, or empty if there are none.
+        text: Docstring that follows the field, or empty if there is none.
     """
 
     name: str
@@ -179,8 +177,8 @@ class _Setting:
 
 def _settings() -> Iterator[_Setting]:
     """Yields all fields of the installed megatron-core's configuration classes."""
-    # Search the paths of the package megatron, because find_spec("megatron.core.x") would import
-    # megatron.core.
+    # find_spec("megatron.core.x") would import megatron.core, so search the paths of the package
+    # megatron instead.
     folders = (Path(part, "core") for part in sys.modules["megatron"].__path__)
     folder = next((candidate for candidate in folders if candidate.is_dir()), Path())
     trees: dict[str, ast.Module] = {}
@@ -205,8 +203,7 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
         if isinstance(default, ast.Call):  # such as dataclasses.field(default=..., metadata=...)
             arguments = {keyword.arg: keyword.value for keyword in default.keywords}
             default = arguments.get("default")
-            # Evaluate only the flag's names, because other parts of the metadata may not be
-            # literals.
+            # Other parts of the metadata may not be literals, so evaluate only the flag's names.
             for part in ast.walk(arguments.get("metadata", ast.Pass())):
                 if isinstance(part, ast.Dict):
                     for key, spellings in zip(part.keys, part.values, strict=True):
@@ -230,9 +227,9 @@ def _settings_of(node: ast.ClassDef) -> Iterator[_Setting]:
 
 
 def _field_of(setting: _Setting) -> tuple[str, Any, Any] | None:
-    """Returns the dataclass field for a setting: its name, type and description.
+    """Returns the dataclass field for a setting, as name, type and description.
 
-    Returns ``None`` if a value of the setting's type cannot be given on the command line.
+    Returns ``None`` if the command line cannot represent the setting's type.
     """
     kind = setting.annotation.replace("List[", "list[")
     if kind.startswith("Optional["):

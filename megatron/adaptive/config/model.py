@@ -1,4 +1,4 @@
-"""Defines the settings of the GPT model and of recomputation, and a list of known models."""
+"""Defines the settings of the GPT model and of recomputation, and a table of known models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SWIGLU_MULTIPLE = 64
 
 
 def _fusion(operations: str, off: str) -> Any:
-    """Declares a flag that turns a fused kernel off; the kernel is on by default."""
+    """Declares a flag that disables a fused kernel, which is enabled by default."""
     text = f"Do not use a fused kernel for {operations}; without this flag it is used if available."
     return switch(text, off=off)
 
@@ -37,15 +37,15 @@ def _fusion(operations: str, off: str) -> Any:
 class ModelConfig:
     """Model.
 
-    If ``ffn_hidden_size`` or ``kv_channels`` is not given, it is computed from ``hidden_size``.
+    If ``ffn_hidden_size`` or ``kv_channels`` is not set, it is computed from ``hidden_size``.
     """
 
     num_layers: Layers = required(
-        "Number of transformer layers of the whole model.",
+        "Number of transformer layers in the whole model.",
         names=("--num-layers", "--encoder-num-layers"),
     )
     hidden_size: Width = required("Width of the hidden state.")
-    num_attention_heads: Width = required("Number of attention heads of each layer.")
+    num_attention_heads: Width = required("Number of attention heads in each layer.")
     ffn_hidden_size: Width = flag(
         "Inner width of the feed-forward block.",
         derived="4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to a multiple "
@@ -59,12 +59,12 @@ class ModelConfig:
         "Number of key and value heads, with --group-query-attention.", 1
     )
     seq_length: Count = required(
-        "Number of tokens of each sample.",
+        "Number of tokens in each sample.",
         names=("--seq-length", "--encoder-seq-length"),
         unit="TOKENS",
     )
     max_position_embeddings: Count = required(
-        "Longest sequence that the position embedding covers.", unit="TOKENS"
+        "Maximum sequence length that the position embedding supports.", unit="TOKENS"
     )
     position_embedding_type: str = flag(
         "Encoding of positions.",
@@ -78,15 +78,15 @@ class ModelConfig:
     )
     use_rotary_position_embeddings: bool = switch("Old spelling of --position-embedding-type rope.")
     mtp_num_layers: Layers | None = flag(
-        "Number of layers for multi-token prediction; each predicts one token further ahead."
+        "Number of layers for multi-token prediction; each layer predicts one token further ahead."
     )
     add_position_embedding: bool = switch(
-        "Old flag for a model without learned positions; needs --position-embedding-type rope or "
-        "none.",
+        "Old flag for a model without learned positions; requires --position-embedding-type "
+        "rope or none.",
         off="--no-position-embedding",
     )
     moe_router_group_best: Count | None = flag(
-        "Number of best experts whose scores are added up to a group's score, with "
+        "Number of top experts whose scores are summed to a group's score, with "
         "--moe-router-group-topk.",
         derived="--moe-router-topk divided by --moe-router-group-topk",
     )
@@ -112,15 +112,15 @@ class ModelConfig:
     norm_epsilon: Positive = flag("Number added to the variance in normalization.", 1e-5)
     apply_layernorm_1p: bool = switch("Store normalization weights around zero instead of one.")
     apply_residual_connection_post_layernorm: bool = switch(
-        "Take the residual after the normalization."
+        "Use the output of the normalization as the residual."
     )
     parallel_residual: bool = switch(
         "Run attention and feed-forward block in parallel: both take the layer's input."
     )
     qk_layernorm: bool = switch("Normalize queries and keys.")
     norm_block_outputs: bool = switch(
-        "Also normalize the outputs of attention and feed-forward block before they are added to "
-        "the residual."
+        "Also normalize the outputs of attention and feed-forward block before they are added "
+        "to the residual."
     )
     scale_embeddings: bool = switch("Multiply embeddings by the square root of the hidden size.")
     attention_softcap: Positive | None = flag(
@@ -137,10 +137,10 @@ class ModelConfig:
     )
     openai_gelu: bool = switch("Approximate GELU by a hyperbolic tangent.")
     add_bias_linear: bool = switch(
-        "Leave the bias out of linear layers.", off="--disable-bias-linear"
+        "Do not use a bias in linear layers.", off="--disable-bias-linear"
     )
     add_qkv_bias: bool = switch(
-        "Give queries, keys and values a bias even with --disable-bias-linear."
+        "Use a bias for queries, keys and values even with --disable-bias-linear."
     )
     untie_embeddings_and_output_weights: bool = switch(
         "Do not share the weights of embedding and output layer."
@@ -163,13 +163,13 @@ class ModelConfig:
         derived="transformer_engine if it is installed, otherwise local",
     )
     attention_backend: str = flag(
-        "Attention kernel. Local layers use torch's kernels on a GPU with auto, on any device with "
-        "fused, and none with unfused and local; flash needs Transformer Engine.",
+        "Attention kernel. Local layers use torch's kernels on a GPU with auto, on any device "
+        "with fused, and none with unfused and local; flash requires Transformer Engine.",
         "auto",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     use_flash_attn: bool = switch(
-        "Use flash attention; needs Transformer Engine, which uses it by itself if possible."
+        "Use flash attention; requires Transformer Engine, which uses it automatically if possible."
     )
     masked_softmax_fusion: bool = _fusion("scale, mask and softmax", "--no-masked-softmax-fusion")
     bias_gelu_fusion: bool = _fusion("bias and GELU", "--no-bias-gelu-fusion")
@@ -184,7 +184,7 @@ class ModelConfig:
     )
     cross_entropy_loss_fusion: bool = switch("Use a fused kernel for the cross entropy.")
     cross_entropy_fusion_impl: str = flag(
-        "Implementation of the fused cross entropy; te needs Transformer Engine.",
+        "Implementation of the fused cross entropy; te requires Transformer Engine.",
         "native",
         choices=("native", "te"),
     )
@@ -193,8 +193,9 @@ class ModelConfig:
         if self.use_rotary_position_embeddings:
             assign(self, "position_embedding_type", "rope")
         if self.ffn_hidden_size is None:
-            # A gated block has three matrices instead of two. With two thirds of the usual width it
-            # has the same number of parameters. Like Megatron-LM, round down to a multiple of 64.
+            # A gated block has three matrices instead of two. With two thirds of the usual width,
+            # it has the same number of parameters. Like Megatron-LM, round down to a multiple of
+            # 64.
             gated = int((4 * self.hidden_size * 2 / 3) / _SWIGLU_MULTIPLE) * _SWIGLU_MULTIPLE
             assign(self, "ffn_hidden_size", gated if self.swiglu else 4 * self.hidden_size)
         if self.kv_channels is None:
@@ -208,21 +209,21 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward block is gated, and so has three matrices instead of two."""
+        """Whether the feed-forward block is gated, so that it has three matrices instead of two."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def local_attention(self) -> str:
-        """Value of ``--attention-backend`` that the trainer's own (local) layers use."""
+        """Value of ``--attention-backend`` for the trainer's own (local) layers."""
         return self.attention_backend
 
     @property
     def query_groups(self) -> int:
-        """Number of key and value heads; without grouped queries, the number of query heads."""
+        """Number of key and value heads, equal to the query heads without grouped queries."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
 
-_NO_EXPERTS = "single parts of expert layers cannot be recomputed; use full, or other modules"
+_NO_EXPERTS = "individual parts of expert layers cannot be recomputed; use full, or other modules"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,7 @@ class RecomputeConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: Layers | None = flag(
-        "With full: number of layers of each group (uniform) or of each stage (block)."
+        "With full: number of layers in each group (uniform) or in each stage (block)."
     )
     recompute_modules: tuple[str, ...] | None = flag(
         "With selective: modules that are recomputed.",
@@ -371,9 +372,9 @@ def model_flags(model: str, folder: Path) -> list[str]:
     """Returns the trainer's flags for a model.
 
     Args:
-        model: Name in :data:`MODELS`, or path of a text file with flags, in which ``#`` begins a
-            comment.
-        folder: Folder that contains the file if ``model`` is a relative path.
+        model: Name in :data:`MODELS`, or path of a text file with flags. In the file, ``#`` begins
+            a comment.
+        folder: Folder that a relative path ``model`` refers to.
 
     Raises:
         ConfigError: ``model`` is neither a known name nor a readable file.
@@ -383,7 +384,7 @@ def model_flags(model: str, folder: Path) -> list[str]:
     path = folder / model
     if path.is_file():
         try:
-            return shlex.split(read_text(path, "give a file of flags"), comments=True)
+            return shlex.split(read_text(path, "pass a file of flags"), comments=True)
         except ValueError as error:
             raise ConfigError(f"MODEL={model}: {path}: {error}; close the quotes") from error
     nearest = difflib.get_close_matches(model.lower(), MODELS, n=1)

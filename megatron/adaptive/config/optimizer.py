@@ -1,4 +1,4 @@
-"""Defines the settings of data types, of the optimizer, the learning rate and adapters."""
+"""Defines the settings of data types, optimizer, learning rate and adapters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NOT_MOVED = "the trainer saves and moves the state of adam, sgd and muon; use o
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    With ``--train-iters``, the lengths in the learning rate schedule are numbers of iterations;
-    with ``--train-samples``, numbers of samples. Flags for the other unit are not used.
+    Lengths in the learning rate schedule are numbers of iterations with ``--train-iters``, and
+    numbers of samples with ``--train-samples``. Flags for the other unit are not used.
     """
 
     optimizer: str = flag(
@@ -39,37 +39,41 @@ class OptimizerConfig:
         choices=("adam", "sgd", "muon"),
         refused_choices=dict.fromkeys(_OTHERS, _NOT_MOVED),
     )
-    lr: Positive = required("Highest learning rate.")
-    min_lr: NonNegative = flag("Lowest learning rate after the warm-up.", 0.0)
+    lr: Positive = required("Maximum learning rate.")
+    min_lr: NonNegative = flag("Minimum learning rate after the warm-up.", 0.0)
     lr_decay_style: str = flag(
-        "Curve of the learning rate's decay.",
+        "Shape of the learning rate decay.",
         "linear",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: Iterations | None = flag(
-        "Iterations until the learning rate is lowest.", derived="--train-iters"
+        "Number of iterations until the learning rate reaches its minimum.", derived="--train-iters"
     )
     lr_decay_samples: Samples | None = flag(
-        "Samples until the learning rate is lowest.", derived="--train-samples"
+        "Number of samples until the learning rate reaches its minimum.", derived="--train-samples"
     )
     lr_wsd_decay_style: str = flag(
-        "Curve of the last part of the WSD decay.",
+        "Shape of the final part of the WSD decay.",
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: Iterations | None = flag("Iterations of the last part of the WSD decay.")
-    lr_wsd_decay_samples: Samples | None = flag("Samples of the last part of the WSD decay.")
+    lr_wsd_decay_iters: Iterations | None = flag(
+        "Number of iterations in the final part of the WSD decay."
+    )
+    lr_wsd_decay_samples: Samples | None = flag(
+        "Number of samples in the final part of the WSD decay."
+    )
     lr_warmup_fraction: Share | None = flag(
         "Length of the warm-up as a fraction of the decay's length."
     )
-    lr_warmup_iters: Natural = flag("Iterations of linear warm-up.", 0, unit="ITERATIONS")
-    lr_warmup_samples: Natural = flag("Samples of linear warm-up.", 0, unit="SAMPLES")
+    lr_warmup_iters: Natural = flag("Number of iterations of linear warm-up.", 0, unit="ITERATIONS")
+    lr_warmup_samples: Natural = flag("Number of samples of linear warm-up.", 0, unit="SAMPLES")
     lr_warmup_init: NonNegative = flag("Learning rate at the start of the warm-up.", 0.0)
     decoupled_lr: Positive | None = flag(
-        "Highest learning rate of embedding and output layer, if it differs from --lr."
+        "Maximum learning rate of embedding and output layer, if it differs from --lr."
     )
     decoupled_min_lr: NonNegative | None = flag(
-        "Lowest learning rate of embedding and output layer, with --decoupled-lr."
+        "Minimum learning rate of embedding and output layer, with --decoupled-lr."
     )
     override_opt_param_scheduler: bool = switch(
         "Use these flags instead of the learning rate schedule of a loaded checkpoint.",
@@ -81,17 +85,17 @@ class OptimizerConfig:
     )
     weight_decay: NonNegative = flag("Weight decay.", 0.01)
     start_weight_decay: NonNegative | None = flag(
-        "Weight decay at the start, if it grows; see --weight-decay-incr-style."
+        "Weight decay at the start, if it increases; see --weight-decay-incr-style."
     )
     end_weight_decay: NonNegative | None = flag(
-        "Weight decay at the end, if it grows; see --weight-decay-incr-style."
+        "Weight decay at the end, if it increases; see --weight-decay-incr-style."
     )
     weight_decay_incr_style: str = flag(
-        "Curve by which the weight decay grows.",
+        "Shape of the weight decay's increase.",
         "constant",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: NonNegative = flag("Largest norm of the whole gradient; 0 does not clip.", 1.0)
+    clip_grad: NonNegative = flag("Maximum norm of the whole gradient; 0 disables clipping.", 1.0)
     adam_beta1: Share = flag("Decay rate of Adam's average of gradients.", 0.9)
     adam_beta2: Share = flag("Decay rate of Adam's average of squared gradients.", 0.999)
     adam_eps: Positive = flag("Number added to Adam's denominator.", 1e-8)
@@ -118,14 +122,14 @@ class OptimizerConfig:
         "quintic",
         choices=("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
     )
-    muon_num_ns_steps: Count = flag("Steps of the Newton-Schulz iteration in muon.", 5)
+    muon_num_ns_steps: Count = flag("Number of steps of the Newton-Schulz iteration in muon.", 5)
     muon_tp_mode: str = flag(
-        "Way in which muon treats weights that tensor-parallel ranks share: each part alone "
+        "Treatment of weights that tensor-parallel ranks share in muon: each part separately "
         "(blockwise), or the whole weight.",
         "blockwise",
         choices=("blockwise", "duplicated", "distributed"),
     )
-    muon_extra_scale_factor: Positive = flag("Number by which muon's updates are multiplied.", 1.0)
+    muon_extra_scale_factor: Positive = flag("Factor by which muon's updates are multiplied.", 1.0)
     muon_scalar_optimizer: str = flag(
         "Optimizer of the weights that muon does not train.",
         "adam",
@@ -143,25 +147,25 @@ class PrecisionConfig:
     loss_scale: Positive | None = flag(
         "Fixed loss scale for float16.", derived="adjusted during training"
     )
-    initial_loss_scale: Positive = flag("First value of the dynamic loss scale.", float(2**32))
-    min_loss_scale: Positive = flag("Smallest value of the dynamic loss scale.", 1.0)
+    initial_loss_scale: Positive = flag("Initial value of the dynamic loss scale.", float(2**32))
+    min_loss_scale: Positive = flag("Minimum value of the dynamic loss scale.", 1.0)
     loss_scale_window: Annotated[float, Limits(minimum=1)] = flag(
-        "Steps without overflow after which the loss scale doubles.", 1000.0, unit="STEPS"
+        "Number of steps without overflow after which the loss scale doubles.", 1000.0, unit="STEPS"
     )
     hysteresis: Count = flag("Number of overflows after which the loss scale is halved.", 2)
     fp32_residual_connection: bool = switch("Keep residual connections in float32.")
     apply_query_key_layer_scaling: bool = switch(
-        "Divide attention scores by the layer's number; turns on float32 softmax."
+        "Divide attention scores by the layer's number; enables float32 softmax."
     )
     attention_softmax_in_fp32: bool = switch("Compute the softmax of attention in float32.")
     accumulate_allreduce_grads_in_fp32: bool = switch(
-        "Sum and reduce gradients in float32; always on with --bf16 unless "
-        "--grad-reduce-in-bf16 is given."
+        "Accumulate and reduce gradients in float32; always on with --bf16 unless "
+        "--grad-reduce-in-bf16 is set."
     )
     grad_reduce_in_bf16: bool = switch("Reduce gradients in bfloat16.")
-    fp16_lm_cross_entropy: bool = switch("Compute the cross entropy in float16; needs --fp16.")
+    fp16_lm_cross_entropy: bool = switch("Compute the cross entropy in float16; requires --fp16.")
     check_for_nan_in_loss_and_grad: bool = switch(
-        "Continue if a loss or gradient is not a number; always on with a dynamic loss scale.",
+        "Continue if a loss or gradient is NaN or infinite; always on with a dynamic loss scale.",
         off="--no-check-for-nan-in-loss-and-grad",
     )
 
@@ -196,19 +200,20 @@ class LoraConfig:
     )
     lora_dropout: Share = flag("Dropout of the adapters' input.", 0.0)
     lora_targets: str = flag(
-        "Linear layers with adapters: PEFT's names for this architecture, separated by commas, "
-        "such as q_proj,v_proj; all-linear for all of attention and feed-forward block.",
+        "Linear layers with adapters, as comma-separated PEFT names for this architecture such "
+        "as q_proj,v_proj; all-linear for all linear layers of attention and feed-forward "
+        "block.",
         "all-linear",
         unit="NAMES",
     )
     load_lora: Folder | None = flag(
-        "Folder of adapters in PEFT's format to start from; its adapter_config.json sets adapter "
-        "flags that are absent."
+        "Folder of adapters in PEFT's format to start from; its adapter_config.json sets absent "
+        "adapter flags."
     )
 
     @property
     def is_on(self) -> bool:
-        """Whether low-rank adapters are trained, and the model's own weights are frozen."""
+        """Whether low-rank adapters are trained while the model's own weights are frozen."""
         return self.lora_rank is not None
 
     @property

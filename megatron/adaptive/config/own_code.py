@@ -1,7 +1,7 @@
-"""Imports users' own code that a flag names, so that users can extend this package from outside.
+"""Imports objects from users' own code, so that users can extend this package.
 
-A flag names an object as ``package.module:name``. Installed packages can also give their objects
-short names, as entry points of a group.
+Flags refer to objects as ``package.module:name``. Installed packages can also provide short names
+for their objects, as entry points of a group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron.adaptive.errors import ConfigError
 
 
 def import_object(path: str, subject: str) -> Any:
-    """Imports ``package.module:name``; also searches the current working directory.
+    """Imports ``package.module:name``. The current working directory is searched too.
 
     Args:
-        path: Name of the module and of the object in it, as the user wrote it.
+        path: Names of the module and of the object in it, as specified by the user.
         subject: Kind of object for error messages, such as ``schedule``.
 
     Raises:
@@ -54,7 +54,7 @@ def import_object(path: str, subject: str) -> Any:
 
 
 def find_object(name: str, *, group: str, subject: str) -> Any | None:
-    """Imports the object that a user's flag names.
+    """Imports the object that the value of a flag refers to.
 
     Args:
         name: Either ``package.module:name``, or the name of an entry point.
@@ -62,7 +62,7 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
         subject: Kind of object for error messages, such as ``schedule``.
 
     Returns:
-        The object; ``None`` if the name contains no colon and no entry point has this name.
+        The object, or ``None`` if the name contains no colon and there is no such entry point.
 
     Raises:
         ConfigError: The module cannot be imported, or does not contain the object.
@@ -75,13 +75,13 @@ def find_object(name: str, *, group: str, subject: str) -> Any | None:
 
 
 def modules_in(package: ModuleType) -> Iterator[ModuleType]:
-    """Imports and yields all modules of a package, in the order of their names."""
+    """Imports and yields all modules of a package, sorted by name."""
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
         yield importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def source_of(function: Any) -> str:
-    """Returns the file and line at which a function or class is defined."""
+    """Returns the file and line where a function or class is defined."""
     try:
         file = inspect.getsourcefile(function) or "?"
         line = inspect.getsourcelines(function)[1]
@@ -91,6 +91,6 @@ def source_of(function: Any) -> str:
 
 
 def line_of_error(error: Exception) -> str:
-    """Returns the file and line that raised an error."""
+    """Returns the file and line where an error was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{os.path.relpath(last.filename)}:{last.lineno}"

@@ -1,4 +1,4 @@
-"""Defines the settings of parallelism, and of the transport of messages between ranks."""
+"""Defines the settings of parallelism, and of message transport between ranks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from megatron.adaptive.errors import ConfigError
 class ParallelConfig:
     """Parallelism.
 
-    ``world_size`` is set by the launcher, not by a flag. If the user gives
+    ``world_size`` is set by the launcher, not by a flag. With
     ``num_layers_per_virtual_pipeline_stage``, the parser computes
-    ``num_virtual_stages_per_pipeline_rank`` (the number of chunks) from it.
+    ``num_virtual_stages_per_pipeline_rank`` (the number of chunks).
     """
 
     world_size: int
     tensor_model_parallel_size: Ranks = flag("Number of ranks that share each layer's matrices.", 1)
     pipeline_model_parallel_size: Ranks = flag("Number of ranks that share the layers.", 1)
     stage_data_parallel_sizes: tuple[int, ...] | None = flag(
-        "Number of ranks of each pipeline stage if they differ, joined by '-'; the ranks of a "
-        "stage process its microbatches in turn.",
+        "Number of ranks of each pipeline stage if they differ, joined by '-'; microbatches "
+        "are distributed over the ranks of a stage.",
         reader=parse_widths,
         unit="2-1",
         derived="the same number for each stage",
     )
     context_parallel_size: Ranks = flag("Number of ranks that share each sequence.", 1)
     expert_model_parallel_size: Ranks = flag(
-        "Number of ranks that share the experts of each layer; neighbours in data parallelism.", 1
+        "Number of ranks that share the experts of each layer; they are neighbours in data "
+        "parallelism.",
+        1,
     )
     expert_tensor_parallel_size: Ranks | None = flag(
         "Number of ranks that share each expert's matrices.", derived="the tensor parallel size"
     )
     num_layers_per_virtual_pipeline_stage: Layers | None = flag(
-        "Number of layers of each chunk; another way to give the number of chunks."
+        "Number of layers in each chunk; another way to set the number of chunks."
     )
     num_virtual_stages_per_pipeline_rank: Count | None = flag(
-        "Number of model chunks of each pipeline rank.",
+        "Number of model chunks on each pipeline rank.",
         names=("--num-virtual-stages-per-pipeline-rank", "--model-chunks"),
         unit="CHUNKS",
     )
@@ -62,17 +64,17 @@ class ParallelConfig:
         "Split the sequence over tensor parallel ranks in normalization and dropout."
     )
     use_distributed_optimizer: bool = switch("Split optimizer state over data parallel ranks.")
-    overlap_grad_reduce: bool = switch("Reduce gradients during the backward.")
+    overlap_grad_reduce: bool = switch("Overlap gradient reduction with backward passes.")
     overlap_param_gather: bool = switch(
-        "Gather parameters during the forward; needs --use-distributed-optimizer and "
-        "--overlap-grad-reduce."
+        "Overlap parameter gathering with forward passes; requires --use-distributed-optimizer "
+        "and --overlap-grad-reduce."
     )
     align_grad_reduce: bool = switch(
         "Let each stage start its gradient reduction without waiting for other stages.",
         off="--no-align-grad-reduce",
     )
     align_param_gather: bool = switch(
-        "Let each stage start to gather parameters without waiting for other stages.",
+        "Let each stage start parameter gathering without waiting for other stages.",
         off="--no-align-param-gather",
     )
     ddp_bucket_size: Count | None = flag(
@@ -82,8 +84,8 @@ class ParallelConfig:
         "Average gradients inside the collective instead of before it."
     )
     cp_comm_type: str = flag(
-        "Exchange of keys and values between context parallel ranks with Transformer Engine; local "
-        "layers always gather them.",
+        "Exchange of keys and values between context-parallel ranks with Transformer Engine; "
+        "local layers always gather them.",
         "p2p",
         choices=("p2p", "a2a", "allgather"),
         refused_choices={"a2a+p2p": "hierarchical context parallelism is not supported; use p2p"},
@@ -97,17 +99,17 @@ class ParallelConfig:
 
     @property
     def unequal_sizes(self) -> tuple[int, ...] | None:
-        """Number of ranks per stage; ``None`` if all stages have the same number."""
+        """Number of ranks per stage, or ``None`` if all stages have the same number."""
         sizes = self.stage_data_parallel_sizes
         return sizes if sizes is not None and len(set(sizes)) > 1 else None
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel replicas, which work on different samples.
+        """Number of data-parallel replicas, which process different samples.
 
-        If stages have unequal numbers of ranks, the result is the least common multiple of these
-        numbers. The number of microbatches per step is then a multiple of the result, so that all
-        ranks of a stage run the same number of microbatches.
+        If stages have unequal numbers of ranks, this is the least common multiple of these numbers.
+        The number of microbatches per step is a multiple of it, so all ranks of a stage run the
+        same number of microbatches.
         """
         if self.unequal_sizes is not None:
             return math.lcm(*self.unequal_sizes)
@@ -132,7 +134,7 @@ class ParallelConfig:
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Number of chunks per rank in Megatron-LM's form: ``None`` for a single chunk."""
+        """Number of chunks per rank as in Megatron-LM, where ``None`` means a single chunk."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     @property
@@ -151,10 +153,10 @@ _LEAST_SLOT_BYTES = 4096
 
 
 def _is_own_transport(name: str) -> bool:
-    """Returns whether a transport is a user's own, not one of this package.
+    """Returns whether a transport is a user's own rather than part of this package.
 
     Raises:
-        ValueError: There is no transport of this name, or it cannot be imported.
+        ValueError: There is no transport with this name, or it cannot be imported.
     """
     try:
         load_transport(name)
@@ -168,8 +170,9 @@ class TransportConfig:
     """Transports between stages."""
 
     transport: str = flag(
-        "Transport between neighbouring ranks of the pipeline: the best one for each pair (auto), "
-        "or this one for all pairs; or your own transport as package.module:Class.",
+        "Transport between neighbouring pipeline ranks: the best transport for each pair "
+        "(auto), the same transport for all pairs, or your own transport as "
+        "package.module:Class.",
         AUTO,
         choices=(AUTO, *TRANSPORTS),
         also_takes=_is_own_transport,
@@ -177,7 +180,7 @@ class TransportConfig:
     transport_slot_bytes: (
         Annotated[int, Limits(minimum=_LEAST_SLOT_BYTES, maximum=1 << 32)] | None
     ) = flag(
-        "Largest message that shm, rdma and tcp send in one piece.",
+        "Maximum size of a message that shm, rdma and tcp send in one piece.",
         unit="BYTES",
         derived="the size of the tensors between stages; 1 MiB if it varies",
     )
@@ -187,7 +190,7 @@ class TransportConfig:
         derived=f"microbatches in flight plus four, at most {MOST_SLOTS} and 256 MiB",
     )
     transport_crc: bool = switch(
-        "Check a checksum of every message of shm, rdma and tcp; costs time."
+        "Verify a checksum of every message over shm, rdma and tcp, which takes additional time."
     )
     transport_silence_s: Annotated[float, Limits(minimum=1, maximum=24 * 3600)] = flag(
         "Time without any message or heartbeat after which a rank is considered lost; a rank "
@@ -197,8 +200,8 @@ class TransportConfig:
     )
     transport_gpu: str = flag(
         "Path of GPU tensors over shm: directly between GPUs if they can access each other's "
-        "memory (CUDA IPC), otherwise through pinned host memory (auto); or always through pinned "
-        "host memory (pinned).",
+        "memory (CUDA IPC), otherwise through pinned host memory (auto); or always through "
+        "pinned host memory (pinned).",
         AUTO,
         choices=(AUTO, PINNED),
     )
@@ -218,7 +221,7 @@ class TransportConfig:
         derived="the GID of the port's IPv4 address over RoCE v2, if there is one",
     )
     rdma_mtu_bytes: int | None = flag(
-        "Largest packet of rdma.",
+        "Maximum packet size (MTU) of rdma.",
         choices=(256, 512, 1024, 2048, 4096),
         unit="BYTES",
         derived="the largest size that both ports allow",
@@ -229,5 +232,5 @@ class TransportConfig:
 
     @property
     def forced(self) -> str | None:
-        """Transport for all pairs of ranks; ``None`` if each pair uses its best transport."""
+        """Transport for all pairs of ranks, or ``None`` if each pair uses its best transport."""
         return None if self.transport == AUTO else self.transport

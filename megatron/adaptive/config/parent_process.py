@@ -1,4 +1,4 @@
-"""Makes a process exit when its parent process exits, even if the parent was killed."""
+"""Makes a process exit when its parent exits, even if the parent is killed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process a signal when its parent process exits.
+    """Asks the kernel to send a signal to this process when its parent exits.
 
-    The setting survives ``exec``. Child processes do not inherit it. If a parent with several
-    threads is killed, the signal may come several times: the kernel sends it each time it hands
-    this process from a thread that exits to one that has not exited yet.
+    The setting survives ``exec``, but is not inherited by child processes. If a parent with several
+    threads is killed, the signal may arrive several times: the kernel sends it each time it
+    reparents this process from an exiting thread to a thread that is still running.
 
     Args:
         number: Number of the signal.
@@ -24,10 +24,10 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def ending_with_this_process(number: int) -> Callable[[], None]:
-    """Returns a ``preexec_fn`` for ``subprocess`` that makes the new process exit with this one.
+    """Returns a ``preexec_fn`` for ``subprocess`` that ties the new process to this process.
 
     Args:
-        number: Number of the signal that the new process gets when this process exits.
+        number: Number of the signal that is sent to the new process when this process exits.
     """
     parent = os.getpid()
 

@@ -1,8 +1,8 @@
-"""Reads plan files, in which the planner writes its decisions about a run as JSON.
+"""Reads plan files, which contain the planner's decisions about a run as JSON.
 
 ``docs/plan.md`` describes their schema. This module converts a plan to variables of ``conf.sh``,
-and these to flags of the trainer. The launcher and the trainer both use this code, so a plan has
-the same effect in both.
+and these variables to flags of the trainer. The launcher and the trainer both use this code, so a
+plan has the same effect in both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SETTINGS = (
     "sequence_slices",
     "activation_cap",
 )
-"""Keys of a plan that are also variables of ``conf.sh``. The variables' names are in capitals."""
+"""Keys of a plan that are also variables of ``conf.sh``, with names in capital letters."""
 _RECOMPUTE_FLAGS = {
     "none": "",
     "selective": "--recompute-granularity selective",
@@ -59,7 +59,7 @@ FLAGS = {
     "SEQUENCE_SLICES": "--sequence-slices",
     "ACTIVATION_CAP": "--activation-cap",
 }
-"""Maps each ``conf.sh`` variable to the trainer flag that takes its value."""
+"""Maps each ``conf.sh`` variable to the trainer flag that receives its value."""
 _SWITCH_FLAGS = {
     "DISTRIBUTED_OPTIMIZER": "--use-distributed-optimizer",
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
@@ -68,29 +68,29 @@ _SWITCH_FLAGS = {
 
 
 def load_plan(path: Path) -> Any:
-    """Reads a plan file as JSON, without checking it against the schema."""
-    return read_json(path, "give a plan file (see docs/plan.md)")
+    """Reads a plan file as JSON, without validating it against the schema."""
+    return read_json(path, "pass a plan file (see docs/plan.md)")
 
 
 def plan_flags(content: Any, where: str) -> list[str]:
-    """Checks a plan and converts it to flags of the trainer.
+    """Validates a plan and converts it to flags of the trainer.
 
     Args:
-        content: Content of the plan file.
-        where: Path of the plan file; error messages name it.
+        content: Contents of the plan file.
+        where: Path of the plan file, for error messages.
 
     Raises:
-        ConfigError: The plan does not follow the schema.
+        ConfigError: The plan does not match the schema.
     """
     return run_flags(plan_variables(content, where))
 
 
 def run_flags(values: Mapping[str, Any]) -> list[str]:
-    """Converts the variables of ``conf.sh`` that a plan may set to flags of the trainer.
+    """Converts ``conf.sh`` variables that a plan may set to flags of the trainer.
 
     Args:
-        values: Value of each variable by name, as text or as a number or boolean. A variable that
-            is ``None`` is treated as absent.
+        values: Values of the variables by name, as text, numbers or booleans. ``None`` means that a
+            variable is absent.
     """
     flags: list[str] = []
     for name, flag in FLAGS.items():
@@ -106,7 +106,7 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def world_size_of(content: Mapping[str, Any]) -> int | None:
-    """Returns the number of processes that a plan needs; ``None`` if the plan does not say."""
+    """Returns the number of processes that a plan requires, or ``None`` if it is not specified."""
     degrees = content.get("degrees", {})
     if "stages" in content:
         return sum(len(stage["tensor"]) for stage in content["stages"])
@@ -117,14 +117,14 @@ def world_size_of(content: Mapping[str, Any]) -> int | None:
 
 
 def plan_variables(content: Any, where: str) -> dict[str, str]:
-    """Checks a plan and converts it to variables of ``conf.sh``.
+    """Validates a plan and converts it to variables of ``conf.sh``.
 
     Args:
-        content: Content of the plan file.
-        where: Path of the plan file; error messages name it.
+        content: Contents of the plan file.
+        where: Path of the plan file, for error messages.
 
     Raises:
-        ConfigError: The plan does not follow the schema.
+        ConfigError: The plan does not match the schema.
     """
     plan = check_form(content, "plan", where)
     degrees = plan.get("degrees", {})
@@ -144,7 +144,7 @@ def plan_variables(content: Any, where: str) -> dict[str, str]:
 
 
 def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
-    """Returns the variable of ``conf.sh`` for stages with unequal numbers of ranks."""
+    """Returns the ``conf.sh`` variable for stages with unequal numbers of ranks."""
     for index, stage in enumerate(stages):
         if any(width != 1 for width in stage["tensor"]):
             raise ConfigError(
@@ -156,7 +156,7 @@ def _stages(stages: Sequence[Mapping[str, Any]], where: str) -> dict[str, str]:
     if len(samples) > 1:
         raise ConfigError(
             f"{where}: stages have microbatches of {', '.join(map(str, sorted(samples)))} "
-            "samples, but the trainer needs microbatches of one size; plan again"
+            "samples, but the trainer requires microbatches of the same size; plan again"
         )
     return {"STAGE_DP_SIZES": "-".join(str(len(stage["tensor"])) for stage in stages)}
 
@@ -175,25 +175,25 @@ def _placement(groups: Sequence[Mapping[str, Any]], where: str) -> dict[str, str
 
 PLAN_FLAG = "--plan"
 PLAN_HELP = (
-    "Plan file that sets the flags of parallel degrees, partition, batch, schedule and "
+    "Plan file that sets the flags of parallel sizes, partition, batch size, schedule and "
     "recomputation; see docs/plan.md."
 )
 
 
 def expand_plan(argv: Sequence[str], specs: Mapping[str, FieldSpec], world_size: int) -> list[str]:
-    """Replaces ``--plan FILE`` in a command line by the flags of the plan.
+    """Replaces ``--plan FILE`` in a command line with the flags of the plan.
 
     Args:
         argv: Command line of the trainer.
-        specs: Specification of each flag, by the name of its field.
+        specs: Specifications of the flags, by field name.
         world_size: Number of processes of the job.
 
     Returns:
-        The command line with the plan's flags instead of ``--plan``. A flag of the plan that was
-        also given with the same value is not repeated.
+        The command line with the plan's flags instead of ``--plan``. Flags that the command line
+        already sets to the same value are not repeated.
 
     Raises:
-        ConfigError: The plan cannot be read, contradicts a flag, or needs another number of
+        ConfigError: The plan cannot be read, contradicts a flag, or requires a different number of
             processes.
     """
     typed = flags_in(argv)

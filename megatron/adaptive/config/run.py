@@ -1,4 +1,4 @@
-"""Defines the settings of the length of a run, of validation, checkpoints and logging."""
+"""Defines the settings of run length, validation, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ class RunConfig:
     """Run."""
 
     train_iters: Iterations | None = flag(
-        "Number of iterations of the whole training; this or --train-samples is needed."
+        "Number of iterations of the whole training; either this or --train-samples is required."
     )
     train_samples: Samples | None = flag(
-        "Number of samples of the whole training; this or --train-iters is needed."
+        "Number of samples of the whole training; either this or --train-iters is required."
     )
-    eval_interval: Iterations = flag("Iterations between two validations.", 1000)
+    eval_interval: Iterations = flag("Number of iterations between two validations.", 1000)
     eval_iters: Natural = flag(
-        "Number of batches of each validation and of the test; 0 for none.", 100, unit="ITERATIONS"
+        "Number of batches in each validation and in the test; 0 to disable them.",
+        100,
+        unit="ITERATIONS",
     )
-    skip_train: bool = switch("Only validate and test.")
+    skip_train: bool = switch("Skip training, and only validate and test.")
     sample_prompt: str | None = flag(
-        "Text that the model continues after the run, always with the likeliest token.", unit="TEXT"
+        "Prompt that the model continues after the run, with greedy decoding.", unit="TEXT"
     )
-    sample_tokens: Count = flag("Number of tokens of that continuation.", 32)
+    sample_tokens: Count = flag("Number of tokens to generate for --sample-prompt.", 32)
     exit_interval: Iterations | None = flag(
         "Save a checkpoint and stop at the next iteration that is a multiple of this number."
     )
@@ -37,11 +39,14 @@ class RunConfig:
         "Run Python's garbage collector only at the interval of --manual-gc-interval."
     )
     manual_gc_interval: Natural = flag(
-        "Iterations between collections with --manual-gc; 0 for none.", 0, unit="ITERATIONS"
+        "Number of iterations between collections with --manual-gc; 0 to disable them.",
+        0,
+        unit="ITERATIONS",
     )
     probe_interval: Natural = flag(
-        "Iterations between two probes of ranks, links and groups, as by doctor --probe; a probe "
-        "is skipped if it would take more than 1% of the time since the last probe; 0 for none.",
+        "Number of iterations between two probes of ranks, links and groups, as in doctor "
+        "--probe; a probe is skipped if it would take more than 1% of the time since the last "
+        "probe; 0 to disable probes.",
         0,
         unit="ITERATIONS",
     )
@@ -73,42 +78,43 @@ class CheckpointConfig:
 
     save: Folder | None = flag("Folder for checkpoints.")
     save_interval: Iterations | None = flag(
-        "Iterations between checkpoints; needed with --save.",
+        "Number of iterations between checkpoints; required with --save.",
         names=("--save-interval", "--persistent-save-interval"),
     )
     async_save: bool = switch(
-        "Write checkpoints in the background; training waits only for a copy to host memory."
+        "Write checkpoints in the background, so that training waits only for a copy to host "
+        "memory."
     )
     save_local: Folder | None = flag(
-        "Folder on each node's local disk: checkpoints are first written there in the background, "
-        "and then copied to --save."
+        "Folder on each node's local disk, where checkpoints are first written in the "
+        "background before they are copied to --save."
     )
     keep_checkpoints: Count | None = flag(
-        "Number of complete checkpoints to keep, the latest ones.", unit="N", derived="all"
+        "Number of latest complete checkpoints to keep.", unit="N", derived="all"
     )
-    no_save_optim: bool = switch("Leave the optimizer state out of checkpoints.")
-    no_save_rng: bool = switch("Leave random number states out of checkpoints.")
+    no_save_optim: bool = switch("Do not save the optimizer state in checkpoints.")
+    no_save_rng: bool = switch("Do not save random number states in checkpoints.")
     load: Folder | None = flag("Folder of checkpoints to resume from.")
     load_hf: Folder | None = flag(
         "Folder of a Hugging Face model: the run starts from its weights if --load has no "
-        "checkpoint, and its config.json sets model flags that are absent."
+        "checkpoint, and its config.json sets absent model flags."
     )
     hf_family: str | None = flag(
-        "Your own family of Hugging Face models, for a model_type that this package lacks; see "
-        "docs/huggingface.md.",
+        "Your own family of Hugging Face models, for a model_type that this package does not "
+        "support; see docs/huggingface.md.",
         unit="PACKAGE.MODULE:CLASS",
     )
     ckpt_step: Natural | None = flag(
         "Iteration to load.", unit="ITERATION", derived="the latest complete checkpoint"
     )
     trust_checkpoint: bool = switch(
-        "Also load checkpoints of Megatron-LM and of old versions, which contain pickles."
+        "Also load checkpoints that contain pickles: those of Megatron-LM and of old versions."
     )
     no_load_optim: bool = switch("Do not load the optimizer state.")
     no_load_rng: bool = switch("Do not load random number states.")
     finetune: bool = switch("Load only weights, and start at iteration 0 and the first sample.")
     exit_on_missing_checkpoint: bool = switch(
-        "Stop with an error if the folder of --load has no checkpoint, instead of training from "
+        "Exit with an error if the folder of --load has no checkpoint, instead of training from "
         "scratch."
     )
     ckpt_format: str = flag(
@@ -123,9 +129,12 @@ class CheckpointConfig:
         },
     )
     ckpt_fully_parallel_save: bool = switch(
-        "Do not divide the writing among data parallel ranks.", off="--no-ckpt-fully-parallel-save"
+        "Do not distribute checkpoint writing over data-parallel ranks.",
+        off="--no-ckpt-fully-parallel-save",
     )
-    ckpt_fully_parallel_load: bool = switch("Divide the reading among data parallel ranks.")
+    ckpt_fully_parallel_load: bool = switch(
+        "Distribute checkpoint reading over data-parallel ranks."
+    )
 
     @property
     def saves_behind(self) -> bool:
@@ -134,7 +143,7 @@ class CheckpointConfig:
 
 
 def _read_names(text: str) -> tuple[str, ...]:
-    """Parses a list of names separated by commas."""
+    """Parses a comma-separated list of names."""
     return tuple(name.strip() for name in text.split(","))
 
 
@@ -142,12 +151,13 @@ def _read_names(text: str) -> tuple[str, ...]:
 class LoggingConfig:
     """Logging."""
 
-    log_interval: Iterations = flag("Iterations between two lines of the log.", 100)
+    log_interval: Iterations = flag("Number of iterations between two lines of the log.", 100)
     log_throughput: bool = switch("Add throughput to the log.")
     log_params_norm: bool = switch("Add the norm of all parameters to the log.")
     log_num_zeros_in_grad: bool = switch("Add the number of zeros in the gradient to the log.")
     timing_log_level: int = flag(
-        "Detail of the timers: 0 iterations, 1 parts of an iteration, 2 parts of a microbatch.",
+        "Level of detail of timers: 0 for iterations, 1 for parts of an iteration, 2 for parts "
+        "of a microbatch.",
         0,
         choices=(0, 1, 2),
     )
@@ -163,20 +173,19 @@ class LoggingConfig:
         "Folder for progress.jsonl, which records the progress of the run.", derived="--trace-dir"
     )
     logger: tuple[str, ...] | None = flag(
-        "Further loggers that receive curves, each a name or your own logger as "
-        "package.module:Class.",
+        "Additional loggers for curves, each a name, or your own logger as package.module:Class.",
         reader=_read_names,
         unit="NAME,NAME",
     )
     tensorboard_dir: Folder | None = flag("Folder for TensorBoard.")
     tensorboard_log_interval: Iterations = flag(
-        "Iterations between two points of TensorBoard's curves.", 1
+        "Number of iterations between two points of TensorBoard's curves.", 1
     )
     tensorboard_queue_size: Count = flag(
         "Number of points that TensorBoard buffers before it writes them.", 1000, unit="POINTS"
     )
     wandb_project: str | None = flag(
-        "Project of Weights & Biases to which curves are sent; needs the package wandb.",
+        "Project of Weights & Biases to which curves are sent; requires the package wandb.",
         unit="NAME",
     )
     wandb_entity: str | None = flag("User or team of --wandb-project.", unit="NAME")
@@ -185,36 +194,36 @@ class LoggingConfig:
         "Folder for local files of Weights & Biases.", derived="wandb in --save"
     )
     mlflow_experiment: str | None = flag(
-        "Experiment of MLflow to which curves are sent; needs the package mlflow.", unit="NAME"
+        "Experiment of MLflow to which curves are sent; requires the package mlflow.", unit="NAME"
     )
     mlflow_run_name: str | None = flag("Name of the run in MLflow.", unit="NAME")
     mlflow_tracking_uri: str | None = flag(
-        "Address of MLflow, a server or a file.",
+        "URI of MLflow, for a server or a file.",
         derived="the value of MLFLOW_TRACKING_URI",
         unit="URI",
     )
     prometheus_address: str | None = flag(
-        "Address at which a Prometheus server reads the last values; needs the package "
-        "prometheus_client. Without HOST, only this machine may read them; otherwise "
-        "MEGATRON_ADAPTIVE_METRICS_TOKEN must hold a bearer token.",
+        "Address at which a Prometheus server reads the latest values; requires the package "
+        "prometheus_client. Without HOST, only this machine can read them; otherwise, "
+        "MEGATRON_ADAPTIVE_METRICS_TOKEN must contain a bearer token.",
         unit="[HOST:]PORT",
     )
     prometheus_file: str | None = flag(
-        "File for the last values, which Prometheus' node exporter reads (textfile collector); "
-        "needs the package prometheus_client.",
+        "File for the latest values, which Prometheus' node exporter reads (textfile "
+        "collector); requires the package prometheus_client.",
         unit="FILE",
     )
     log_timers_to_tensorboard: bool = switch("Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = switch("Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = switch(
-        "Keep the learning rate out of TensorBoard.",
+        "Do not write the learning rate to TensorBoard.",
         off=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
     log_loss_scale_to_tensorboard: bool = switch(
-        "Keep the loss scale out of TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
+        "Do not write the loss scale to TensorBoard.", off="--no-log-loss-scale-to-tensorboard"
     )
     log_validation_ppl_to_tensorboard: bool = switch(
-        "Write the perplexity of validation to TensorBoard."
+        "Write the validation perplexity to TensorBoard."
     )
     log_memory_to_tensorboard: bool = switch("Write memory use to TensorBoard.")
     log_world_size_to_tensorboard: bool = switch("Write the world size to TensorBoard.")

@@ -1,12 +1,12 @@
-"""Reads the header of a ``safetensors`` file, with the same checks as the package ``safetensors``.
+"""Reads the header of a ``safetensors`` file, with the same checks as the ``safetensors`` package.
 
-Layout of the file, and content of its JSON header::
+The file and its JSON header have the following layout::
 
     [ 8 bytes: length of the header | JSON | bytes of tensors ]
     {"__metadata__": {text: text}, NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 
-Tensors follow each other without gaps, from the end of the header to the end of the file. So a file
-is damaged if tensors overlap, or if bytes belong to no tensor.
+Tensors follow each other without gaps, from the end of the header to the end of the file. A file is
+therefore damaged if tensors overlap, or if some bytes do not belong to a tensor.
 
 Source: the format's description and the behaviour of the package ``safetensors`` 0.8.
 """
@@ -51,7 +51,7 @@ BITS: Mapping[str, int] = {
 }
 """Number of bits per element of a tensor, by the code of its data type."""
 
-_LONGEST = 100_000_000  # maximum size of a header in bytes, set by the format
+_LONGEST = 100_000_000  # maximum size of a header in bytes, defined by the format
 _RESTORE = "copy the file again"
 _METADATA = "__metadata__"
 _SIZE_LIMIT = 1 << 64
@@ -60,13 +60,13 @@ _MOST_DIGITS = 300  # a number with this number of digits still fits a double
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Describes a tensor in a file: its type, its shape, and where its bytes are.
+    """Type, shape and position of a tensor in a file.
 
     Attributes:
         dtype: Code of the data type, a key of :data:`BITS`.
         shape: Number of elements along each dimension.
-        begin: Offset in the file of the tensor's first byte.
-        end: Offset in the file after the tensor's last byte.
+        begin: Offset of the tensor's first byte in the file.
+        end: Offset in the file directly after the tensor's last byte.
     """
 
     dtype: str
@@ -76,7 +76,7 @@ class TensorEntry:
 
 
 class _Once(dict[str, Any]):
-    """Holds a JSON object, and records the keys that occur more than once in it."""
+    """JSON object that records duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -87,14 +87,14 @@ class _Once(dict[str, Any]):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Returns the description of each tensor by name, in the order of the header.
+    """Returns the type, shape and position of each tensor by name, in the order of the header.
 
     Raises:
         CheckpointError: The file cannot be read.
-        DamagedCheckpointError: The file is truncated, or its header is not valid.
+        DamagedCheckpointError: The file is truncated, or its header is invalid.
     """
     try:
-        # If the path is a named pipe, open() without O_NONBLOCK would wait for a writer.
+        # open() without O_NONBLOCK would wait for a writer if the path is a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -128,7 +128,7 @@ def _entries(file: BinaryIO, size: int) -> dict[str, TensorEntry]:
     metadata = document.pop(_METADATA, None)
     if _METADATA in document.repeated or not _is_metadata(metadata):
         raise ValueError(
-            f"{_METADATA} must map names to texts and occur once, got {_short(metadata)}"
+            f"{_METADATA} must map names to strings and occur once, got {_short(metadata)}"
         )
     first = 8 + length
     entries = {name: _entry(name, value, first) for name, value in document.items()}
@@ -182,21 +182,21 @@ def _is_metadata(metadata: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Returns whether a value is text that UTF-8 can encode, without lone surrogates."""
+    """Returns whether a value is text that can be encoded as UTF-8, without lone surrogates."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _entry(name: str, value: Any, first: int) -> TensorEntry:
-    """Reads the entry of a tensor in the header.
+    """Parses the entry of a tensor in the header.
 
     Args:
         name: Name of the tensor.
-        value: Value of that name in the header, an object if the file is intact.
-        first: Offset in the file of the first byte after the header.
+        value: Value of this name in the header, which is an object if the file is intact.
+        first: Offset of the first byte after the header in the file.
 
     Raises:
-        ValueError: A field is missing, occurs twice or has a wrong type, or the number of bytes
-            does not match type and shape.
+        ValueError: A field is missing, is duplicated or has the wrong type, or the number of bytes
+            does not match the type and shape.
     """
     if not _is_text(name) or not isinstance(value, _Once):
         raise ValueError(f"{_short(name)} must be an object, got {_short(value)}")
@@ -206,7 +206,7 @@ def _entry(name: str, value: Any, first: int) -> TensorEntry:
     dtype, shape, offsets = (value[key] for key in fields)
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(
-            f"{_short(name)} has the type {_short(dtype)}, which the format does not have"
+            f"{_short(name)} has the type {_short(dtype)}, which the format does not support"
         )
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(
@@ -237,8 +237,8 @@ def _check_cover(entries: Mapping[str, TensorEntry], first: int, size: int) -> N
     """Raises ValueError unless each byte after the header belongs to exactly one tensor.
 
     Args:
-        entries: Description of each tensor in the file, by name.
-        first: Offset in the file of the first byte after the header.
+        entries: Type, shape and position of each tensor in the file, by name.
+        first: Offset of the first byte after the header in the file.
         size: Size of the file in bytes.
     """
     end = first

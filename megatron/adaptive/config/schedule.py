@@ -1,4 +1,4 @@
-"""Defines the settings of the pipeline schedule, of the layers per stage, and of traces."""
+"""Defines the settings of the pipeline schedule, the layers per stage, and traces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BALANCED = ("off", "lengths", "speed", "both")
 
 
 def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
-    """Returns the default of ``--pipeline-placement``: how stages are assigned to ranks.
+    """Returns the default of ``--pipeline-placement``, which assigns stages to ranks.
 
     Args:
         schedule: Value of ``--pipeline-schedule``.
@@ -43,7 +43,7 @@ def default_placement(schedule: str, num_chunks: int) -> PlacementKind:
 
 
 TRACE_DETAILS = ("actions", "layers", "collectives", "kernels")
-"""Values of ``--trace-detail``; each value includes the ones before it."""
+"""Values of ``--trace-detail``. Each value includes the values before it."""
 
 _PARTITION = re.compile(r"[0-9]+(-[0-9]+)*")
 
@@ -56,7 +56,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """
     if _PARTITION.fullmatch(text) is None:
         raise ValueError(
-            f"{text!r} is not a partition; write the number of layers of each stage as in 0-11-8-8"
+            f"{text!r} is not a partition; use the number of layers of each stage as in 0-11-8-8"
         )
     return tuple(int(part) for part in text.split("-"))
 
@@ -70,13 +70,13 @@ _MOST_LETTERS = 100_000
 def parse_layout(text: str) -> tuple[str, ...]:
     """Parses the layers of each stage from a string such as ``Et|(tt|)*2mL``.
 
-    ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction and
+    ``E`` is the embedding, ``t`` a transformer layer, ``m`` a layer for multi-token prediction, and
     ``L`` the loss.
 
     Source: ``PipelineParallelLayerLayout`` of megatron-core, for the notation.
 
     Raises:
-        ValueError: The text does not follow the notation, or layers are in a wrong order.
+        ValueError: The text does not match the notation, or layers are in the wrong order.
     """
     letters = text.replace(",", "").replace(" ", "")
     for pattern in (_GROUP, _REPEAT):
@@ -112,7 +112,7 @@ def uneven_split(
     embedding: bool | None = False,
     loss: bool | None = False,
 ) -> tuple[int, ...]:
-    """Returns the number of layers per stage, with a given number on the first or last rank.
+    """Returns the number of layers per stage, with a specified number on the first or last rank.
 
     The result is the same as in Megatron-LM. Stages are assigned to ranks round-robin (in a loop).
 
@@ -120,8 +120,9 @@ def uneven_split(
         num_layers: Number of layers in the model.
         num_ranks: Number of pipeline ranks.
         num_chunks: Number of stages per rank.
-        first: Number of layers on the first rank; ``None`` for the same number as on inner ranks.
-        last: Number of layers on the last rank; ``None`` for the same number as on inner ranks.
+        first: Number of layers on the first rank, or ``None`` for the same number as on inner
+            ranks.
+        last: Number of layers on the last rank, or ``None`` for the same number as on inner ranks.
         embedding: Whether the embedding counts as a layer of the first stage.
         loss: Whether the loss counts as a layer of the last stage.
 
@@ -155,7 +156,7 @@ def parse_widths(text: str) -> tuple[int, ...]:
     widths = tuple(map(int, text.split("-"))) if _PARTITION.fullmatch(text) else (0,)
     if min(widths) < 1:
         raise ValueError(
-            f"{text!r} does not give the number of ranks of each stage; write it as in 2-1-1"
+            f"{text!r} is not a list of ranks per stage; use positive integers, as in 2-1-1"
         )
     return widths
 
@@ -166,7 +167,7 @@ def format_partition(layers_per_stage: Sequence[int]) -> str:
 
 
 def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Divides layers over stages so that their numbers of layers differ by at most one.
+    """Divides layers among stages so that the numbers of layers differ by at most one.
 
     Inner stages get the additional layers, because the first stage also computes the embedding, and
     the last stage the loss.
@@ -177,10 +178,10 @@ def nearly_even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _is_own_schedule(name: str) -> bool:
-    """Returns whether a schedule is a user's own, not one of this package.
+    """Returns whether a schedule is a user's own rather than part of this package.
 
     Raises:
-        ValueError: There is no schedule of this name, or it cannot be imported.
+        ValueError: There is no schedule with this name, or it cannot be imported.
     """
     try:
         return schedule_spec(name).is_own
@@ -189,10 +190,10 @@ def _is_own_schedule(name: str) -> bool:
 
 
 def _read_candidates(text: str) -> tuple[str, ...]:
-    """Parses a list of schedule names separated by commas.
+    """Parses a comma-separated list of schedule names.
 
     Raises:
-        ValueError: A schedule does not exist, or is of a kind that ``auto`` cannot try.
+        ValueError: A schedule does not exist, or ``auto`` does not support its kind.
     """
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -201,7 +202,7 @@ def _read_candidates(text: str) -> tuple[str, ...]:
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if spec.kind not in ("fixed", "rule"):
-            raise ValueError(f"auto cannot try {name}; name a fixed order or a run-time rule")
+            raise ValueError(f"auto cannot try {name}; use a fixed order or a run-time rule")
     return names
 
 
@@ -210,23 +211,23 @@ class ScheduleConfig:
     """Pipeline schedule and traces.
 
     Attributes:
-        chosen_slices: Number of slices that was chosen because ``sequence_slices`` is ``auto``;
-            ``None`` before the choice. No flag sets it, and checkpoints do not have it.
-        chosen_tokens: Number of tokens of a slice that was chosen because ``slice_tokens`` is
-            ``auto``; ``None`` before the choice. No flag sets it, and checkpoints do not have it.
+        chosen_slices: Number of slices chosen for ``sequence_slices`` ``auto``, or ``None`` before
+            the choice. It has no flag and is not saved in checkpoints.
+        chosen_tokens: Number of tokens per slice chosen for ``slice_tokens`` ``auto``, or ``None``
+            before the choice. It has no flag and is not saved in checkpoints.
     """
 
     pipeline_schedule: str = flag(
-        "Order of forwards and backwards: megatron-core's own pipeline code (megatron), a fixed "
-        "order, or an order chosen at run time from the inputs that have arrived (adaptive, "
-        "hinted, dfc, bfc; auto measures a few steps and then uses the best schedule and "
-        "partition); or your own schedule as package.module:name.",
+        "Order of forward and backward passes: megatron-core's own pipeline code (megatron), a "
+        "fixed order, or an order chosen at run time from the inputs that have arrived "
+        "(adaptive, hinted, dfc, bfc; auto measures a few steps and then uses the best "
+        "schedule and partition); or your own schedule as package.module:name.",
         "adaptive",
         choices=tuple(sorted(selectable_names())),
         also_takes=_is_own_schedule,
     )
     auto_candidates: tuple[str, ...] | None = flag(
-        "Your own schedules that auto also tries, each as package.module:name.",
+        "Your own schedules that auto also considers, each as package.module:name.",
         reader=_read_candidates,
         unit="NAME,NAME",
     )
@@ -235,27 +236,27 @@ class ScheduleConfig:
         "torch.distributed.pipelining."
     )
     split_backward: bool | None = flag(
-        "Compute weight gradients as separate actions that fill waiting time (True), or within the "
-        "backward (False).",
+        "Compute weight gradients as separate actions that fill waiting time (True), or within "
+        "the backward pass (False).",
         takes_value=True,
         derived="True if the model's layers allow it and the schedule gains from it",
     )
     overlap_moe_expert_parallel_comm: bool = switch(
-        "Compute a forward while the experts of a backward exchange tokens, and vice versa; for "
-        "combined-1f1b, dualpipe-v and orders chosen at run time."
+        "Run a forward pass while the experts of a backward pass exchange tokens, and vice "
+        "versa; for combined-1f1b, dualpipe-v and orders chosen at run time."
     )
     weight_pieces: Count = flag(
-        "Largest number of parts into which a schedule that chooses at run time may split a weight "
-        "gradient.",
+        "Maximum number of parts into which a schedule that chooses at run time may split a "
+        "weight gradient.",
         4,
         unit="PIECES",
     )
     record_schedule: File | None = flag(
         "File to which the order of every training step is written."
     )
-    replay_schedule: File | None = flag("File of --record-schedule whose orders are followed.")
+    replay_schedule: File | None = flag("File from --record-schedule whose orders are followed.")
     partition: tuple[int, ...] | None = flag(
-        "Number of layers of each stage in pipeline order, joined by '-'; 0 is allowed.",
+        "Number of layers in each stage in pipeline order, joined by '-'; 0 is allowed.",
         reader=parse_partition,
         unit="0-11-8-8",
         derived="the same number for each stage; auto may change it",
@@ -267,16 +268,16 @@ class ScheduleConfig:
         unit="'Et|(tt|)*2mL'",
     )
     decoder_first_pipeline_num_layers: Layers | None = flag(
-        "Number of layers of the first pipeline rank; the other ranks share the rest."
+        "Number of layers on the first pipeline rank; the other ranks share the remaining layers."
     )
     decoder_last_pipeline_num_layers: Layers | None = flag(
-        "Number of layers of the last pipeline rank; the other ranks share the rest."
+        "Number of layers on the last pipeline rank; the other ranks share the remaining layers."
     )
     account_for_embedding_in_pipeline_split: bool = switch(
-        "Give the first stage one layer fewer than the others."
+        "Assign one layer fewer to the first stage than to the others."
     )
     account_for_loss_in_pipeline_split: bool = switch(
-        "Give the last stage one layer fewer than the others."
+        "Assign one layer fewer to the last stage than to the others."
     )
     pipeline_placement: str | None = flag(
         "Order of the stages over the ranks if a rank has several stages: each round from the "
@@ -286,18 +287,18 @@ class ScheduleConfig:
         "otherwise loop",
     )
     repartition: str = flag(
-        "Move layers, with their optimizer state, from slow ranks to others between two steps if "
-        "measured times predict a gain.",
+        "Move layers, with their optimizer state, from slow ranks to other ranks between two "
+        "steps if measured times predict a gain.",
         "off",
         choices=("off", "auto"),
     )
     repartition_interval: Annotated[int, Limits(minimum=4)] = flag(
-        "With --repartition auto: iterations between two checks for a better partition.",
+        "With --repartition auto: number of iterations between two checks for a better partition.",
         50,
         unit="ITERATIONS",
     )
     repartition_gain: Annotated[float, Limits(above=0, below=1)] = flag(
-        "Least gain for which layers are moved, as a fraction of the step time.", 0.05, unit="SHARE"
+        "Minimum gain for moving layers, as a fraction of the step time.", 0.05, unit="SHARE"
     )
     balance_replicas: str | None = flag(
         "Distribute the microbatches of each step over data-parallel replicas so that all replicas "
@@ -308,16 +309,16 @@ class ScheduleConfig:
         "always off if the schedule or the layout does not support it",
     )
     activation_cap: Annotated[float, Limits(minimum=1)] | None = flag(
-        "Limit on the activations that a rank keeps, in microbatches over all its chunks; only if "
-        "the order is chosen at run time.",
+        "Limit on the activations held by a rank, in microbatches over all its chunks; only "
+        "for orders chosen at run time.",
         unit="MICROBATCHES",
         derived="chosen from the pipeline's shape",
     )
     sequence_slices: Count = flag(
-        "Number of slices into which each sequence is cut. A slice is the piece of "
-        "work that a stage runs at a time, so a rank keeps less memory, and waits less if there "
-        "are few microbatches. With --pipeline-schedule auto, the number may be auto: it is chosen "
-        "by simulation, after steps with two numbers of slices.",
+        "Number of slices into which each sequence is cut. A stage processes one slice at a "
+        "time, so a rank holds fewer activations, and waits less if there are few "
+        "microbatches. With --pipeline-schedule auto, the number can be auto: it is chosen by "
+        "simulation, after steps with two numbers of slices.",
         1,
         unit="SLICES",
         named_values={"auto": CHOSEN_SLICES},
@@ -325,16 +326,17 @@ class ScheduleConfig:
     chosen_slices: int | None = None
     slice_tokens: Annotated[int, Limits(minimum=LEAST_TOKENS)] | None = flag(
         "Number of tokens in each slice, instead of a number of slices. With "
-        "--variable-seq-lengths, documents are packed into rows of whole slices, as long as the "
-        "longest document of the step needs. With --pipeline-schedule auto as well, the number may "
-        "be auto: it is chosen by simulation, after steps with two numbers of tokens.",
+        "--variable-seq-lengths, documents are packed into rows of whole slices, which are as "
+        "long as the longest document of the step requires. If --pipeline-schedule is auto, "
+        "the number can also be auto: it is chosen by simulation, after steps with two numbers "
+        "of tokens.",
         unit="TOKENS",
         named_values={"auto": CHOSEN_TOKENS},
     )
     chosen_tokens: int | None = None
     slice_cut: str = flag(
-        "Way to cut sequences: into slices of equal cost, which become shorter because later ones "
-        "attend to more tokens, or of equal length.",
+        "Way to cut sequences: into slices of equal cost, where later slices are shorter "
+        "because they attend to more tokens, or into slices of equal length.",
         SLICE_CUTS[0],
         choices=SLICE_CUTS,
     )
@@ -345,50 +347,52 @@ class ScheduleConfig:
         derived="--distributed-timeout-minutes",
     )
     hang_after_s: Annotated[float, Limits(minimum=0)] | None = flag(
-        "Time without progress on any rank after which the run counts as hanging, and the rank "
-        "that others wait for is reported; 0 for never.",
+        "Time without progress on any rank after which the run is considered to hang, and the "
+        "rank that others wait for is reported; 0 to disable this.",
         unit="SECONDS",
         derived="10 times the median step, at least 30",
     )
     on_hang: str = flag(
-        "Action if the run hangs: write a report and continue to wait (report), or also end the "
+        "Action if the run hangs: write a report and keep waiting (report), or also end the "
         "job (end).",
         "report",
         choices=("report", "end"),
     )
-    trace_dir: Folder | None = flag("Folder for traces; without it no traces are written.")
+    trace_dir: Folder | None = flag("Folder for traces; without this flag, no traces are written.")
     trace_interval: Iterations = flag("Trace every n-th iteration.", 1)
     trace_iterations: Iterations | None = flag(
         "Stop tracing after this number of traced iterations.", derived="no limit"
     )
     trace_detail: str = flag(
-        "With --trace-dir: measure only actions in traced iterations, or also the forward and "
-        "backward of each transformer layer (layers), or these and the collectives of each "
-        "process group of the model (collectives), or these and, on --profile-ranks from "
-        "--profile-step-start to --profile-step-end, operators and kernels (kernels).",
+        "With --trace-dir: record only actions in traced iterations (actions), or also the "
+        "forward and backward pass of each transformer layer (layers), or these and the "
+        "collectives of each process group of the model (collectives), or these and, on "
+        "--profile-ranks from --profile-step-start to --profile-step-end, operators and "
+        "kernels (kernels).",
         "actions",
         choices=TRACE_DETAILS,
     )
     trace_otlp: Annotated[str, Limits(unit="URL")] | None = flag(
-        "Send the spans of traced iterations to this collector too, while the job runs "
-        "(OpenTelemetry, OTLP over HTTP); a collector that is down loses spans, not the job.",
+        "Also send the spans of traced iterations to this collector while the job runs "
+        "(OpenTelemetry, OTLP over HTTP); if the collector is down, spans are lost, but the "
+        "job continues.",
         derived="none",
     )
     diagnose_interval: Natural = flag(
-        "With --trace-dir: iterations between two diagnoses of what slows the run; each finding "
-        "is reported once; 0 for never.",
+        "With --trace-dir: number of iterations between two diagnoses of what slows the run; "
+        "each finding is reported once; 0 to disable diagnoses.",
         100,
         unit="ITERATIONS",
     )
 
     @property
     def chooses_slices(self) -> bool:
-        """Whether the number of slices is chosen in the first steps."""
+        """Whether the number of slices is chosen during the first steps."""
         return self.sequence_slices == CHOSEN_SLICES
 
     @property
     def chooses_tokens(self) -> bool:
-        """Whether the number of tokens of a slice is chosen in the first steps."""
+        """Whether the number of tokens per slice is chosen during the first steps."""
         return self.slice_tokens == CHOSEN_TOKENS
 
     @property
@@ -398,14 +402,14 @@ class ScheduleConfig:
 
     @property
     def trace_details(self) -> tuple[str, ...]:
-        """Details that traced iterations record: the chosen value and all values before it."""
+        """Details recorded for traced iterations: the chosen value and all values before it."""
         return trace_details(self.trace_detail)
 
     def traces(self, iterations_done: int) -> bool:
-        """Returns whether the next iteration of training is recorded in the trace.
+        """Returns whether the next training iteration is recorded in the trace.
 
         Args:
-            iterations_done: Number of iterations that this process has finished since it started.
+            iterations_done: Number of iterations that this process has completed since it started.
                 Iterations before a loaded checkpoint do not count.
         """
         if self.trace_dir is None or iterations_done % self.trace_interval != 0:
@@ -420,7 +424,7 @@ def trace_details(chosen: str) -> tuple[str, ...]:
 
 
 def check_no_kernels(trace_detail: str) -> None:
-    """Checks that a trace needs no kernels, which only the trainer and the plug-in record.
+    """Checks that a trace does not include kernels, which only the trainer and the plug-in record.
 
     Raises:
         ConfigError: The detail is ``kernels``.

@@ -1,13 +1,13 @@
-"""Describes all pipeline schedules in a table.
+"""Defines the table of all pipeline schedules.
 
-A schedule decides in which order each rank runs its actions (forward pass, backward pass, weight
-gradient). A schedule of this package is an entry of :data:`BUILT_IN` that names a function. Your
-own schedule needs no entry: decorate a function with :func:`fixed_order` or :func:`run_time_rule`,
-and give ``--pipeline-schedule package.module:name``. A package can also publish its schedules as
-entry points of the group ``megatron_adaptive.schedules``, which are selected by name
-(``examples/own_schedule``).
+A schedule determines the order in which each rank runs its actions (forward pass, backward pass,
+weight gradient). A schedule of this package is an entry of :data:`BUILT_IN` that refers to a
+function. Users' own schedules need no entry: decorate a function with :func:`fixed_order` or
+:func:`run_time_rule`, and pass ``--pipeline-schedule package.module:name``. A package can also
+publish its schedules as entry points of the group ``megatron_adaptive.schedules``, which are
+selected by name (``examples/own_schedule``).
 
-This module deliberately imports neither placements nor actions. ``schedule.catalog`` describes the
+This module deliberately imports neither placements nor actions. ``schedule.catalog`` documents the
 arguments and results of the functions.
 """
 
@@ -29,48 +29,51 @@ SplitBackward = Literal["never", "on request", "by default", "always"]
 Planned = Literal["no", "on request", "by default"]
 
 ENTRY_POINTS = "megatron_adaptive.schedules"
-"""Name of the group of entry points by which installed packages provide schedules."""
+"""Name of the entry point group through which installed packages provide schedules."""
 _PACKAGE = "megatron.adaptive.schedule"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """Describes a schedule, one value of ``--pipeline-schedule``.
+    """Properties of a schedule, which is a value of ``--pipeline-schedule``.
 
     Attributes:
         name: Name of the schedule on the command line.
-        function: Function that implements the schedule, or its path as ``package.module:function``;
-            empty for ``auto``, ``file`` and ``megatron``, which have no function.
-        kind: ``fixed`` if the order of actions is known before the step, ``rule`` if each rank
+        function: Function that implements the schedule, or its path as ``package.module:function``.
+            It is empty for ``auto``, ``file`` and ``megatron``, which have no function.
+        kind: ``fixed`` if the order of actions is known before the step, or ``rule`` if each rank
             chooses its next action at run time. The schedules ``auto``, ``file`` and ``megatron``
-            are kinds of their own.
+            are separate kinds.
         chunks: Number of model chunks (virtual stages) that each rank must have.
-        placements: Supported assignments of stages to ranks, the default first: ``loop``
-            (round-robin) or ``v`` (from the first rank to the last, and back).
+        placements: Supported assignments of stages to ranks, with the default first: ``loop``
+            (round-robin) or ``v`` (from the first rank to the last and back).
         prefers_v: Whether two chunks per rank are placed in a V by default.
-        splits_backward: Whether weight gradients are computed by separate actions, not within the
-            backward pass. With ``by default``, they are if the model's layers support it.
+        splits_backward: Whether weight gradients are computed by separate actions instead of in the
+            backward pass. With ``by default``, this depends on whether the model's layers support
+            it.
         overlaps_experts: Whether a rank may start an action while another action waits for the
             exchange of tokens with experts.
         keeps_all: Whether all, or nearly all, forward passes run before the first backward pass, so
-            that their activations are kept at the same time.
+            that their activations are held at the same time.
         allows_unequal_stages: Whether stages may have different numbers of ranks.
-        groups_microbatches: Whether the schedule runs microbatches in groups, so that their number
-            must be a multiple of the group size.
+        groups_microbatches: Whether microbatches run in groups, so that their number must be a
+            multiple of the group size.
         takes_group_size: Whether ``--microbatch-group-size-per-virtual-pipeline-stage`` sets this
             group size.
-        recomputes: Whether the schedule repeats forward passes, and so needs full recomputation.
-        microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank (with
-            2, four ranks need 8 microbatches); 0 for no minimum.
-        is_hint: Whether the schedule ``hinted`` may use this schedule's order as its preference.
-        is_auto_candidate: Whether the schedule ``auto`` tries this schedule.
+        recomputes: Whether the schedule repeats forward passes, and therefore requires full
+            recomputation.
+        microbatches_per_rank: Minimum number of microbatches per step for each pipeline rank, or 0
+            for no minimum. For example, with 2, four ranks need 8 microbatches.
+        is_hint: Whether the ``hinted`` schedule may use this schedule's order as its preference.
+        is_auto_candidate: Whether the ``auto`` schedule tries this schedule.
         planned: Whether the planner considers the schedule: always (``by default``), only if the
             user lists it (``on request``), or never (``no``).
-        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices.
-            Run-time rules always do.
-        torch_name: Name of the same schedule in ``torch.distributed.pipelining``; empty if there is
-            none.
-        is_selectable: Whether users can select the schedule. False for the schedule of validation.
+        orders_slices: Whether a fixed schedule also supports sequences that are cut into slices,
+            which run-time rules always support.
+        torch_name: Name of the same schedule in ``torch.distributed.pipelining``, or empty if there
+            is none.
+        is_selectable: Whether users can select the schedule. False for the schedule used in
+            validation.
     """
 
     name: str
@@ -96,7 +99,7 @@ class ScheduleSpec:
 
     @property
     def is_rule(self) -> bool:
-        """Whether each rank chooses its next action at run time. This includes ``auto``."""
+        """Whether each rank chooses its next action at run time, including ``auto``."""
         return self.kind in ("rule", "auto")
 
     @property
@@ -111,17 +114,17 @@ class ScheduleSpec:
 
     @property
     def least_chunks(self) -> int:
-        """Smallest number of model chunks per rank that the schedule supports."""
+        """Minimum number of model chunks per rank that the schedule supports."""
         return 2 if self.chunks in ("two", "several") else 1
 
     @property
     def most_chunks(self) -> int | None:
-        """Largest number of chunks per rank that the schedule supports; ``None`` for no limit."""
+        """Maximum number of chunks per rank that is supported, or ``None`` for no limit."""
         return {"one": 1, "two": 2}.get(self.chunks)
 
     @property
     def is_own(self) -> bool:
-        """Whether the schedule is a user's own, not one of this package."""
+        """Whether the schedule is a user's own rather than part of this package."""
         return self.name not in BUILT_IN
 
     def load(self) -> Callable[..., Any]:
@@ -130,13 +133,13 @@ class ScheduleSpec:
             return self.function
         module, _, name = self.function.partition(":")
         loaded: Any = getattr(importlib.import_module(module), name)
-        # This package may decorate its functions like users do, so the object may be a spec.
+        # This package may decorate its functions as users do, so the object may be a spec.
         return loaded.load() if isinstance(loaded, ScheduleSpec) else loaded
 
 
 _BOTH: tuple[PlacementKind, ...] = ("loop", "v")
 
-# The order matters: if two schedules are equally fast, the one listed first is chosen.
+# The order matters: among equally fast schedules, the schedule listed first is chosen.
 _TABLE = (
     ScheduleSpec(
         name="1f1b",
@@ -306,7 +309,7 @@ _TABLE = (
     ScheduleSpec(name="megatron", kind="megatron", groups_microbatches=True, takes_group_size=True),
 )
 BUILT_IN = {spec.name: spec for spec in _TABLE}
-"""Descriptions of this package's schedules, by name."""
+"""Specifications of this package's schedules, by name."""
 
 
 def selectable_names(
@@ -315,7 +318,7 @@ def selectable_names(
     """Returns the names of schedules that users can select, in the order of the table.
 
     Args:
-        matches: Function that takes a schedule's description, and returns whether to include it.
+        matches: Function that takes a schedule's specification, and returns whether to include it.
         also: Names of schedules outside this package to add to the result.
     """
     specs = [spec for spec in _TABLE if spec.is_selectable]
@@ -324,7 +327,7 @@ def selectable_names(
 
 
 def schedule_spec(name: str) -> ScheduleSpec:
-    """Returns the description of a schedule.
+    """Returns the specification of a schedule.
 
     Args:
         name: Name of a schedule of this package, name of an entry point, or
@@ -346,8 +349,9 @@ def _own_spec(name: str) -> ScheduleSpec:
         )
     if not isinstance(loaded, ScheduleSpec):
         raise ConfigError(
-            f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}; decorate a function with "
-            "fixed_order or run_time_rule of megatron.adaptive.schedule"
+            f"schedule {name} is {type(loaded).__name__} {loaded!r:.60}, which is not a "
+            "schedule; decorate a function with fixed_order or run_time_rule of "
+            "megatron.adaptive.schedule"
         )
     return replace(loaded, name=name)
 
@@ -358,17 +362,17 @@ def fixed_order(
     placements: tuple[PlacementKind, ...] = ("loop",),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Makes a schedule from a function that lists the actions of all ranks.
+    """Creates a schedule from a function that lists the actions of all ranks.
 
     The function takes the :class:`~megatron.adaptive.schedule.Placement` of the stages and the
     number of microbatches. It returns a tuple of :class:`~megatron.adaptive.schedule.Action` for
-    each rank, from the first rank to the last. The result is checked before training: each action
-    must occur once, and the schedule must not deadlock.
+    each rank, in rank order. The result is validated before training: each action must occur
+    exactly once, and the schedule must not deadlock.
 
     Args:
         chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
             ``several``.
-        placements: Supported ways to assign stages to ranks: ``loop``, ``v``, or both.
+        placements: Supported assignments of stages to ranks: ``loop``, ``v``, or both.
         splits_backward: Whether the function lists weight gradients as separate actions.
     """
     return lambda function: ScheduleSpec(
@@ -386,17 +390,17 @@ def run_time_rule(
     placements: tuple[PlacementKind, ...] = ("loop", "v"),
     splits_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], ScheduleSpec]:
-    """Makes a schedule from a function that chooses a rank's next action at run time.
+    """Creates a schedule from a function that chooses a rank's next action at run time.
 
     The function takes the :class:`~megatron.adaptive.schedule.RankState` of the rank. It returns
     one of the actions that are ready, or ``None`` to wait until another input arrives. It must
-    return quickly, and must not change the state. The function is tried in a simulation before
+    return quickly, and must not modify the state. The function is tested in a simulation before
     training.
 
     Args:
         chunks: Number of model chunks that each rank must have: ``any``, ``one``, ``two`` or
             ``several``.
-        placements: Supported ways to assign stages to ranks, with the default first.
+        placements: Supported assignments of stages to ranks, with the default first.
         splits_backward: Whether weight gradients are separate actions by default.
     """
     return lambda function: ScheduleSpec(

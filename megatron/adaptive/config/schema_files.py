@@ -1,14 +1,14 @@
-"""Reads files that people write in YAML, TOML or JSON, and checks them against schemas.
+"""Reads YAML, TOML and JSON files that people write, and validates them against schemas.
 
-The suffix of the file determines its format. A key that occurs twice is an error in all three
-formats. Quantities are written with their unit (``40 GB``, ``25 Gbit/s``, ``5 us``), because a bare
-number does not show whether it is a number of bits or of bytes.
+The file's suffix determines its format. Duplicate keys are an error in all three formats.
+Quantities are written with a unit (``40 GB``, ``25 Gbit/s``, ``5 us``), because a plain number does
+not show whether it means bits or bytes.
 
 The schemas in ``data/forms.yaml`` use these keywords of JSON Schema (2020-12): ``type``, ``enum``,
 ``const``, ``properties``, ``required``, ``additionalProperties``, ``items``, ``prefixItems``,
 ``minItems``, ``maxItems``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``pattern`` and
-``oneOf`` over the keys of an object. An error message is one line that says what is wrong. For an
-unknown key, it names the key with the most similar name.
+``oneOf`` over the keys of an object. An error message is a single line that describes the problem.
+For an unknown key, it suggests the most similar key.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
     Args:
         text: Number followed by its unit.
         unit: Base unit of the result: ``bytes_per_s``, ``bytes``, ``s`` or ``flops``.
-        name: Name of the value for error messages: file and key, or command line option.
+        name: Name of the value for error messages, such as the file and key, or a command-line
+            option.
         zero: Whether 0 is allowed.
 
     Raises:
@@ -88,17 +89,17 @@ def quantity(text: Any, unit: str, name: str, *, zero: bool = False) -> float:
 
 
 def read_file(path: Path, form: str) -> Any:
-    """Reads a YAML, TOML or JSON file into lists, dicts, texts and numbers.
+    """Reads a YAML, TOML or JSON file into lists, dictionaries, strings and numbers.
 
     Args:
         path: Path of the file. The suffix ``.toml`` means TOML, ``.json`` means JSON, and any other
             suffix means YAML.
-        form: Kind of the file in error messages: ``cluster``, ``model`` or ``profile``.
+        form: Kind of the file for error messages: ``cluster``, ``model`` or ``profile``.
 
     Raises:
-        ConfigError: The file cannot be read or does not follow its format.
+        ConfigError: The file cannot be read or is not valid in its format.
     """
-    hint = f"give a {form} file"
+    hint = f"pass a {form} file"
     if path.suffix.lower() == ".json":
         return read_json(path, hint)
     text = read_text(path, hint)
@@ -121,7 +122,7 @@ def read_file(path: Path, form: str) -> Any:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML loader that refuses repeated keys and deep nesting, which PyYAML would accept."""
+    """YAML loader that rejects duplicate keys and deep nesting, which PyYAML would accept."""
 
     def fetch_flow_collection_start(self, token: Any) -> None:
         if self.flow_level >= MAX_LEVELS:
@@ -150,7 +151,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 FORMS = ("cluster", "model", "profile")
-"""Names of the schemas for the input files of the planner."""
+"""Names of the schemas for the planner's input files."""
 
 
 @functools.cache
@@ -162,19 +163,18 @@ def forms() -> Mapping[str, Any]:
 
 
 def check_form(value: Any, name: str, where: str) -> Any:
-    """Checks the content of a file against a schema.
+    """Validates the contents of a file against a schema.
 
     Args:
-        value: Content of the file: lists, dicts, texts and numbers.
+        value: Contents of the file, as lists, dictionaries, strings and numbers.
         name: Name of the schema in ``data/forms.yaml``.
-        where: Path of the file; error messages name it.
+        where: Path of the file, for error messages.
 
     Returns:
-        A copy of the content in which quantities such as ``40 GB`` are numbers in base units.
+        A copy of the contents in which quantities such as ``40 GB`` are numbers in base units.
 
     Raises:
-        ConfigError: The content does not follow the schema; the message is about the first problem
-            found.
+        ConfigError: The contents do not match the schema. The message describes the first problem.
     """
     return _check(value, forms()[name], where, "")
 
@@ -182,7 +182,7 @@ def check_form(value: Any, name: str, where: str) -> Any:
 def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
     if rule := _broken_rule(value, schema):
         about = f" ({schema['description']})" if "description" in schema else ""
-        # Shorten the value, because aliases let a small YAML file contain a list a million times.
+        # Aliases let a small YAML file contain a list a million times, so shorten the value.
         shown = reprlib.repr(value)
         raise ConfigError(f"{where}: {path or 'the file'} must be {rule}{about}, got {shown}")
     if isinstance(value, list):
@@ -196,7 +196,7 @@ def _check(value: Any, schema: Mapping[str, Any], where: str, path: str) -> Any:
 
 
 def _broken_rule(value: Any, schema: Mapping[str, Any]) -> str:
-    """Returns the requirement that a value breaks, apart from its entries; empty if valid."""
+    """Returns the requirement that a value violates, ignoring its entries, or an empty string."""
     if "type" in schema:
         types, rule = _TYPES[schema["type"]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

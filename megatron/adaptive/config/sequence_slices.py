@@ -1,28 +1,28 @@
-"""Cuts sequences into slices, the pieces in which ``--sequence-slices`` runs a microbatch.
+"""Cuts sequences into slices, which ``--sequence-slices`` processes separately.
 
 Most of a layer's work grows with the number of tokens. Attention grows with the number of pairs of
-tokens, and a slice attends to all slices before it. With a share ``a`` of attention in the cost of
+tokens, and a slice attends to all slices before it. If attention is a fraction ``a`` of the cost of
 the whole sequence, the part from ``x`` to ``y`` of a sequence of length 1 costs
 
     (1 - a) (y - x) + a (y^2 - x^2)
 
-Slices of equal length therefore cost more towards the end, and slices of equal cost become
-shorter::
+Slices of equal length therefore cost more towards the end of the sequence, while slices of equal
+cost become shorter::
 
     equal-length    |    |    |    |    |     4 slices
     equal-cost      |       |    |   |  |
 
-A microbatch may be one row of several documents. A slice may end within a document, so a document
-may lie in several slices, and a slice may contain several documents::
+A microbatch may be a row of several documents. A slice may end within a document, so a document may
+extend over several slices, and a slice may contain several documents::
 
     documents       |    a    | b |       c       |d| e |
     slices of T     |      |      |      |      |      |      a: 0, 1   b: 1, 2   c: 2, 3, 4
 
-Only the positions of the cuts are computed here. ``gpt/sequence_slices.py`` cuts tensors, and keeps
-the keys and values that later slices of a sequence need.
+This module computes only the positions of the cuts. ``gpt/sequence_slices.py`` cuts tensors, and
+keeps the keys and values that later slices of a sequence need.
 
-Source: TeraPipe, arXiv 2102.07988, and Seq1F1B, arXiv 2406.03488, cut sequences so that slices cost
-the same, by a count of floating-point operations.
+Source: TeraPipe, arXiv 2102.07988, and Seq1F1B, arXiv 2406.03488, which cut sequences into slices
+of equal cost in FLOPs.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from typing import Literal, NamedTuple, get_args
 from megatron.adaptive.errors import ConfigError
 
 SliceCut = Literal["equal-cost", "equal-length"]
-"""Way to cut a sequence: into slices of equal cost, or of equal length."""
+"""Way to cut a sequence: into slices of equal cost or of equal length."""
 SLICE_CUTS: tuple[SliceCut, ...] = get_args(SliceCut)
 
 LEAST_TOKENS = 16
-"""Smallest number of tokens in a slice."""
+"""Minimum number of tokens in a slice."""
 CHOSEN_SLICES = 0
-"""Number that stands for ``--sequence-slices auto``."""
+"""Value that represents ``--sequence-slices auto``."""
 CHOSEN_TOKENS = 0
-"""Number that stands for ``--slice-tokens auto``."""
+"""Value that represents ``--slice-tokens auto``."""
 _MOST_CHOSEN = 32
 _FIRST = 8
 
 
 def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
-    """Returns where a sequence of length 1 is cut into slices of equal cost.
+    """Returns the positions at which a sequence of length 1 is cut into slices of equal cost.
 
     Args:
-        num_slices: Number of slices, at least 1.
-        attention_share: Attention's share of the cost of the whole sequence, from 0 to 1; with 0,
-            slices have the same length.
+        num_slices: Number of slices; must be at least 1.
+        attention_share: Attention's fraction of the cost of the whole sequence. With 0, slices have
+            the same length.
 
     Returns:
-        Positions from 0 to 1, one more than there are slices.
+        Positions from 0 to 1, including both ends of the sequence.
     """
     linear = 1 - attention_share
     parts = [number / num_slices for number in range(num_slices + 1)]
     if attention_share == 0:
         return tuple(parts)
-    # Solve linear x + share x^2 = part. This form of the root is exact for small shares, too.
+    # This form of the solution of linear x + share x^2 = part is also exact for small shares.
     return tuple(
         2 * part / (linear + math.sqrt(linear * linear + 4 * attention_share * part))
         if part
@@ -75,15 +75,15 @@ def cut_points(num_slices: int, attention_share: float) -> tuple[float, ...]:
 
 
 class DocumentPart(NamedTuple):
-    """Describes the part of a document that lies in a slice.
+    """Part of a document that lies in a slice.
 
     All fields are positions in the microbatch's row.
 
     Attributes:
         begin: Position of the document's first token.
         start: Position of the part's first token.
-        end: Position after the part's last token.
-        close: Position after the document's last token.
+        end: Position directly after the part's last token.
+        close: Position directly after the document's last token.
     """
 
     begin: int
@@ -99,12 +99,12 @@ class DocumentPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """Describes where a microbatch is cut into slices.
+    """Positions at which a microbatch is cut into slices.
 
     Attributes:
-        ends: Position after the last token of each slice, ascending.
-        documents: Position after the last token of each document of the row, ascending; empty if
-            the row is one document.
+        ends: Position directly after the last token of each slice, in ascending order.
+        documents: Position directly after the last token of each document in the row, in ascending
+            order, or empty if the row is a single document.
     """
 
     ends: tuple[int, ...]
@@ -129,7 +129,7 @@ class Cut:
         return pieces
 
     def work(self, index: int) -> tuple[int, int]:
-        """Returns a slice's number of tokens, and of pairs of tokens that attend to each other.
+        """Returns a slice's number of tokens, and its number of pairs for attention.
 
         The first x tokens of a document count as x^2 pairs.
         """
@@ -138,22 +138,22 @@ class Cut:
         return sum(part.end - part.start for part in parts), pairs
 
     def kept_tokens(self, index: int) -> int:
-        """Returns the number of a slice's tokens whose documents lie in several slices."""
+        """Returns the number of a slice's tokens whose documents extend over several slices."""
         parts = self.pieces(index)
         return sum(part.end - part.start for part in parts if not part.is_whole)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceRule:
-    """Decides where microbatches of different lengths are cut.
+    """Determines where microbatches of different lengths are cut.
 
     Attributes:
-        slices: Number of slices of each microbatch. Not used if ``tokens`` is set.
-        tokens: Number of tokens of each slice; ``None`` to cut into ``slices`` slices.
-        multiple: Number that divides the length of each slice.
-        pair_cost: Cost of attention for a pair of tokens, relative to all other work for one token.
-            A document of x tokens has x^2 pairs. 0 for slices of equal length.
-        is_packed: Whether a microbatch is one row of several documents.
+        slices: Number of slices per microbatch, which is not used if ``tokens`` is set.
+        tokens: Number of tokens per slice, or ``None`` to cut into ``slices`` slices.
+        multiple: Divisor of the length of each slice.
+        pair_cost: Cost of attention per pair of tokens, relative to all other work per token. A
+            document of x tokens has x^2 pairs. A value of 0 results in slices of equal length.
+        is_packed: Whether a microbatch is a single row of several documents.
         varies: Whether microbatches of a step may have different numbers of slices.
     """
 
@@ -165,13 +165,13 @@ class SliceRule:
     varies: bool = False
 
     def cut(self, width: int, documents: Sequence[int] = ()) -> Cut:
-        """Returns where a microbatch is cut.
+        """Returns the positions at which a microbatch is cut.
 
         Padding at the end of a packed row counts as documents of at most ``tokens`` tokens.
 
         Args:
             width: Number of tokens in a row of the microbatch, including padding.
-            documents: Number of tokens of each document in the row, without padding; not used
+            documents: Number of tokens in each document of the row, without padding. Not used
                 unless documents are packed.
         """
         closes = _closes(width, documents, self.tokens) if self.is_packed else ()
@@ -198,7 +198,7 @@ class SliceRule:
 
 
 def _closes(width: int, documents: Sequence[int], tokens: int | None) -> tuple[int, ...]:
-    """Returns the position after each document of a packed row, and after each part of padding."""
+    """Returns the positions after each document of a packed row, and after each part of padding."""
     closes = list(itertools.accumulate(documents))
     while tokens is not None and closes[-1] // tokens < (width - 1) // tokens:
         closes.append((closes[-1] // tokens + 1) * tokens)
@@ -211,8 +211,8 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
     The first ``x`` tokens of a document cost ``x + pair_cost x^2``.
 
     Args:
-        lengths: Number of tokens of each document.
-        num_slices: Number of slices, at least 1.
+        lengths: Number of tokens in each document.
+        num_slices: Number of slices; must be at least 1.
         pair_cost: Cost of attention, as in :class:`SliceRule`.
     """
     costs = [length + pair_cost * length * length for length in lengths]
@@ -228,7 +228,7 @@ def _points_of_documents(lengths: Sequence[int], num_slices: int, pair_cost: flo
 
 
 def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, ...]:
-    """Rounds positions to multiples, so that each slice has :data:`LEAST_TOKENS` or more."""
+    """Rounds positions to multiples, and ensures that slices have at least :data:`LEAST_TOKENS`."""
     blocks = length // multiple
     least = -(-LEAST_TOKENS // multiple)  # number of blocks
     slices = len(points) + 1
@@ -243,32 +243,34 @@ def _rounded(points: Sequence[float], length: int, multiple: int) -> tuple[int, 
 
 
 def numbers_to_choose(length: int, multiple: int) -> tuple[int, ...]:
-    """Returns the numbers of slices that ``--sequence-slices auto`` chooses from, ascending.
+    """Returns the numbers of slices for ``--sequence-slices auto`` to choose from, ascending.
 
     Args:
         length: Number of tokens in a sequence.
-        multiple: Number that divides the length of each slice.
+        multiple: Divisor of the length of each slice.
     """
     most = min(_MOST_CHOSEN, length // least_row(1, multiple))
     return tuple(2**exponent for exponent in range(max(1, most).bit_length()))
 
 
 def first_number(length: int, multiple: int) -> int:
-    """Returns the number of slices in the first steps of ``--sequence-slices auto``.
+    """Returns the number of slices in the first steps with ``--sequence-slices auto``.
 
-    Half of this number is measured next. The arguments are those of :func:`numbers_to_choose`.
+    Half of this number is measured next. The arguments are the same as for
+    :func:`numbers_to_choose`.
     """
     return min(_FIRST, numbers_to_choose(length, multiple)[-1])
 
 
 def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns the lengths of slices that ``--slice-tokens auto`` chooses from, longest first.
+    """Returns the slice lengths for ``--slice-tokens auto`` to choose from, longest first.
 
-    The longest slices hold the longest document. Each further length is half of the one before.
+    The longest slices can hold the longest document. Each further length is half of the previous
+    length.
 
     Args:
         longest: Largest number of tokens in a document.
-        multiple: Number that divides the length of each slice.
+        multiple: Divisor of the length of each slice.
     """
     least = least_row(1, multiple)
     parts = range(_MOST_CHOSEN.bit_length())
@@ -277,9 +279,10 @@ def tokens_to_choose(longest: int, multiple: int) -> tuple[int, ...]:
 
 
 def first_tokens(longest: int, multiple: int) -> int:
-    """Returns the length of slices in the first steps of ``--slice-tokens auto``.
+    """Returns the slice length in the first steps with ``--slice-tokens auto``.
 
-    The next longer slices are measured next. The arguments are those of :func:`tokens_to_choose`.
+    The next longer slices are measured next. The arguments are the same as for
+    :func:`tokens_to_choose`.
     """
     lengths = tokens_to_choose(longest, multiple)
     return lengths[min(_FIRST.bit_length(), len(lengths)) - 1]
@@ -290,11 +293,11 @@ def _up(number: int, multiple: int) -> int:
 
 
 def least_row(slices: int, multiple: int) -> int:
-    """Returns the smallest number of tokens that can be cut into a number of slices.
+    """Returns the minimum number of tokens that can be cut into a number of slices.
 
     Args:
         slices: Number of slices.
-        multiple: Number that divides the length of each slice.
+        multiple: Divisor of the length of each slice.
     """
     return slices * -(-LEAST_TOKENS // multiple) * multiple
 
@@ -302,21 +305,22 @@ def least_row(slices: int, multiple: int) -> int:
 def slice_ends(
     length: int, slices: int, multiple: int = 1, attention_share: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns the ends of the slices of a sequence.
+    """Returns the ends of a sequence's slices.
 
-    Slices cost about the same; their lengths are rounded to ``multiple``, and no slice is shorter
-    than :data:`LEAST_TOKENS`.
+    Slices have about the same cost. Their lengths are rounded to ``multiple``, and no slice is
+    shorter than :data:`LEAST_TOKENS`.
 
     Args:
         length: Number of tokens in the sequence.
-        slices: Number of slices, at least 1.
-        multiple: Number that divides the length of each slice, such as the number of
-            tensor-parallel ranks among which each slice is divided.
-        attention_share: Attention's share of the cost of the whole sequence, from 0 to 1; with 0,
-            lengths differ by ``multiple`` at most.
+        slices: Number of slices; must be at least 1.
+        multiple: Divisor of the length of each slice, such as the number of tensor-parallel ranks
+            among which each slice is divided.
+        attention_share: Attention's fraction of the cost of the whole sequence. With 0, lengths
+            differ by at most ``multiple``.
 
     Returns:
-        Position after the last token of each slice, ascending; the last one is ``length``.
+        Position directly after the last token of each slice, in ascending order. The last position
+        is ``length``.
 
     Raises:
         ConfigError: A slice would be too short, or the length is not a multiple of ``multiple``.
@@ -324,8 +328,8 @@ def slice_ends(
     blocks, rest = divmod(length, multiple)
     if rest and slices > 1:
         raise ConfigError(
-            f"--sequence-slices {slices} needs a sequence length that is a multiple of {multiple} "
-            f"(tensor parallel ranks), got {length}; change --seq-length"
+            f"--sequence-slices {slices} requires a sequence length that is a multiple of "
+            f"{multiple} (tensor parallel ranks), got {length}; change --seq-length"
         )
     shortest = blocks // slices * multiple
     least = -(-LEAST_TOKENS // multiple)  # number of blocks
@@ -333,7 +337,7 @@ def slice_ends(
         most = max(1, blocks // least)
         raise ConfigError(
             f"--sequence-slices {slices} cuts sequences of {length} tokens into slices of "
-            f"{shortest}, but a slice needs at least {LEAST_TOKENS}; give {most} or fewer"
+            f"{shortest}, but a slice needs at least {LEAST_TOKENS}; use {most} or fewer"
         )
     points = cut_points(slices, attention_share)[1:-1]
     return _rounded([point * blocks * multiple for point in points], length, multiple)

@@ -1,4 +1,4 @@
-"""Combines all settings of a run in one object, and converts them for checkpoints."""
+"""Combines all settings of a run in one object, and converts it for checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.adaptive.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Holds all settings of a training run; ``arguments.parse`` makes and checks it."""
+    """All settings of a training run, created and validated by ``arguments.parse``."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -73,7 +73,7 @@ class TrainerConfig:
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
-        """One boolean for each transformer layer: whether the layer has experts."""
+        """Boolean for each transformer layer that is true if the layer has experts."""
         pattern = parse_pattern(self.core.moe_layer_freq)
         layers = range(self.model.num_layers)
         if self.core.num_moe_experts is None:
@@ -84,7 +84,7 @@ class TrainerConfig:
 
     @property
     def mtp_stage(self) -> int | None:
-        """Index of the stage with the multi-token prediction layers; ``None`` if there are none."""
+        """Index of the stage with multi-token prediction layers, or ``None`` if there are none."""
         if self.model.mtp_num_layers is None:
             return None
         layout = self.schedule.pipeline_model_parallel_layout
@@ -102,7 +102,7 @@ class TrainerConfig:
 
     @property
     def progress_dir(self) -> str | None:
-        """Folder in which ``progress.jsonl`` is written; ``None`` if the file is not written."""
+        """Folder for ``progress.jsonl``, or ``None`` if the file is not written."""
         return self.logging.progress_dir or self.schedule.trace_dir
 
     @property
@@ -110,7 +110,7 @@ class TrainerConfig:
         """Whether weight gradients are computed by separate actions, not in the backward pass.
 
         These actions fill the time in which a rank waits for messages. A single pipeline rank never
-        waits, so by default it has no such actions.
+        waits, so it does not have such actions by default.
         """
         is_split = self.schedule.split_backward
         schedule = self.schedule.pipeline_schedule
@@ -131,10 +131,10 @@ class TrainerConfig:
 
     @property
     def slice_ends(self) -> tuple[int, ...]:
-        """Position after the last token of each slice into which sequences are cut.
+        """Positions directly after the last token of each slice of a sequence.
 
         Raises:
-            ConfigError: ``--sequence-slices`` does not fit the length of the sequences.
+            ConfigError: ``--sequence-slices`` is incompatible with the length of the sequences.
         """
         is_by_cost = self._cuts_by_cost and self.slice_tokens is None
         share = self.attention_share if is_by_cost else 0.0
@@ -142,7 +142,7 @@ class TrainerConfig:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of a sequence of ``--seq-length`` tokens, 1 if sequences are not cut."""
+        """Number of slices of a sequence with ``--seq-length`` tokens, or 1 if it is not cut."""
         tokens = self.slice_tokens
         if self.schedule.chosen_slices is not None:
             return self.schedule.chosen_slices
@@ -155,14 +155,14 @@ class TrainerConfig:
 
     @property
     def slices_to_choose(self) -> tuple[int, ...]:
-        """Numbers of slices to choose from in the first steps; empty if the number is given."""
+        """Numbers of slices to choose from in the first steps, or empty if the number is set."""
         if not self.schedule.chooses_slices:
             return ()
         return numbers_to_choose(self.model.seq_length, self._slice_multiple)
 
     @property
     def slice_tokens(self) -> int | None:
-        """Number of tokens of each slice; ``None`` if ``--slice-tokens`` is not given."""
+        """Number of tokens per slice, or ``None`` without ``--slice-tokens``."""
         if not self.schedule.chooses_tokens:
             return self.schedule.slice_tokens
         chosen = self.schedule.chosen_tokens
@@ -170,14 +170,14 @@ class TrainerConfig:
 
     @property
     def tokens_to_choose(self) -> tuple[int, ...]:
-        """Lengths of slices to choose from in the first steps; empty if the length is given."""
+        """Slice lengths to choose from in the first steps, or empty if the length is set."""
         if not self.schedule.chooses_tokens:
             return ()
         return tokens_to_choose(self.model.seq_length, self._slice_multiple)
 
     @property
     def constant_slices(self) -> int:
-        """Number of slices per microbatch in all steps; 1 if it differs between steps."""
+        """Number of slices per microbatch in all steps, or 1 if it differs between steps."""
         is_constant = self.slice_tokens is None or not self.data.variable_seq_lengths
         return self.num_slices if is_constant else 1
 
@@ -185,8 +185,8 @@ class TrainerConfig:
     def varies_slices(self) -> bool:
         """Whether microbatches of a step may have different numbers of slices.
 
-        With an order that is fixed before the step, all microbatches need the same number of
-        slices. Replicas that exchange tokens with experts need this too, because they must run the
+        If the order is fixed before the step, all microbatches must have the same number of slices.
+        This also applies to replicas that exchange tokens with experts, because they must run the
         same actions.
         """
         spec = schedule_spec(self.schedule.pipeline_schedule)
@@ -202,7 +202,7 @@ class TrainerConfig:
 
     @property
     def slice_rule(self) -> SliceRule | None:
-        """Rule by which microbatches of different lengths are cut; ``None`` if all are equal."""
+        """Rule for cutting microbatches of different lengths, or ``None`` for equal lengths."""
         if not (self.cuts_sequences and self.data.variable_seq_lengths):
             return None
         tokens = self.slice_tokens
@@ -217,7 +217,7 @@ class TrainerConfig:
 
     @property
     def least_row(self) -> int:
-        """Smallest number of tokens in a row of documents that ``--sequence-slices`` can cut."""
+        """Minimum number of tokens in a row of documents that ``--sequence-slices`` can cut."""
         if self.slice_tokens is not None or self.num_slices == 1:
             return 1
         return least_row(self.num_slices, self._slice_multiple)
@@ -240,21 +240,21 @@ class TrainerConfig:
 
     @property
     def attention_share(self) -> float:
-        """Attention's share of the operations of a layer's forward pass, from 0 to 1.
+        """Attention's fraction of the FLOPs of a layer's forward pass.
 
-        Counts only operations whose number grows with the square of the sequence length. With
-        ``--window-size``, attention grows linearly, so the share is 0.
+        Only FLOPs that grow with the square of the sequence length are counted. With
+        ``--window-size``, attention grows linearly, so the fraction is 0.
         """
         linear, per_token = self._layer_costs
         pairs = per_token * self.model.seq_length  # scores and values, half of them masked
         return pairs / (linear + pairs)
 
     def cost_of(self, tokens: float, squares: float) -> float:
-        """Returns the predicted cost of documents, in units of a token's work without attention.
+        """Returns the predicted cost of documents in units of the non-attention work per token.
 
         Args:
             tokens: Total number of tokens.
-            squares: Sum of the documents' squared lengths in tokens.
+            squares: Sum of the squared document lengths in tokens.
         """
         return tokens + self._pair_cost * squares
 
@@ -265,10 +265,9 @@ class TrainerConfig:
 
     @property
     def _layer_costs(self) -> tuple[int, int]:
-        """Operations of a layer per token, without attention; and of attention per pair of tokens.
+        """Multiply-adds per layer: per token without attention, and per token pair of attention.
 
-        The second number is half of the operations for a pair, because half of the pairs are
-        masked.
+        Half of the pairs are masked, so the second number is half of the work for a pair.
         """
         model = self.model
         assert model.kv_channels is not None
@@ -282,7 +281,7 @@ class TrainerConfig:
 
     @property
     def balance(self) -> str:
-        """Way to distribute microbatches over replicas, a value of ``--balance-replicas``."""
+        """Method of distributing microbatches over replicas, a value of ``--balance-replicas``."""
         rule = self.schedule.balance_replicas
         if rule is None:
             has_lengths = self.data.variable_seq_lengths and not self.fixes_replicas
@@ -302,10 +301,10 @@ class TrainerConfig:
         )
 
     def in_elastic_job(self) -> TrainerConfig:
-        """Returns these settings with the defaults for a job that ``train elastic`` starts."""
+        """Returns a copy with the defaults for a job started by ``train elastic``."""
         if self.schedule.balance_replicas is not None or self.fixes_replicas:
             return self
-        # Speeds of replicas cannot be measured if the number of slices differs between steps.
+        # The speed of replicas cannot be measured if the number of slices differs between steps.
         if self.slice_tokens is not None:
             return self
         schedule = dataclasses.replace(self.schedule, balance_replicas="both")
@@ -313,7 +312,7 @@ class TrainerConfig:
 
     @property
     def least_microbatches(self) -> int:
-        """Smallest number of microbatches per step and replica that the schedule supports."""
+        """Minimum number of microbatches per step and replica that the schedule supports."""
         per_rank = schedule_spec(self.schedule.pipeline_schedule).microbatches_per_rank
         if per_rank:
             return per_rank * self.parallel.pipeline_model_parallel_size
@@ -332,11 +331,11 @@ class TrainerConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the settings of each group, converted to values that JSON can represent.
 
-        Settings of megatron-core are omitted if they have their default value, so that a
-        checkpoint can also be loaded with another version of megatron-core. The settings of
-        adapters are omitted if no adapters are trained. A chosen number of slices is omitted too,
-        because with ``--sequence-slices auto`` another run with these settings chooses again.
-        URLs lack user, password and query, because checkpoints and loggers must not show secrets.
+        Settings of megatron-core with default values are omitted, so that a checkpoint can be
+        loaded with a different version of megatron-core. Adapter settings are omitted if no
+        adapters are trained. A chosen number of slices is omitted, because another run with
+        ``--sequence-slices auto`` chooses again. User, password and query are removed from URLs,
+        because checkpoints and loggers must not show secrets.
         """
         saved = dataclasses.asdict(self)
         del saved["schedule"]["chosen_slices"], saved["schedule"]["chosen_tokens"]
@@ -353,7 +352,7 @@ class TrainerConfig:
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainerConfig:
         """Restores settings from the result of :meth:`to_dict`.
 
-        Whether the settings fit each other is not checked. Missing settings and missing groups get
+        The compatibility of the settings is not checked. Missing settings and missing groups get
         their defaults.
 
         Raises:
@@ -389,7 +388,7 @@ def groups() -> dict[str, type]:
 
 
 def flag_specs() -> dict[str, FieldSpec]:
-    """Returns the description of each setting that has a flag, by name."""
+    """Returns the specification of each setting that has a flag, by name."""
     return {
         spec.dest: spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag
     }
@@ -409,7 +408,7 @@ def _settings(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     }
 
 
-# Settings in checkpoints of earlier versions that no longer exist. They are ignored.
+# Settings in checkpoints of earlier versions that no longer exist and are ignored.
 _FORMER = frozenset(
     """
     data_impl deprecated_use_mcore_models async_tensor_model_parallel_allreduce exit_signal_handler

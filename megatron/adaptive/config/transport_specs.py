@@ -1,12 +1,12 @@
-"""Lists the transports between ranks, the values of ``--transport``.
+"""Lists the transports between ranks, which are the values of ``--transport``.
 
-A transport of this package is an entry of the table below, which names its class. Your own
-transport needs no entry: derive a class from ``TransportKind`` of
-``megatron.adaptive.transport.kind``, and give ``--transport package.module:Class``. A package can
+A transport of this package is an entry of the table below, which contains the path of its class.
+Users' own transports need no entry: derive a class from ``TransportKind`` of
+``megatron.adaptive.transport.kind``, and pass ``--transport package.module:Class``. A package can
 also publish its transports as entry points of the group ``megatron_adaptive.transports``, which are
 selected by name.
 
-This module deliberately imports no transport, because transports import torch.
+This module deliberately does not import transports, because they import torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from megatron.adaptive.config.own_code import find_object, import_object
 from megatron.adaptive.errors import ConfigError
 
 ENTRY_POINTS = "megatron_adaptive.transports"
-"""Name of the group of entry points by which installed packages provide transports."""
+"""Name of the entry point group through which installed packages provide transports."""
 _PACKAGE = "megatron.adaptive.transport"
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Describes a transport of this package.
+    """Name, class and priority of a transport of this package.
 
     Attributes:
         name: Name of the transport on the command line.
         path: Path of the class that implements the transport, as ``package.module:Class``.
-        preference: Number by which ``auto`` orders the transports that it tries, smallest first.
+        preference: Rank of the transport in the order in which ``auto`` tries transports, smallest
+            first.
     """
 
     name: str
@@ -49,7 +50,7 @@ BUILT_IN = {spec.name: spec for spec in _TABLE}
 
 
 def by_preference() -> tuple[str, ...]:
-    """Returns the names of this package's transports, the best first."""
+    """Returns the names of this package's transports, best first."""
     return tuple(spec.name for spec in sorted(_TABLE, key=lambda spec: spec.preference))
 
 

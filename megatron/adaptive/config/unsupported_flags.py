@@ -1,12 +1,12 @@
 """Lists flags of Megatron-LM that this trainer refuses or ignores, with the reasons.
 
-A flag is refused if it contradicts the pipeline engine, or if ignoring it would give a different
-training run. The error message gives the reason. (For an unknown flag, the message can only name
-the most similar flag.) If a feature's main flag is refused, its other flags are accepted and
-ignored, and so are flags that are never used in GPT pre-training. A prefix stands for a group of
-flags, because such groups grow with each version of Megatron-LM. If a flag is listed by its full
-name, prefixes do not apply to it.
-A test checks that none of the trainer's own flags are listed here.
+A flag is refused if it contradicts the pipeline engine, or if ignoring it would result in a
+different training run. The error message contains the reason. For an unknown flag, the message can
+only suggest the most similar flag. If a feature's main flag is refused, its other flags are
+accepted and ignored, and so are flags that are never used in GPT pre-training. A prefix stands for
+a group of flags, because such groups grow with each version of Megatron-LM. Prefixes do not apply
+to a flag that is listed by its full name. A test checks that none of the trainer's own flags are
+listed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-# A reason is followed by the flags to which it applies, without dashes. A prefix ends with a star.
+# Each reason is followed by the flags that it applies to, without dashes. A prefix ends with a
+# star.
 _TABLE = """\
 the engine itself delays weight gradients and frees activations; use --split-backward
     delay-wgrad-compute ep-overlap-early-attn-memory-release
@@ -229,8 +230,8 @@ this trainer always behaves as with this flag
     no-one-logger one-logger-* enable-one-logger app-tag-*
 """
 
-# Settings that later releases of megatron-core add to its configuration classes. They are flags of
-# this trainer if such a release is installed.
+# Settings that later releases of megatron-core add to its configuration classes. They become flags
+# of this trainer if such a release is installed.
 _NEWER = """
     ddp-param-name-patterns-for-fp32-local-accumulation dense-grouped-gemm fallback-to-eager-attn
     flash-attention-version fused-residual-rmsnorm grad-norm-skip-threshold head-wise-attn-gate
@@ -246,11 +247,11 @@ _NEWER = """
     use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser
 """
 NEWER = tuple(f"--{name}" for name in _NEWER.split())
-"""Flags of this trainer under a later release of megatron-core, with leading dashes."""
+"""Flags of this trainer with a later release of megatron-core, including leading dashes."""
 
 
 def _reasons(table: str) -> dict[str, str]:
-    """Parses a table; returns the reason for each flag and each prefix."""
+    """Parses a table, and returns the reason for each flag and each prefix."""
     reasons: dict[str, str] = {}
     reason = ""
     for is_flags, lines in groupby(table.splitlines(), key=lambda line: line.startswith(" ")):
@@ -262,16 +263,16 @@ def _reasons(table: str) -> dict[str, str]:
 
 
 REFUSED = _reasons(_TABLE)
-"""Reason for each refused flag, by its name without leading dashes; a prefix ends with a star."""
+"""Reason for each refused flag, by name without leading dashes. A prefix ends with a star."""
 IDLE = _reasons(_IDLE_TABLE)
-"""Reason for each ignored flag, by its name without leading dashes; a prefix ends with a star."""
+"""Reason for each ignored flag, by name without leading dashes. A prefix ends with a star."""
 
 
 def reason_for(name: str) -> str | None:
-    """Returns the reason why a flag of Megatron-LM is refused; ``None`` for all other flags.
+    """Returns the reason for refusing a flag of Megatron-LM, or ``None`` for all other flags.
 
     Args:
-        name: Name of the flag with its leading dashes.
+        name: Name of the flag, including leading dashes.
     """
     bare = _listed_name(name)
     is_listed = bare in REFUSED or is_idle(name)
@@ -282,23 +283,23 @@ def is_idle(name: str) -> bool:
     """Returns whether a flag of Megatron-LM is accepted but ignored.
 
     Args:
-        name: Name of the flag with its leading dashes.
+        name: Name of the flag, including leading dashes.
     """
     bare = _listed_name(name)
     return bare not in REFUSED and (bare in IDLE or _by_prefix(bare, IDLE) is not None)
 
 
 def with_no(name: str) -> str:
-    """Returns the other spelling of ``--disable-X``, which is ``--no-X``; other names unchanged.
+    """Returns ``--no-X`` for ``--disable-X``, and all other names unchanged.
 
-    Megatron-LM takes both for a setting that is on by default.
+    Megatron-LM accepts both spellings for a setting that is on by default.
     """
     disabled = "--disable-"
     return f"--no-{name.removeprefix(disabled)}" if name.startswith(disabled) else name
 
 
 def _listed_name(name: str) -> str:
-    """Returns the name under which a flag is in the tables, without its dashes."""
+    """Returns the name of a flag in the tables, without leading dashes."""
     bare = name.removeprefix("--")
     if bare in REFUSED or bare in IDLE or _by_prefix(bare, REFUSED) or _by_prefix(bare, IDLE):
         return bare
@@ -311,5 +312,5 @@ def _by_prefix(bare: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def refused_flags() -> tuple[str, ...]:
-    """Returns the refused flags that are listed by their full names, with leading dashes."""
+    """Returns the refused flags that are listed by their full names, including leading dashes."""
     return tuple(f"--{name}" for name in REFUSED if not name.endswith("*"))

@@ -4,7 +4,7 @@ From a model, a cluster and a profile with measured times, the planner finds the
 plan: parallel sizes, microbatch size, schedule, layers per stage, and nodes. It predicts the time
 and the memory of a step. The planner needs neither torch nor a GPU.
 
-``propose`` answers requests, ``search`` finds plans, ``cost`` predicts one plan, and
-``layer_costs`` computes the costs of its layers. ``job_shape`` and ``choose_partition`` plan for
-jobs that already run.
+``propose`` handles planning requests, ``search`` finds plans, ``cost`` predicts the time of a plan,
+and ``layer_costs`` computes the costs of layers. ``job_shape`` and ``choose_partition`` plan for
+running jobs.
 """

@@ -11,12 +11,12 @@ model on two stages::
 
     fitted   embedding 1 s, transformer layer 2 s, head 3 s
 
-Run 1 alone cannot separate the embedding's time from the time of the layers after it. Their total
-time is then divided in proportion to their operations. More runs with other partitions, and stages
-without embedding and head, therefore make a profile more accurate.
+With run 1 alone, the fit cannot separate the embedding's time from the times of the layers after
+it, so it divides their total in proportion to their FLOPs. Runs with other partitions, and stages
+without embedding or head, make a profile more accurate.
 
-Times are not corrected. If the ranks of a run shared CPU cores, the profile is only valid for ranks
-that share cores.
+Times are not corrected for contention. If the ranks of a run shared CPU cores, the profile is only
+valid for ranks that share cores.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from megatron.adaptive.trace.step_view import stages_of_rank
 from megatron.adaptive.trace.trace_format import KINDS
 
 _PRIOR = 1e-3
-"""Weight in the fit of times proportional to the number of operations, relative to a measured
-stage. It is so low that it matters only if the stages cannot separate two kinds of layers."""
+"""Weight of the prior in the fit, relative to a measured stage. The prior assumes times
+proportional to FLOPs. The weight is low, so the prior matters only if the stages cannot separate
+two kinds of layers."""
 
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution, divided by its median absolute deviation."""
@@ -50,15 +51,15 @@ _F, _B, _W = range(3)
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """A traced training run, as input of :func:`calibrate`.
+    """A traced training run, used as input to :func:`calibrate`.
 
     Attributes:
         trace: Trace of all ranks.
         micro_batch: Number of samples per microbatch.
         hosts: Node type of each host, by host name.
-        skip: Number of iterations at the beginning to ignore, as warm-up.
-        iterations: Numbers of the iterations to use. If empty, all iterations after the skipped
-            iterations are used.
+        skip: Number of warm-up iterations to ignore at the beginning.
+        iterations: Indices of the iterations to use. If empty, all iterations except the skipped
+            warm-up are used.
     """
 
     trace: RunTrace
@@ -79,24 +80,24 @@ class TracedRun:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Number of layers of each stage, counted as in ``--num-layers``.
+        """Number of layers in each stage, counted as in ``--num-layers``.
 
         Raises:
-            ConfigError: The trace does not contain these numbers.
+            ConfigError: The trace does not contain the number of layers of each stage.
         """
         layers = next(iter(self.trace.ranks.values())).header.layers
         if not layers:
             raise ConfigError(
-                f"{self.trace.origin}: the trace lacks the number of layers of each stage; trace"
-                " the run again"
+                f"{self.trace.origin}: the trace does not contain the number of layers of each "
+                "stage; trace the run again"
             )
         return tuple(layers)
 
     def figures(self) -> RunFigures:
-        """Returns the times of actions and steps, measured in the iterations to use.
+        """Returns the measured times of actions and steps in the selected iterations.
 
         Raises:
-            ConfigError: The trace contains none of these iterations.
+            ConfigError: The trace contains none of the selected iterations.
         """
         complete = self.trace.complete_iterations()
         if self.iterations:
@@ -115,24 +116,25 @@ def calibrate(
     """Fits a profile to traced training runs.
 
     Args:
-        model: Model that all runs trained.
-        runs: Traced runs, at least one.
-        described: Description of the model, stored under the key ``model`` in the profile. Default:
-            the model's name and arguments.
+        model: Model that was trained in all runs.
+        runs: Traced runs. At least one is required.
+        described: Description of the model, stored under the key ``model`` in the profile. Defaults
+            to the model's name and arguments.
 
     Returns:
         Contents of a profile file.
 
     Raises:
-        ConfigError: A trace lacks the number of layers of each stage, the numbers do not fit the
-            model, or sequences were cut into slices.
+        ConfigError: A trace does not contain the number of layers of each stage, the numbers do not
+            match the model, or the run used sequence slices.
         TraceError: A trace is damaged, or has no complete iterations to use.
     """
     for run in runs:
         if run.trace.is_sliced:
             raise ConfigError(
-                f"{run.trace.origin} has times of slices of sequences, but a profile needs times of"
-                " whole sequences; trace a run without --sequence-slices and --slice-tokens"
+                f"{run.trace.origin} contains times of sequence slices, but a profile requires "
+                "times of whole sequences; trace a run without --sequence-slices and "
+                "--slice-tokens"
             )
     stages: dict[_Key, list[_Stage]] = {}
     gathered = _Gathered()
@@ -165,11 +167,11 @@ def calibrate(
 
 
 _Stage = tuple[Sequence[int], tuple[float, float, float]]
-"""A stage: indices of its layers, and its times of one microbatch in seconds. The times are those
-of the forward pass, of the backward pass, and of the weight gradients. If the weight gradients are
-part of the backward pass, the last time is NaN."""
+"""Indices of a stage's layers, and its times per microbatch in seconds: forward pass, backward pass
+and weight gradients. If weight gradients are computed within the backward pass, the last time is
+NaN."""
 _Key = tuple[str, int, int]
-"""Key of a stage: GPU, number of tensor-parallel ranks, number of samples per microbatch."""
+"""Key that groups stages: GPU name, tensor-parallel size and number of samples per microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +179,13 @@ class _Gathered:
     """Measurements gathered from all runs: messages, reductions, optimizer, and variation.
 
     Attributes:
-        travel: Times of messages in seconds, by message size in bytes. These are stored for each
-            pair of node types, and separately for messages within one host.
-        reduce: Times of gradient reductions in seconds, by size in bytes. These are stored for each
-            node type and number of replicas.
+        travel: Times of messages in seconds, by message size in bytes. The key contains both node
+            types, and whether the message stayed within one host.
+        reduce: Times of gradient reductions in seconds, by size in bytes. The key contains the node
+            type and the number of replicas.
         optimizer: Time of the optimizer per parameter in seconds, by GPU.
-        rest: Time of a step in seconds that no other measurement explains, by GPU.
-        spread: Standard deviation of a rank's forward and backward times, divided by the median.
+        rest: Part of the step time that no other measurement explains, in seconds, by GPU.
+        spread: Standard deviations of forward or backward times, each divided by the median time.
     """
 
     travel: dict[tuple[str, str, bool], dict[int, list[float]]] = field(default_factory=dict)
@@ -201,9 +203,9 @@ def _held(model: Model, run: TracedRun, rank: int) -> tuple[range, ...]:
 
 
 def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, list[_Stage]]:
-    """Returns layers and measured times of all chunks.
+    """Returns the layers and measured times of all chunks.
 
-    They are grouped by GPU model, tensor-parallel size and microbatch size.
+    The result is grouped by GPU model, tensor-parallel size and microbatch size.
     """
     rows: dict[_Key, list[_Stage]] = {}
     is_measured = np.isfinite(figures.median_ns).any(axis=0)
@@ -214,8 +216,8 @@ def _stages(model: Model, run: TracedRun, figures: RunFigures) -> dict[_Key, lis
         host = run.trace.ranks[rank].header.host
         for chunk, layers in enumerate(_held(model, run, rank)):
             count = np.maximum(pieces[column, chunk], 1)
-            # The schedule may cut a weight gradient into several actions, so multiply by their
-            # number.
+            # The schedule may split a weight gradient into several actions, so multiply by the
+            # number of actions.
             whole = typical[column, chunk] * count / max(int(count[_F]), 1) / 1e9
             key = (run.hosts[host].gpu, run.tp, run.micro_batch)
             seconds = (float(whole[_F]), float(whole[_B]), float(whole[_W]))
@@ -249,9 +251,9 @@ def _layer_rows(model: Model, rows: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _weight_share(model: Model, name: str) -> float:
-    """Returns the fraction of a backward pass's time that weight gradients take.
+    """Returns the fraction of the backward pass that is spent on weight gradients.
 
-    It is half of the operations outside of attention scores, because the scores have no weights.
+    Half of the FLOPs count as weight gradients, except for attention scores, which have no weights.
     """
     kind = model.kinds[name]
     if not kind.parameters:
@@ -262,15 +264,15 @@ def _weight_share(model: Model, name: str) -> float:
 
 
 def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
-    """Returns the non-negative times of the layer kinds that best explain the stages, in seconds.
+    """Fits non-negative times of the layer kinds to the stage times, in seconds.
 
-    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` are the
-    counts, ``b`` the measured times, and ``p`` times in proportion to the operations.
+    Minimises ``|A x - b|^2 + prior |x - p|^2`` by projected coordinate descent. ``A`` contains the
+    counts, ``b`` the measured times, and ``p`` times that are proportional to the FLOPs.
 
     Args:
         counts: Number of layers of each kind in each stage, ``[stages, kinds]``.
         seconds: Time of each stage in seconds, ``[stages]``.
-        flops: Number of operations in a layer of each kind, ``[kinds]``.
+        flops: Forward FLOPs of a layer of each kind, ``[kinds]``.
     """
     work = counts @ flops
     rate = float(work @ seconds / (work @ work)) if (work > 0).any() else 0.0
@@ -289,7 +291,7 @@ def _solve(counts: Any, seconds: Any, flops: Any) -> Any:
 
 
 def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigures) -> None:
-    """Adds all measurements of a run except the times of stages to ``gathered``."""
+    """Adds a run's measurements to ``gathered``, except the stage times."""
     ranks = figures.ranks.tolist()
     headers = [run.trace.ranks[rank].header for rank in ranks]
     column = {kind: np.median(figures.kind_ns[:, :, KINDS.index(kind)], axis=0) for kind in KINDS}
@@ -313,8 +315,8 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
     for pp_rank in range(run.trace.num_ranks if is_one_host else 0):
         replicas = [i for i, header in enumerate(headers) if header.pp_rank == pp_rank]
         size = round(held[replicas[0]] * model.precision.reduce_bytes)
-        # The replica that starts last does not wait for other replicas, so its reduction is the
-        # shortest. Use its time.
+        # The last replica to start does not wait for other replicas, so its reduction time is the
+        # shortest. Use this time.
         seconds = min(float(column["reduce"][i]) for i in replicas) / 1e9
         if seconds > 0 and size:
             sizes = gathered.reduce.setdefault((run.hosts[headers[0].host].name, run.dp), {})
@@ -326,7 +328,7 @@ def _gather(gathered: _Gathered, model: Model, run: TracedRun, figures: RunFigur
 
 
 def _messages(gathered: _Gathered, run: TracedRun, figures: RunFigures) -> None:
-    """Gathers the times of messages, from sending to arrival, if the arrival was recorded."""
+    """Gathers the times from sending to arrival of all messages whose arrival was recorded."""
     tables = {
         rank: trace.table(figures.iterations.tolist()) for rank, trace in run.trace.ranks.items()
     }
@@ -359,15 +361,15 @@ def _curve(sizes: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, float]:
-    """Returns measures of how accurately the step times of runs were predicted, by name.
+    """Returns measures of the accuracy of predicted step times, by name.
 
     Errors are fractions of the measured times. ``rank_correlation`` is 1 if predicted and measured
     times put the runs in the same order. ``place_of_best`` is the position of the fastest run in
-    the predicted order, from 1. ``regret`` is the fraction by which the run predicted to be fastest
-    was slower than the fastest run.
+    the predicted order, starting at 1. ``regret`` is the relative slowdown from choosing the run
+    with the shortest predicted time instead of the fastest run.
 
     Args:
-        predicted: Predicted step time of each run in seconds, for at least one run.
+        predicted: Predicted step time of each run in seconds. At least one run is required.
         measured: Measured step time of each run, in seconds.
     """
     errors = [

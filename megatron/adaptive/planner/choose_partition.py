@@ -1,28 +1,28 @@
-"""Finds the number of layers per stage for a running job, from its ranks' measured speed.
+"""Finds the number of layers per stage for a running job from the measured speed of its ranks.
 
 The search has three steps:
 
 1. :func:`balanced` finds a partition whose slowest rank is as fast as possible. The *pace* of a
    rank is its time per microbatch in seconds. Bisection finds the smallest pace T for which all
-   layers fit: a rank can hold (T - time outside of layers) / (time per layer) layers. An example:
+   layers fit: a rank can hold (T - time outside of layers) / (time per layer) layers. Example with
    32 layers on 4 ranks, where a layer takes 1 s, or 1.5 s on rank 1::
 
        layers of each stage    8  8  8  8    slowest pace 8 x 1.5 = 12 s
        fit at T = 9 s          9  6  9  9    33 layers, enough
        layers of each stage    9  6  9  8    slowest pace 9 s
 
-2. Stages are filled with layers in order. If a rank has several stages, they divide its time
-   evenly. This is optimal if all layers are equal, or if each rank has one stage. Afterwards,
-   single layers are moved between stages as long as this makes the slowest rank faster.
+2. Stages are filled with layers in order. If a rank has several stages, each gets an equal share
+   of the rank's time. This is optimal if all layers are equal, or if each rank has one stage.
+   Afterwards, single layers are moved between stages as long as this makes the slowest rank faster.
 3. The step time also depends on the order in which ranks run their actions. So partitions near the
-   balanced one are simulated under the job's schedule. Of the partitions about as fast as the
-   fastest, the one that moves the fewest layers to another rank is chosen.
+   balanced one are simulated under the job's schedule. Among partitions that are about as fast as
+   the fastest, the partition that moves the fewest layers to another rank is chosen.
 
 Layers and stages keep their order, and stages stay on their ranks. :func:`choose_together` also
 chooses the schedule and the placement of stages.
 
-Source: the minimal bottleneck of a chain of tasks on ranks of given speed, by bisection over the
-pace as in Iqbal 1991, "Approximate algorithms for partitioning and assignment problems".
+Source: Iqbal 1991, "Approximate algorithms for partitioning and assignment problems", for the
+bisection that assigns a chain of tasks to ranks with the smallest bottleneck.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ Times = tuple[float, float, float]
 """Times of one microbatch in seconds: forward pass, backward pass, and weight gradients."""
 
 _ALIKE = 0.005
-"""Relative difference up to which two step times are treated as equal. Simulated and measured step
-times differ by more than this."""
+"""Relative difference up to which two step times are treated as equal. Simulated step times differ
+from measured step times by more than this."""
 PLACEMENT_GAIN = 0.03
-"""Minimum fraction of the step time that another placement of stages must save. It is larger than
-for other changes, because the weights have to move."""
+"""Minimum fraction of the step time that a different stage placement must save. It is larger than
+for other changes, because weights have to be moved."""
 _SIMULATIONS = 24
 """Maximum number of partitions to simulate."""
 _ORDERS = 6
@@ -73,24 +73,24 @@ _ROUNDING = 1e-6
 _UNLIMITED = 1e9
 """Number of layers that stands for infinity if memory is unlimited."""
 _HALVINGS = 40
-"""Number of bisection steps. With this number, the time per microbatch has 12 exact digits."""
+"""Number of bisection steps. It gives the time per microbatch 12 exact digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """Measured times of one microbatch in a pipeline, and how many layers fit on each rank.
+    """Measured times per microbatch in a pipeline, and the number of layers that fit on each rank.
 
     Attributes:
         placement: Assignment of stages to ranks.
-        partition: Number of layers of each stage during the measurement.
-        layer_s: Times of a layer (forward pass, backward pass, weight gradients), in seconds. There
-            is one entry per rank and kind of layer.
+        partition: Number of layers in each stage during the measurement.
+        layer_s: Times of a layer (forward pass, backward pass, weight gradients) in seconds, with
+            one entry per rank and kind of layer.
         beside_s: Times in seconds of each stage's work outside of its layers, such as embedding and
             loss.
-        most_layers: Number of layers of average size that fit into the memory of each rank.
-        kinds: Kind of each layer in model order, as a number from 0. Empty if all layers are equal.
-        sizes: Memory size of a layer divided by the average, for each rank and kind of layer. If
-            all are 1, it is empty.
+        most_layers: Number of average-sized layers that fit into the memory of each rank.
+        kinds: Index of each layer's kind, in model order, or empty if all layers are equal.
+        sizes: Memory size of a layer relative to the average, for each rank and kind of layer,
+            or empty if all sizes are equal.
     """
 
     placement: Placement
@@ -103,13 +103,13 @@ class Loads:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Time that each rank would take for all layers, divided by the median over the ranks."""
+        """Time that each rank would need for all layers, divided by the median over the ranks."""
         layers = self.whole()
         middle = sorted(layers)[(len(layers) - 1) // 2]
         return tuple(layer / max(middle, _LEAST_S) for layer in layers)
 
     def whole(self) -> list[float]:
-        """Returns the time in seconds that each rank would take for all layers of the model."""
+        """Returns the time in seconds that each rank would need for all layers of the model."""
         seconds: list[float] = (self._each.sum(axis=2) @ self._before[-1]).tolist()
         return seconds
 
@@ -119,7 +119,7 @@ class Loads:
         return StageTimes(forward_s=forward, backward_s=backward, weight_s=weight)
 
     def placed(self, kind: PlacementKind) -> Loads:
-        """Returns the loads under another placement of stages, at the same measured speed."""
+        """Returns the loads under a different stage placement with unchanged rank speeds."""
         if kind == self.placement.kind:
             return self
         placement = replace(self.placement, kind=kind)
@@ -147,11 +147,11 @@ class Loads:
         )
 
     def paces(self, partition: Sequence[int]) -> list[float]:
-        """Returns the time of a microbatch on each rank under a partition, in seconds."""
+        """Returns each rank's time per microbatch under a partition, in seconds."""
         return self._by_rank(self._seconds(partition).sum(axis=1))
 
     def beside(self) -> list[float]:
-        """Returns how long each rank works outside of its layers, in seconds per microbatch."""
+        """Returns each rank's time outside of its layers, in seconds per microbatch."""
         return self._by_rank(np.array(self.beside_s).sum(axis=1))
 
     def fits(self, partition: Sequence[int]) -> bool:
@@ -163,7 +163,7 @@ class Loads:
 
     @cached_property
     def _ranks(self) -> Any:
-        """Index of the rank that holds each stage, ``[stages]``."""
+        """Index of the rank that runs each stage, ``[stages]``."""
         stages = range(self.placement.num_stages)
         return np.array([self.placement.locate(stage)[0] for stage in stages])
 
@@ -180,14 +180,14 @@ class Loads:
         return np.concatenate([0 * one_hot[:1], one_hot[kinds].cumsum(axis=0)])
 
     def _counts(self, partition: Sequence[int]) -> Any:
-        """Returns the number of layers of each kind in every stage, ``[stages, kinds]``."""
+        """Returns the number of layers of each kind in each stage, ``[stages, kinds]``."""
         ends = np.cumsum(partition)
         return self._before[ends] - self._before[ends - partition]
 
     def _seconds(self, partition: Sequence[int]) -> Any:
-        """Returns each stage's times of forward pass, backward pass and weight gradients.
+        """Returns the times of forward pass, backward pass and weight gradients of each stage.
 
-        The array contains seconds, ``[stages, 3]``.
+        The array has shape ``[stages, 3]`` and contains seconds.
         """
         layers = self._counts(partition)[:, :, None] * self._each[self._ranks]
         return np.array(self.beside_s) + layers.sum(axis=1)
@@ -221,16 +221,18 @@ class PartitionMove:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the schedule ``auto`` on schedule, placement and partition, for all ranks.
+    """Decision of the ``auto`` schedule about schedule, placement and partition, for all ranks.
 
     Attributes:
-        text: Choice and its reason, as one line for the log.
-        stay: Schedule to run without a move. ``None`` keeps the current schedule.
-        move: Schedule to run after moving stages or layers to other ranks. ``None`` to move
-            nothing.
-        partition: Number of layers of each stage after the move. ``None`` for the current numbers.
-        present_s: Simulated step time in seconds without a move. ``None`` if no schedule fits.
-        step_s: Simulated step time in seconds after the move, ``None`` if nothing moves.
+        text: Choice and its reason, as a single line for the log.
+        stay: Schedule to use without a move, or ``None`` to keep the current schedule.
+        move: Schedule to use after moving stages or layers to other ranks, or ``None`` if nothing
+            moves.
+        partition: Number of layers in each stage after the move, or ``None`` to keep the current
+            numbers.
+        present_s: Simulated step time in seconds without a move, or ``None`` if no schedule fits
+            into memory.
+        step_s: Simulated step time in seconds after the move, or ``None`` if nothing moves.
     """
 
     text: str
@@ -242,7 +244,7 @@ class Decision:
 
 
 def travelling(old: Sequence[int], new: Sequence[int], placement: Placement) -> int:
-    """Returns how many layers change their rank between partitions ``old`` and ``new``."""
+    """Returns the number of layers that move to another rank if ``old`` is replaced by ``new``."""
     ranks = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
     return int((np.repeat(ranks, old) != np.repeat(ranks, new)).sum())
 
@@ -281,12 +283,12 @@ def propose(
         gain: Minimum fraction of the step time that a move must save.
 
     Returns:
-        The move, or ``None`` if no move is worth it.
+        The move, or ``None`` if no move saves enough time.
     """
     present = loads.partition
     start = balanced(loads)
     if not max(loads.paces(start)) < max(loads.paces(present)) * (1 - gain / 2):
-        return None  # ranks are balanced well enough, so skip the simulations
+        return None  # ranks are balanced well enough, so skip the simulations.
     choice, seconds = _quickest(loads, start, step_s)
     move = PartitionMove(partition=choice, present_s=step_s(present), step_s=seconds)
     return move if choice != present and move.gain >= gain else None
@@ -308,28 +310,28 @@ def choose_together(
 ) -> Decision:
     """Chooses placement, layers per stage, schedule and activation limit (cap) together.
 
-    For each placement, partitions near a balanced one are compared under the fastest of a few good
+    For each placement, partitions near a balanced partition are compared under a few good
     schedules. Then all schedules are compared under the best partition.
 
     Args:
         loads: Measured times and memory of the stages under the current placement and partition.
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Memory limit under each placement to consider, as a function of the partition. The
-            current placement comes first. A limit is the maximum number of activations held. One
-            unit is the activations of one microbatch for all stages of a rank.
+        limits: Function for each placement to consider that returns the memory limit under a
+            partition. The current placement comes first. A limit is the maximum number of
+            activations held, in units of one microbatch's activations in all stages of a rank.
         halves: Loads measured over separate parts of the steps. A move must save enough time under
             each of them.
-        gain: Minimum fraction of the step time that moving layers must save. ``None`` moves no
+        gain: Minimum fraction of the step time that moving layers must save, or ``None`` to move no
             layers.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
-        also: Names of additional schedules and run-time rules to simulate.
-        until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        also: Names of additional schedules and run-time scheduling rules to simulate.
+        until_s: Deadline on the clock of ``time.monotonic``. Later candidates are not simulated.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
 
     Raises:
-        ScheduleError: No schedule fits in memory.
+        ScheduleError: No schedule fits into memory.
 
     Source: AdaPtis, arXiv 2509.23722, for the joint choice. The search algorithm is our own.
     """
@@ -377,12 +379,12 @@ def choose_together(
 def _decision(
     loads: Loads, moves: list[tuple[float, Partition, ScheduleChoice]], stay: ScheduleChoice | None
 ) -> Decision:
-    """Returns the decision for the best move, or for no move if there is none.
+    """Returns a decision for the best move, or for staying if there is no move.
 
     Args:
         loads: Measured times and memory under the current placement and partition.
         moves: Step time in seconds after each move, with its partition and schedule.
-        stay: Best schedule without a move, or ``None`` if none fits in memory.
+        stay: Best schedule without a move, or ``None`` if no schedule fits into memory.
     """
     if not moves:
         assert stay is not None
@@ -406,7 +408,7 @@ def _decision(
 
 
 class _Runs:
-    """Simulates steps, and compiles a simulation once its earlier runs have shown that this pays.
+    """Simulates steps, and compiles a simulation after enough simulated actions.
 
     Args:
         num_microbatches: Number of microbatches per step.
@@ -414,7 +416,8 @@ class _Runs:
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self._actions: Counter[str] = Counter()  # actions simulated so far, by compiled loop
+        # number of actions simulated so far, by compiled loop
+        self._actions: Counter[str] = Counter()
 
     def evaluate(self, candidate: Candidate, profile: StageProfile) -> CandidateOutcome:
         """Simulates one step of a candidate."""
@@ -429,14 +432,14 @@ class _Job:
 
     Attributes:
         profile: Measured times of actions with their variation, and times of messages.
-        limits: Function for each placement that returns the limit on activations held under a
+        limits: Function for each placement that returns the maximum activations held under a
             partition.
         num_microbatches: Number of microbatches per step.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
-        also: Names of additional schedules and run-time rules to simulate.
-        until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        also: Names of additional schedules and run-time scheduling rules to simulate.
+        until_s: Deadline on the clock of ``time.monotonic``. Later candidates are not simulated.
+        num_slices: Number of slices per microbatch, or 1 for whole microbatches.
     """
 
     profile: StageProfile
@@ -453,11 +456,11 @@ class _Job:
         return _Runs(self.num_microbatches)
 
     def _profile_of(self, loads: Loads, partition: Partition) -> StageProfile:
-        """Returns a copy of the measured profile that has a partition's stage times."""
+        """Returns a copy of the measured profile with the stage times of a partition."""
         return replace(self.profile, times=loads.stage_times(partition))
 
     def fastest(self, loads: Loads, partition: Partition, *, quick: bool = False) -> ScheduleChoice:
-        """Returns the fastest schedule for a partition, from few simulations if ``quick``."""
+        """Returns the fastest schedule for a partition. Runs only few simulations if ``quick``."""
         return choose(
             self._profile_of(loads, partition),
             placement=loads.placement,
@@ -478,14 +481,14 @@ class _Job:
         earlier: Sequence[ScheduleChoice | None],
         moves_layers: bool,
     ) -> tuple[Partition, ScheduleChoice] | None:
-        """Chooses a partition, and the fastest schedule for this partition, under one placement.
+        """Chooses a partition, and the fastest schedule for it, under a given placement.
 
         Args:
             loads: Measured times and memory, converted to the placement.
             present: Current number of layers of each stage.
-            earlier: Choices made earlier, for other placements or partitions. Their schedules are
-                tried too.
-            moves_layers: Whether to choose another partition.
+            earlier: Choices made earlier for other placements or partitions. Their schedules are
+                compared too.
+            moves_layers: Whether to choose a new partition.
 
         Returns:
             Partition and schedule, or ``None`` if the best partition is the current one.
@@ -502,8 +505,8 @@ class _Job:
 
         Args:
             loads: Measured times and memory of the stages.
-            candidates: Schedules under which to compare partitions. The best few for a balanced
-                partition are added.
+            candidates: Schedules under which partitions are compared. The best few schedules for a
+                balanced partition are added to them.
         """
         start = balanced(loads)
         limit = self.limits[loads.placement.kind]
@@ -520,7 +523,7 @@ class _Job:
         return _quickest(loads, start, step_s)[0]
 
     def step_s(self, choice: ScheduleChoice, loads: Loads, partition: Partition) -> float:
-        """Returns the simulated step time in seconds under a chosen schedule and its placement."""
+        """Returns the simulated step time in seconds under a chosen schedule and placement."""
         times = self._profile_of(loads.placed(choice.best.placement.kind), partition)
         return self._runs.evaluate(choice.best, times).mean_s
 
@@ -547,8 +550,8 @@ def _quickest(
 ) -> tuple[Partition, float]:
     """Finds the fastest partition by moving single layers of the current partition or ``start``.
 
-    Of the partitions that are about as fast, the one that moves the fewest layers to another rank
-    is taken.
+    Among partitions that are about as fast as the fastest, returns the partition that moves the
+    fewest layers to another rank.
 
     Returns:
         Partition, and its step time in seconds.
@@ -577,12 +580,12 @@ def _quickest(
 
 
 def _filled(loads: Loads, pace: float) -> Partition | None:
-    """Fills stages in order with as many layers as a time limit and memory allow.
+    """Fills stages in order with as many layers as a time limit and the memory allow.
 
-    The pace is the time limit of each rank, in seconds per microbatch.
+    ``pace`` is the time limit of each rank, in seconds per microbatch.
 
     Returns:
-        Number of layers of each stage, or ``None`` if some layers fit nowhere.
+        Number of layers in each stage, or ``None`` if some layers do not fit anywhere.
     """
     placement = loads.placement
     kinds = loads.kinds or (0,) * sum(loads.partition)
@@ -593,8 +596,8 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
     next_layer = 0
     for stage in range(placement.num_stages):
         rank = placement.locate(stage)[0]
-        # Divide the rank's remaining time and memory equally among its stages, so keep a part for
-        # the later stages.
+        # A rank's remaining time and memory are divided equally among its stages, so reserve a
+        # share for the later stages.
         others = 1 - 1 / open_stages[rank]
         least_s, least = seconds[rank] * others - _LEAST_S, space[rank] * others - _ROUNDING
         open_stages[rank] -= 1
@@ -610,7 +613,7 @@ def _filled(loads: Loads, pace: float) -> Partition | None:
 
 
 def _descended(loads: Loads, partition: Partition) -> Partition:
-    """Moves single layers between stages as long as this makes the slowest rank faster."""
+    """Moves single layers between stages as long as the slowest rank gets faster."""
     pace = max(loads.paces(partition))
     better = True
     while better:
@@ -625,15 +628,15 @@ def _descended(loads: Loads, partition: Partition) -> Partition:
 
 
 def _neighbours(loads: Loads, partition: Partition, least: float = 0.0) -> Iterator[Partition]:
-    """Yields partitions with one layer moved to another stage.
+    """Yields all partitions that differ from ``partition`` by one layer moved to another stage.
 
-    Moves from the slowest rank come first. Among these, moves to the fastest rank come first.
+    Moves away from the slowest rank come first. Among these, moves to the fastest rank come first.
 
     Args:
         loads: Measured times and memory of the stages.
         partition: Number of layers of each stage.
-        least: Minimum time per microbatch of a rank from which a layer is moved, in seconds. A move
-            from a faster rank would not help the slowest rank.
+        least: Minimum time per microbatch, in seconds, of a rank that may give a layer away. Moving
+            a layer from a faster rank would not help the slowest rank.
     """
     paces = loads.paces(partition)
 

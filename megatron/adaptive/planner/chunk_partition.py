@@ -1,9 +1,9 @@
-"""Improves a pipeline that the search found: its schedule, and its number of layers per stage.
+"""Improves the schedule and the number of layers per stage of a pipeline that the search found.
 
 The search finds 1F1B pipelines with one stage per rank. This module tries other schedules, and
-partitions the layers again for schedules with several stages (chunks) per rank. Unlike the search,
-it does not prove optimality: it improves a first partition step by step. An example: 15 layers in 4
-interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
+repartitions the layers for schedules with several stages (chunks) per rank. Unlike the search, it
+does not prove optimality: it improves an initial partition step by step. Example with 15 layers in
+4 interleaved stages on 2 ranks, with 4 microbatches. A layer takes 1 s forward and 2 s backward on
 rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
     first partition   5 3 5 2   135 s   work in proportion to the speed of the ranks
@@ -13,8 +13,8 @@ rank 0 (stages 0 and 2), and twice as long on rank 1 (stages 1 and 3)::
 
 Each change is timed under the schedule's order of actions (``order_timing``). A run-time scheduling
 rule has no fixed order, so the order of a static schedule with the same placement is used as an
-approximation. The plans that are finally chosen are improved once more, with every partition
-predicted under the plan's own schedule (:func:`handed_over`).
+approximation. The plans that are finally chosen are improved once more, this time with predictions
+under the plan's own schedule (:func:`handed_over`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ def hand_over(
 ) -> tuple[Any, float, int]:
     """Moves one layer at a time between two stages, as long as this makes the pipeline faster.
 
-    All pairs of stages are tried in turn. The stages between the two shift by one layer, so that
-    each of them keeps its number of layers. The search ends when a round over all pairs has found
-    no improvement.
+    All pairs of stages are tried in turn. The stages between them shift by one layer, so their
+    number of layers stays the same. The search ends after a round over all pairs without an
+    improvement.
 
     Args:
         cuts: Index of the first layer of each stage, followed by the number of layers,
             ``[stages + 1]``.
-        seconds: Step time of the pipeline with these cuts, in seconds.
+        seconds: Step time in seconds with these cuts.
         seconds_of: Function that takes cuts and returns the step time in seconds, or infinity if
-            memory is too small.
-        most: Maximum number of pipelines to time.
+            the pipeline does not fit into memory.
+        most: Maximum number of candidates to time.
 
     Returns:
-        Best cuts, their step time in seconds, and the number of pipelines timed.
+        Best cuts, their step time in seconds, and the number of candidates timed.
     """
     pairs = list(itertools.permutations(range(len(cuts) - 1), 2))
     timed = 0
@@ -83,12 +83,12 @@ def hand_over(
 
 
 class ChunkedPipeline:
-    """Finds the partition of a pipeline with several chunks per rank.
+    """Finds a partition for a pipeline with several chunks per rank.
 
     Args:
-        arrays: Costs of every possible stage, a ``search_kernel.ShapeArrays``.
+        arrays: Costs of every possible stage, as ``search_kernel.ShapeArrays``.
         classes: Stage classes that the pipeline's shape (parallel sizes) allows.
-        ranks: Index in ``classes`` of each pipeline rank's class.
+        ranks: Index of each pipeline rank's class in ``classes``.
         schedule: Name of a static schedule.
         chunks: Number of chunks per rank.
     """
@@ -104,13 +104,13 @@ class ChunkedPipeline:
         order = self._order = (schedule, len(ranks), chunks, arrays.microbatches)
         self._arrays, self._ranks, self._chunks = arrays, ranks, chunks
         placement = catalog.placement_for(schedule, len(ranks), chunks)
-        # The next three arrays have one entry per stage: pipeline rank, class and microbatches in
-        # flight.
+        # Each of the next three arrays has an entry per stage: pipeline rank, class, and number of
+        # microbatches in flight.
         stages = range(placement.num_stages)
         self._rank_of = np.array([placement.locate(stage)[0] for stage in stages])
         self._classes = np.array(ranks)[self._rank_of]
         self._held = np.array(in_flight(*order))[self._rank_of]
-        # Ranks of one block share a node or a group of nodes, so messages between them use faster
+        # Ranks of a block share a node or a group of nodes, so messages between them use faster
         # links.
         blocks = list[int]()
         left = 0
@@ -123,13 +123,13 @@ class ChunkedPipeline:
         """Finds a partition by moving single layers between stages.
 
         Args:
-            most: Maximum number of pipelines to time.
-            hopeless_s: Time limit in seconds. If the first partition takes longer, it is not
+            most: Maximum number of candidates to time.
+            hopeless_s: Time limit in seconds. If the initial partition takes longer, it is not
                 improved.
 
         Returns:
-            Index of the first layer of each stage, followed by the number of layers. Empty if the
-            first partition is too slow or no partition fits into memory.
+            Index of the first layer of each stage, followed by the number of layers, or empty if
+            the initial partition is too slow or no partition fits into memory.
         """
         cuts = self._first_cuts()
         best = self._seconds(cuts)
@@ -139,7 +139,7 @@ class ChunkedPipeline:
         return tuple(cuts.tolist()) if math.isfinite(best) else ()
 
     def _first_cuts(self) -> Any:
-        """Returns a first partition in which each stage's work is proportional to its rank's speed.
+        """Returns an initial partition with each stage's work proportional to its rank's speed.
 
         Returns:
             Index of the first layer of each stage, followed by the number of layers,
@@ -154,7 +154,7 @@ class ChunkedPipeline:
         done = work[0] / max(float(work[0, n]), 1e-30)
         cuts = np.concatenate([[0], np.searchsorted(done, share - 1e-9)]).astype(np.int64)
         cuts[-1] = n
-        # Every stage needs at least one layer. So each cut is above the previous one, and leaves a
+        # Every stage needs at least one layer, so cuts must be strictly increasing and leave a
         # layer for every later stage.
         numbers = np.arange(stages + 1)
         cuts = np.maximum.accumulate(cuts - numbers) + numbers
@@ -179,7 +179,7 @@ class ChunkedPipeline:
     def _seconds(self, cuts: Any) -> float:
         """Returns the step time in seconds, or infinity if the stages do not fit into memory.
 
-        The all-reduce of tied embeddings is omitted, because it takes the same time for all cuts.
+        The all-reduce of tied embeddings is omitted, because its time does not depend on the cuts.
         """
         if not self._fits(cuts):
             return np.inf
@@ -208,7 +208,7 @@ class ChunkedPipeline:
 
 
 def handed_over(plan: Plan, seconds: float, inputs: PlanInputs, most: int) -> tuple[Plan, float]:
-    """Improves a plan's partition by moving layers, using predictions under the plan's schedule.
+    """Improves a plan's partition by moving layers, based on predictions for the plan's schedule.
 
     Args:
         plan: Plan whose layers are moved between stages.
@@ -236,15 +236,15 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
     """Returns a plan with the fastest schedule that fits into memory.
 
     Args:
-        plan: Plan from the search. If its stages have unequal parallel sizes, they get microbatches
-            of one size (``cost.as_run``).
+        plan: Plan from the search. If its stages have unequal parallel sizes, it is converted to
+            microbatches of equal size (``cost.as_run``).
         inputs: Model, cluster and profile of layer times.
-        schedules: Schedules to choose from. Schedules with several chunks are skipped if the plan
-            has one chunk per rank.
+        schedules: Schedules to choose from. If the plan has one chunk per rank, schedules with
+            several chunks are skipped.
 
     Returns:
-        Plan and prediction. If no schedule fits into memory, the plan has the fastest schedule.
-        ``None`` if no schedule is possible.
+        Plan and prediction, or ``None`` if no schedule is possible. If no schedule fits into
+        memory, the plan has the fastest schedule.
     """
     run = as_run(plan)
     rows = []
@@ -265,16 +265,16 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 
 
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
-    """Returns a plan with its prediction. If sequences are cut, chooses the limit on activations.
+    """Returns a plan with its prediction. For sliced sequences, chooses the limit on activations.
 
-    The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
-    Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
-    the default limit is kept.
+    The default limit is kept if sequences are not sliced or if the plan fits into memory.
+    Otherwise, lower limits are tried, starting with the largest. If the plan does not fit with any
+    of them, the default limit is kept.
     """
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
-    # The first rank holds this many microbatches under the fixed order of slices.
+    # The first rank holds this number of microbatches under the fixed order of slices.
     fixed = min(float(plan.num_microbatches), (plan.pp - 1 + plan.slices) / plan.slices)
     for cap in dict.fromkeys((round(fixed, 2), 1.0)):
         capped = replace(plan, cap=max(1.0, cap))

@@ -1,8 +1,8 @@
-"""Describes clusters (node types, their GPUs and the links between them) and reads cluster files.
+"""Describes clusters (node types, GPUs and links) and reads cluster files.
 
-Properties of a GPU that a cluster file omits are taken from this package's table of GPUs
-(``data/gpus.json``). The format of the file is the schema ``cluster`` in ``config.schema_files``,
-which ``docs/planner.md`` describes. ``discover_cluster`` creates such files.
+GPU properties that a cluster file omits are taken from this package's table of GPUs
+(``data/gpus.json``). The file format is the schema ``cluster`` in ``config.schema_files``, which
+``docs/planner.md`` describes. ``discover_cluster`` creates such files.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron.adaptive.config.schema_files import check_form, read_file
 from megatron.adaptive.errors import ConfigError
 
 MEMORY_MARGIN = 0.1
-"""Fraction of each GPU's memory that plans leave free. In measurements, predicted peaks were at
-most this fraction too low (``studies/planner.py``, memory)."""
+"""Fraction of each GPU's memory that plans leave free. In measurements, the predicted peak memory
+was too low by at most this fraction (``studies/planner.py``, memory)."""
 _NOISE = re.compile(r"nvidia|geforce|tesla|quadro|[^a-z0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU model with the properties from its data sheet.
+    """A GPU model and its properties according to the data sheet.
 
     Attributes:
         name: Name of the GPU in cluster files.
-        memory_bytes: Size of its memory in bytes, where a GB on the data sheet is 10^9 bytes.
-        memory_bytes_per_s: Bandwidth of its memory in bytes per second.
-        flops: Peak speed of dense matmuls in operations per second, by dtype. Types are ``bf16``,
-            ``fp16``, ``tf32`` and ``fp32``. Unsupported dtypes are omitted.
+        memory_bytes: Memory size in bytes, where a GB on the data sheet is 10^9 bytes.
+        memory_bytes_per_s: Memory bandwidth in bytes per second.
+        flops: Peak FLOP/s of dense matmuls by dtype: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
+            Unsupported dtypes are omitted.
         source: Title of the data sheet with these figures.
     """
 
@@ -50,7 +50,7 @@ class Gpu:
     source: str
 
     def peak(self, precision: str) -> float:
-        """Returns the peak speed of matmuls in operations per second.
+        """Returns the peak FLOP/s of matmuls.
 
         Args:
             precision: Dtype, such as ``bf16``.
@@ -69,7 +69,7 @@ class Gpu:
 
 @functools.cache
 def _table() -> tuple[Mapping[str, Gpu], Mapping[str, str]]:
-    """Returns the table of GPUs by name, and the name of a GPU for every accepted spelling."""
+    """Returns the table of GPUs by name, and the GPU name for each accepted spelling."""
     file = resources.files("megatron.adaptive.planner") / "data" / "gpus.json"
     parts, names = {}, {}
     for row in json.loads(file.read_text(encoding="utf-8"))["gpus"]:
@@ -92,14 +92,14 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Returns the GPU of the table that a cluster file or driver calls ``name``, or ``None``."""
+    """Returns the GPU with a name from a cluster file or driver, or ``None`` if it is unknown."""
     parts, names = _table()
     listed_name = names.get(plain_name(name))
     return None if listed_name is None else parts[listed_name]
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """Returns a GPU of the table by its name.
+    """Returns a GPU from the table by name.
 
     Args:
         name: Name of the GPU. Case, spaces and the vendor's name are ignored.
@@ -124,17 +124,18 @@ class LinkSpeed:
     """Speed of a link in one direction.
 
     Attributes:
-        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, all pairs
-            together have this bandwidth, otherwise each pair has it.
-        latency_s: Time of an empty message in seconds.
-        shared: Whether pairs of GPUs that send at the same time divide the bandwidth. They do on a
-            node's network card, but not on a switch between GPUs.
-        sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, ascending.
-            Between two sizes, the bandwidth is interpolated over the logarithm of the size. Outside
-            of them, the nearest size is used. Empty if ``bytes_per_s`` applies to all sizes.
+        bytes_per_s: Bandwidth for large messages in bytes per second. If ``shared``, this is the
+            total for all pairs of GPUs, otherwise the bandwidth of each pair.
+        latency_s: Time in seconds to send an empty message.
+        shared: Whether pairs of GPUs that send at the same time share the bandwidth. They share a
+            node's network card, but not a switch between GPUs.
+        sizes: Measured pairs of message size in bytes and bandwidth in bytes per second, in
+            ascending order. Bandwidth is interpolated over the logarithm of the size. Outside of
+            the measured range, the nearest size is used. Empty if ``bytes_per_s`` applies to all
+            sizes.
         by_pairs: Speeds of the link measured while several pairs sent at the same time. Each entry
-            has the number of pairs first. For another number of pairs, the next smaller one is
-            used. If the link is shared, the pairs divide its bandwidth.
+            contains the number of pairs and the speed. For a number of pairs that was not measured,
+            the next smaller number is used.
     """
 
     bytes_per_s: float
@@ -144,7 +145,7 @@ class LinkSpeed:
     by_pairs: tuple[tuple[int, LinkSpeed], ...] = ()
 
     def bandwidth(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the bandwidth for one pair of sender and receiver, in bytes per second.
+        """Returns the bandwidth of one pair of sender and receiver, in bytes per second.
 
         Args:
             message_bytes: Size in bytes of each pair's message.
@@ -160,7 +161,7 @@ class LinkSpeed:
         return self._curve(message_bytes) / (pairs if self.shared else 1)
 
     def seconds(self, message_bytes: float, pairs: int = 1) -> float:
-        """Returns the time from the start of a message to its arrival in seconds, 0 if it is empty.
+        """Returns the time to send a message in seconds, or 0 for an empty message.
 
         Args:
             message_bytes: Size in bytes of each pair's message.
@@ -190,20 +191,20 @@ class NodeType:
 
     Attributes:
         name: Name of the type, unique within a cluster.
-        gpu: Name of its GPU model, the same as in profiles and in the table of GPUs.
+        gpu: Name of the GPU model, as in profiles and in the table of GPUs.
         gpus: Number of GPUs per node.
         memory_bytes: Usable memory of each GPU in bytes.
-        intra: Speed of the link between two GPUs in a node.
-        islands: Groups of neighbouring GPUs with a fast link. Each entry is the number of GPUs in a
-            group, and the link. Entries are in ascending order: first parts of a node, then groups
-            of several nodes, such as the nodes on one switch.
-        network: Speed of the node's link to the network. ``None`` for the cluster's default.
+        intra: Speed of the link between two GPUs of a node.
+        islands: Groups of neighbouring GPUs with a fast link, as pairs of group size (number of
+            GPUs) and link. Sizes are ascending: first parts of a node, then groups of several
+            nodes, such as the nodes on one switch.
+        network: Speed of the node's network link, or ``None`` for the cluster's default.
         price_per_hour: Price of the whole node per hour, in the user's currency.
-        zone: Name of the node's availability zone. A cluster may have a special link between zones,
-            which then connects nodes in different zones.
-        slowness: Factor by which all measured durations are multiplied on this node. 1 if it is as
-            fast as measured.
-        like: Name of another type that has the same links. If empty, the type's own name is used.
+        zone: Name of the node's availability zone. The cluster may define a special link between
+            nodes in different zones.
+        slowness: Factor by which all measured durations are multiplied on this node, or 1 if the
+            node is as fast as measured.
+        like: Name of another type with the same links. If empty, the name of this type is used.
     """
 
     name: str
@@ -226,12 +227,11 @@ class NodeType:
     def island(self, gpus: int) -> tuple[int, LinkSpeed] | None:
         """Returns the smallest island that consists of whole groups of ``gpus`` neighbouring GPUs.
 
-        An island is a group of GPUs with a fast link. Groups of at most one node are searched for
-        in parts of a node, and larger groups in islands of several nodes. If such a group would
-        cross two islands, there is none.
+        An island is a group of GPUs with a fast link. A group that fits on one node is searched for
+        in parts of a node, and a larger group in islands of several nodes.
 
         Returns:
-            Number of GPUs in the island, and its link speed, or ``None`` if there is no island.
+            Number of GPUs in the island and its link speed, or ``None`` if no island qualifies.
         """
         is_inner = gpus <= self.gpus
         for size, link in self.islands if gpus else ():
@@ -243,7 +243,7 @@ class NodeType:
 def link_in(
     links: Mapping[tuple[str, str], LinkSpeed], node_type: NodeType, other: NodeType
 ) -> LinkSpeed | None:
-    """Returns the link between two node types, from a table with their names in either order."""
+    """Returns the link between two node types, with their names in either order in the table."""
     names = node_type.link_name, other.link_name
     return links.get(names) or links.get(names[::-1])
 
@@ -255,8 +255,7 @@ class NodePool:
     Attributes:
         type: Type of the nodes.
         count: Number of nodes.
-        hosts: Host names of the nodes, if known. If the number of nodes is reduced, all names are
-            kept.
+        hosts: Host names of the nodes, if known. All names are kept even if ``count`` is reduced.
     """
 
     type: NodeType
@@ -266,12 +265,13 @@ class NodePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes that a job may use, numbered from 0 in the order of the groups.
+    """Nodes that a job may use. Indices start at 0 and follow the order of the groups.
 
     Attributes:
         groups: Nodes by type. Each type occurs once.
         network: Default link between two nodes. ``None`` if every type has its own link.
-        links: Links that differ from the default, by the names of both node types in either order.
+        links: Links that differ from the default, keyed by the names of both node types in any
+            order.
         between_zones: Link between nodes in different zones. ``None`` if zones make no difference.
         name: Name of the cluster, shown to the user.
 
@@ -324,11 +324,11 @@ class Cluster:
         return all(known_gpu(node.gpu) is not None for node in self.types)
 
     def with_memory(self, times: float = 1.0, more_bytes: float = 0.0) -> Cluster:
-        """Returns the cluster with a different memory size per GPU.
+        """Returns a copy of the cluster with a different memory size per GPU.
 
         Args:
             times: Factor by which the memory size is multiplied.
-            more_bytes: Number of bytes to add to the multiplied size.
+            more_bytes: Number of bytes to add after the multiplication.
         """
         groups = tuple(
             replace(
@@ -341,7 +341,7 @@ class Cluster:
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """Index of the first node of every type, by the type's name."""
+        """Index of the first node of each type, by the type's name."""
         counts = itertools.accumulate((group.count for group in self.groups), initial=0)
         return {node.name: first for node, first in zip(self.types, counts, strict=False)}
 
@@ -369,22 +369,22 @@ def read_cluster(path: Path, memories: Mapping[str, float] | None = None) -> Clu
 
     Args:
         path: Path of the file, which is YAML, TOML or JSON.
-        memories: Memory size of each type of GPU in bytes, from a profile, by the GPU's name. It is
-            used for node types whose memory the file does not contain.
+        memories: Memory size of each GPU in bytes, by GPU name, from a profile. It is used for node
+            types without a memory size in the file.
 
     Raises:
-        ConfigError: The file cannot be read, or one of its keys is invalid.
+        ConfigError: The file cannot be read, or a key is invalid.
     """
     return make_cluster(read_file(path, "cluster"), str(path), memories or {})
 
 
 def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cluster:
-    """Makes a cluster from the contents of a cluster file.
+    """Creates a cluster from the contents of a cluster file.
 
     Args:
         document: Contents of the file, as lists, dictionaries, strings and numbers.
         where: Path of the file, for error messages.
-        memories: Memory size in bytes by name of GPU, from a profile.
+        memories: Memory size in bytes by GPU name, from a profile.
 
     Raises:
         ConfigError: The contents are invalid.
@@ -399,8 +399,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         groups.append(NodePool(type=node, count=entry["count"], hosts=tuple(names)))
         if names and len(names) != entry["count"]:
             raise ConfigError(
-                f"{key}.hosts names {len(names)} nodes, but count is {entry['count']}; make them"
-                " equal"
+                f"{key}.hosts contains {len(names)} nodes, but count is {entry['count']}; make "
+                "them equal"
             )
         for host in names:
             if host in hosts:
@@ -415,8 +415,8 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
         links[first, second] = _speed(entry, key)
     for group in groups:
         for size, link in group.type.islands:
-            # An island with all nodes of a type contains any two of them, so its link connects
-            # both.
+            # An island that contains all nodes of a type also contains every pair of them, so its
+            # link connects each pair.
             if size >= group.count * group.type.gpus:
                 links.setdefault((group.type.name, group.type.name), link)
     try:
@@ -432,7 +432,7 @@ def make_cluster(document: Any, where: str, memories: Mapping[str, float]) -> Cl
 
 
 def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]) -> NodeType:
-    """Makes a node type from an entry of ``nodes``. ``key`` names the entry in error messages."""
+    """Creates a node type from an entry of ``nodes``. Error messages call the entry ``key``."""
     gpu = known_gpu(entry["gpu"])
     name = entry["gpu"] if gpu is None else gpu.name
     if "memory" in entry:
@@ -460,7 +460,7 @@ def _node_type(entry: Mapping[str, Any], key: str, memories: Mapping[str, float]
 
 
 def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], ...]:
-    """Makes the islands (groups of GPUs with a fast link) of a node type from its entry."""
+    """Creates a node type's islands (groups of GPUs with a fast link) from its entry."""
     islands: list[tuple[int, LinkSpeed]] = []
     node_gpus = node["gpus_per_node"]
     before = 1
@@ -486,21 +486,20 @@ def _islands(node: Mapping[str, Any], key: str) -> tuple[tuple[int, LinkSpeed], 
 
 
 def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
-    """Makes a link from an entry of a cluster file. Returns ``None`` for a missing entry.
+    """Creates a link from an entry of a cluster file. Returns ``None`` if the entry is missing.
 
     Args:
         entry: Entry with bandwidth and latency, or ``None``.
         key: Name of the entry in error messages.
-        shared: Default for whether pairs of GPUs share the link's bandwidth. The entry overrides
-            it.
+        shared: Whether pairs of GPUs share the link's bandwidth, unless the entry overrides it.
     """
     if entry is None:
         return None
     rails = entry.get("rails", 1)
     share = 1 / entry.get("oversubscription", 1.0)
     if rails > 1 or share < 1:
-        # A pair of GPUs uses one rail (a separate network), two pairs use two, up to the number of
-        # rails. So the bandwidth grows with the number of pairs.
+        # One pair of GPUs uses one rail (a separate network), and two pairs use two rails, up to
+        # the number of rails. So the bandwidth grows with the number of pairs.
         speed = entry["bandwidth"] * share
         expanded = ("rails", "oversubscription")
         entry = {name: value for name, value in entry.items() if name not in expanded}
@@ -512,7 +511,9 @@ def _speed(entry: Any, key: str, *, shared: bool = True) -> Any:
         entry |= {"bandwidth": speed, "by_pairs": more}
     sizes = tuple((size, speed) for size, speed in entry.get("sizes", ()))
     if any(a[0] >= b[0] for a, b in itertools.pairwise(sizes)):
-        raise ConfigError(f"{key}.sizes must be strictly ascending; sort them without repeats")
+        raise ConfigError(
+            f"{key}.sizes must be strictly ascending; sort the sizes and remove duplicates"
+        )
     return LinkSpeed(
         bytes_per_s=entry["bandwidth"],
         latency_s=entry.get("latency", 0.0),

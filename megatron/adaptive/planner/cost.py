@@ -1,21 +1,21 @@
-"""Predicts the step time of a plan, and the memory of every pipeline rank.
+"""Predicts the step time of a plan and the memory of each pipeline rank.
 
-A step has four parts, which run one after the other::
+A step has four consecutive parts::
 
     | pipeline                                  | reduction | tied embeddings | optimizer |
       actions and messages, in the order of the
       plan's schedule
 
 The pipeline is timed by simulating the schedule's order of actions. A stage is as fast as its
-slowest replica, and a message crosses every boundary between stages. Then each rank reduces its
-gradients with its replicas. The first and the last stage add up their gradients of tied embeddings.
-Last, the optimizer runs.
+slowest replica, and a message is sent across every boundary between stages. Then each rank reduces
+its gradients across its replicas. The first and last stage add up the gradients of tied embeddings.
+Finally, the optimizer runs.
 
-A plan may have stages with unequal parallel sizes. The search then gives such stages microbatches
-of unequal sizes, so that all stages have the same number of microbatches. The trainer has
-microbatches of one size, and distributes them to the replicas of a stage
+A plan may have stages with unequal parallel sizes. The search gives such stages microbatches of
+unequal sizes, so that all stages have the same number of microbatches. The trainer uses
+microbatches of equal size, and distributes them over the replicas of a stage
 (``schedule.unequal_widths``). :func:`as_run` converts a plan from the search's form to the
-trainer's::
+trainer's form::
 
     3 GPUs, 8 samples      in the search                 in the trainer
     stage 0, 2 replicas    4 microbatches of 1 sample    each replica runs 4 of 8 microbatches
@@ -65,7 +65,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Link, StageProfile, St
 def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Prediction:
     """Predicts the time, memory and price of one step of a plan.
 
-    A plan that does not fit into memory is predicted as if it did, but ``Prediction.fits`` is
+    The time is also predicted for a plan that does not fit into memory, but ``Prediction.fits`` is
     false.
 
     Args:
@@ -74,8 +74,9 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
         runtime: Properties of the training program.
 
     Raises:
-        ConfigError: The profile lacks a layer's time, or the partition does not cover the model.
-        ScheduleError: The schedule does not allow the plan's number of stages or microbatches.
+        ConfigError: The profile does not contain a layer's time, or the partition does not cover
+            the model.
+        ScheduleError: The schedule does not support the plan's number of stages or microbatches.
     """
     stages = StageSums.of(plan, inputs, runtime)
     times = _pipeline(plan, stages, runtime)
@@ -93,7 +94,7 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # Use the times of the rank that finishes last, because they add up to the whole step.
+    # The times of the rank that finishes last add up to the whole step, so use this rank.
     tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
@@ -144,30 +145,30 @@ def _stage_predictions(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSums:
-    """Costs of every stage and rank of a plan, summed over layers. Each chunk is a stage.
+    """Costs of each stage and rank of a plan, summed over layers. Each chunk counts as a stage.
 
-    Times and messages are for one microbatch. If sequences are cut, they are for one slice of mean
-    cost.
+    Times and messages are per microbatch. If sequences are cut into slices, they are for a slice of
+    mean cost.
 
     Attributes:
         durations_s: Times of forward pass, input gradients and weight gradients on the slowest
             replica, in seconds, ``[3, stages]``.
-        launch_s: Kernel launch times within ``durations_s``, in seconds. During these times, a rank
-            may still wait for its input, ``[3, stages]``.
-        tp_s: Time of communication within ``durations_s`` in seconds, ``[stages]``.
-        latency_s: Latency of the messages after a forward and after a backward pass, in seconds,
-            ``[2, stages]``.
+        launch_s: Part of ``durations_s`` that the CPU spends launching kernels, in seconds, ``[3,
+            stages]``. A rank can launch kernels while it waits for its input.
+        tp_s: Part of ``durations_s`` that is communication, in seconds, ``[stages]``.
+        latency_s: Latency of the message after each forward and backward pass in seconds, ``[2,
+            stages]``.
         occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
             ``[2, stages]``.
         reduce_s: Time of the gradient reduction without overlap in seconds, ``[ranks]``.
         optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
-        of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
-        message_bytes: Size of the messages that a stage sends forward and backward for one
-            microbatch of a replica, in bytes, ``[2, stages]``.
-        estimated: Whether a time was estimated instead of measured.
-        attention_share: Part of a forward pass that grows with the square of the sequence, from 0
-            to 1.
+        of_rank: Matrix that is 1 where a rank holds a stage, and 0 elsewhere, ``[ranks, stages]``.
+        message_bytes: Size of the messages that a stage sends forward and backward per microbatch
+            of a replica, in bytes, ``[2, stages]``.
+        estimated: Whether any time was estimated instead of measured.
+        attention_share: Fraction of a forward pass whose cost grows with the square of the sequence
+            length.
     """
 
     durations_s: Any
@@ -185,11 +186,11 @@ class StageSums:
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
-        """Adds up the costs of the layers in every stage.
+        """Adds up the costs of the layers in each stage.
 
         Raises:
-            ConfigError: The profile lacks a layer's time, or the partition does not cover the
-                model.
+            ConfigError: The profile does not contain a layer's time, or the partition does not
+                cover the model.
         """
         if sum(plan.partition) != inputs.model.num_layers or min(plan.partition) < 0:
             raise ConfigError(
@@ -230,14 +231,14 @@ class StageSums:
         )
 
     def without_messages(self) -> StageSums:
-        """Returns a copy of the costs in which messages take no time."""
+        """Returns a copy of the costs with messages that take no time."""
         zeros = np.zeros_like(self.latency_s)
         return replace(self, latency_s=zeros, occupancy_s=zeros)
 
 
 _Tables = list[tuple[NodeType, LayerTable]]
-"""Node type and layer table for each kind of replica of a pipeline rank. Replicas of one kind have
-the same node type and tensor-parallel size."""
+"""Node type and layer table for each kind of replica of a pipeline rank. Replicas of the same kind
+have the same node type and tensor-parallel size."""
 
 
 def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
@@ -265,7 +266,7 @@ def _durations(
 ) -> tuple[Any, Any, Any]:
     """Returns each stage's duration, launch time and communication time, in seconds.
 
-    The arrays are fields of :class:`StageSums`.
+    The returned arrays are fields of :class:`StageSums`.
 
     Args:
         rank_of: Pipeline rank of each stage.
@@ -323,7 +324,7 @@ def _memory(
 def _messages(
     plan: Plan, placement: Placement, bounds: Any, inputs: PlanInputs, runtime: Runtime
 ) -> tuple[Any, Any, Any]:
-    """Returns latency, link occupancy and size of messages between stages, ``[2, stages]`` each."""
+    """Returns latency, link occupancy and size of messages between stages, each ``[2, stages]``."""
     latency, occupancy, whole = np.zeros((3, 2, placement.num_stages))
     for stage in range(placement.num_stages - 1):
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
@@ -348,10 +349,10 @@ def _messages(
 
 
 def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
-    """Computes the times of the pipeline's ranks, without reduction and optimizer.
+    """Computes the times of the pipeline's ranks, excluding reduction and optimizer.
 
-    They follow directly from the fixed order of a static schedule. Run-time scheduling rules, and
-    stages with unequal numbers of replicas, are simulated.
+    For a static schedule, the times follow directly from its fixed order. Run-time scheduling rules
+    and stages with unequal numbers of replicas are simulated.
     """
     latency, occupancy = stages.latency_s, stages.occupancy_s
     if (widths := dealt_widths(plan)) is not None:
@@ -421,15 +422,16 @@ def _weight_pieces(plan: Plan, *, splittable: bool) -> int:
 def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
     """Returns the time in seconds that random variation of durations adds to a step.
 
-    For a run-time scheduling rule, it is 0: the rule runs another action while an input is late.
+    The result is 0 for a run-time scheduling rule, which runs another action while an input is
+    late.
     """
     if sigma <= 0 or catalog.is_rule(plan.schedule):
         return 0.0
     count = plan.num_microbatches
     durations = stages.durations_s
     if (widths := dealt_widths(plan)) is not None:
-        # This is an approximation by the jitter of a pipeline with one rank per stage and about the
-        # same work.
+        # Approximate the jitter by that of a pipeline with one rank per stage and about the same
+        # work.
         count = plan.global_batch // plan.micro_batch
         durations = durations / np.array(widths.sizes, dtype=np.float64)
     steps = steps_of(plan.schedule, plan.pp, plan.chunks, count)
@@ -437,7 +439,7 @@ def _jitter_s(plan: Plan, stages: StageSums, sigma: float) -> float:
 
 
 def as_run(plan: Plan) -> Plan:
-    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run such a plan.
+    """Returns a copy of the plan with equal microbatch sizes, if the trainer can run it.
 
     Otherwise, or if all stages have equal parallel sizes, the plan is returned unchanged.
     """
@@ -452,10 +454,10 @@ def as_run(plan: Plan) -> Plan:
 
 
 def dealt_widths(plan: Plan) -> Widths | None:
-    """Returns the number of replicas per stage if it varies and microbatches have one size.
+    """Returns the number of replicas of each stage if microbatches are distributed over them.
 
-    Microbatches are then distributed to the replicas of each stage. For all other plans, the result
-    is ``None``.
+    This applies to plans whose stages have different numbers of replicas and equal microbatch
+    sizes. Returns ``None`` for all other plans.
     """
     if plan.uniform or any(
         stage_place.micro_batch != plan.micro_batch for stage_place in plan.places
@@ -465,10 +467,10 @@ def dealt_widths(plan: Plan) -> Widths | None:
 
 
 def held_of(plan: Plan, widths: Widths) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches that a replica of each stage has in flight.
+    """Returns the maximum number of microbatches in flight on a replica of each stage.
 
     Args:
-        plan: Plan whose microbatches are distributed to the replicas.
+        plan: Plan that distributes microbatches over the replicas of each stage.
         widths: Number of replicas of each stage, from :func:`dealt_widths`.
     """
     held: list[float] = []
@@ -490,7 +492,7 @@ def _hop_s(
     """Computes the time of one message between replicas of two successive stages.
 
     Returns:
-        Latency of the slowest pair of replicas, and the time for which its link is busy, in
+        Latency for the slowest pair of replicas, and the time for which its link is busy, both in
         seconds.
     """
     hops = [
@@ -507,14 +509,15 @@ def _hop_s(
 
 
 def _dealt_times(plan: Plan, widths: Widths, durations_s: Any, message_s: Any) -> ScheduleTimes:
-    """Simulates a step whose microbatches are distributed to the replicas of each stage.
+    """Simulates a step that distributes microbatches over the replicas of each stage.
 
     Args:
         plan: Plan to simulate.
         widths: Number of replicas of each stage, from :func:`dealt_widths`.
         durations_s: Times of forward pass, input gradients and weight gradients, in seconds,
             ``[3, stages]``.
-        message_s: Times of messages after forward and backward passes, in seconds, ``[2, stages]``.
+        message_s: Times of the messages after forward and backward passes in seconds, ``[2,
+            stages]``.
     """
     step = unequal_widths.simulate(
         plan.schedule,

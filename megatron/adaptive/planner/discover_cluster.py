@@ -1,9 +1,9 @@
-"""Makes cluster files from the output of tools: Slurm, ``nvidia-smi`` and ``doctor --json``.
+"""Creates cluster files from the output of Slurm, ``nvidia-smi`` and ``doctor --json``.
 
-None of these tools prints everything, so their outputs are combined. Slurm knows all nodes, their
-GPUs and switches. ``nvidia-smi`` and ``doctor`` know one node, its memory and its links. A report
-about one node is used for all of Slurm's nodes with the same number of the same GPU. Values that
-are missing in all outputs are assumed, and listed as assumptions.
+No single tool reports everything, so their outputs are combined. Slurm reports all nodes with their
+GPUs and switches. ``nvidia-smi`` and ``doctor`` report the memory and links of a single node. A
+report about a node is used for all of Slurm's nodes with the same GPU and the same number of GPUs.
+Values that no output contains are assumed, and listed as assumptions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import known_gpu, plain_name
 
 _NVLINK_GB_PER_S = {"p100": 20.0, "b200": 50.0}
-"""Bandwidth of one NVLink in one direction in GB/s, by GPU. It is 25 for all other GPUs. Source:
+"""Bandwidth of one NVLink in one direction in GB/s, by GPU. All other GPUs have 25 GB/s. Source:
 NVIDIA's architecture whitepapers."""
 _LANE_GB_PER_S = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Bandwidth of one lane in one direction in GB/s, by generation of PCI Express."""
+"""Bandwidth of one lane in one direction in GB/s, by PCI Express generation."""
 _PCIE_SHARE = 0.8
-"""Fraction of the PCI Express bandwidth that copies between two GPUs reach."""
+"""Fraction of the PCI Express bandwidth that copies between two GPUs achieve."""
 _ASSUMED_LINK = {"bandwidth": "25 GB/s", "latency": "8 us"}
 _ASSUMED_NETWORK = {"bandwidth": "100 Gbit/s", "latency": "10 us"}
 _DOWN = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "FUTURE", "NOT_RESPONDING")
 
 
 def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Makes a cluster file from the output of tools.
+    """Creates a cluster file from the output of tools.
 
     Args:
         texts: Source and text of each output: ``scontrol show node`` or ``show topology``,
@@ -41,11 +41,11 @@ def describe_cluster(texts: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], 
             ``doctor --json``.
 
     Returns:
-        Contents of a cluster file, and the assumptions made for values that are missing in all
-        texts.
+        Contents of a cluster file, and the assumptions made for values that no output contains.
 
     Raises:
-        ConfigError: A text is not the output of these tools, or no node with a known GPU is up.
+        ConfigError: A text is not the output of one of these tools, or no node with a known GPU is
+            up.
     """
     outputs = _ToolOutputs()
     assumed = list[str]()
@@ -76,9 +76,9 @@ class _ToolOutputs:
     """Parsed outputs of tools that describe nodes and switches.
 
     Attributes:
-        reports: Nodes described by ``doctor --json``, each as an entry of a cluster file.
-        slurm: Nodes described by Slurm, each as an entry of a cluster file.
-        switches: Level in the network hierarchy and host names of each switch.
+        reports: Nodes described by ``doctor --json``, as entries of a cluster file.
+        slurm: Nodes described by Slurm, as entries of a cluster file.
+        switches: Network level and host names of each switch.
         logs: Output texts of ``nvidia-smi -q``, one per node.
         matrices: Output texts of ``nvidia-smi topo -m``, one per node.
     """
@@ -90,7 +90,7 @@ class _ToolOutputs:
     matrices: list[str] = field(default_factory=list)
 
     def add(self, text: str, where: str) -> None:
-        """Parses a tool's output and stores its contents.
+        """Parses a tool's output and stores the parsed contents.
 
         Args:
             text: Output of a tool, without colour codes.
@@ -123,7 +123,7 @@ class _ToolOutputs:
             raise ValueError(f"it begins with {text.strip()[:20]!r}")
 
     def entries(self, assumed: list[str]) -> list[dict[str, Any]]:
-        """Returns the nodes with GPUs that are up, and adds assumptions to ``assumed``."""
+        """Returns the nodes that are up and have GPUs, and appends assumptions to ``assumed``."""
         logs_and_matrices = itertools.zip_longest(self.logs, self.matrices, fillvalue="")
         reports = self.reports + [describe_node(log, matrix) for log, matrix in logs_and_matrices]
         if not self.slurm:
@@ -146,9 +146,9 @@ _MATRIX = re.compile(r"^\s*GPU0\s", re.MULTILINE)
 
 
 def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Makes the entry of a node, as in a cluster file, from Slurm's fields.
+    """Creates a node's cluster file entry from Slurm's fields.
 
-    The entry's GPU may be empty, or only the name of a family such as ``a100``.
+    The GPU in the entry may be empty, or only the name of a family such as ``a100``.
     """
     host = fields["NodeName"]
     gres = fields.get("Gres", "")
@@ -166,7 +166,7 @@ def _slurm_entry(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
-    """Makes the entries of nodes, as in a cluster file, from the output of ``sinfo -N``."""
+    """Creates the cluster file entries of nodes from the output of ``sinfo -N``."""
     head, *lines = (line.split() for line in text.splitlines() if line.strip())
     if "GRES" not in head:
         raise ConfigError(f'{where} has no column GRES; run sinfo -N -o "%N %G %T"')
@@ -178,9 +178,9 @@ def _sinfo_entries(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the host names in one of Slurm's host lists.
+    """Returns the host names in a Slurm host list.
 
-    For example, ``a[01-03,7],b`` means a01, a02, a03, a7 and b.
+    For example, ``a[01-03,7],b`` expands to a01, a02, a03, a7 and b.
     """
     hosts = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
@@ -195,11 +195,11 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def describe_node(log: str, matrix: str) -> dict[str, Any]:
-    """Makes the entry of a node in a cluster file from the output of ``nvidia-smi``.
+    """Creates a node's cluster file entry from the output of ``nvidia-smi``.
 
     Args:
-        log: Output of ``nvidia-smi -q``. May be empty.
-        matrix: Output of ``nvidia-smi topo -m``. May be empty.
+        log: Output of ``nvidia-smi -q``; may be empty.
+        matrix: Output of ``nvidia-smi topo -m``; may be empty.
     """
     names = re.findall(r"Product Name\s*: (.+)", log)
     entry: dict[str, Any] = {"gpu": names[0].strip() if names else "", "gpus_per_node": len(names)}
@@ -217,8 +217,8 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
             "latency": "8 us",
         }
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    # The table's heading also begins with GPU0. Skip this line: it has no X, which marks a GPU's
-    # link to itself.
+    # The table's heading also begins with GPU0. It contains no X (a GPU's link to itself), so the
+    # filter skips it.
     ways = [row[1:] for row in rows if "X" in row]
     count = len(ways)
     entry["gpus_per_node"] = entry["gpus_per_node"] or count
@@ -240,15 +240,15 @@ def describe_node(log: str, matrix: str) -> dict[str, Any]:
 def _with_report(
     node: dict[str, Any], reports: Sequence[Mapping[str, Any]], assumed: list[str]
 ) -> dict[str, Any]:
-    """Completes Slurm's entry of a node with a report about this node or an equal node.
+    """Completes Slurm's entry of a node with a report about this node or a similar node.
 
     Args:
         node: Slurm's entry of the node.
         reports: Entries from ``doctor`` and ``nvidia-smi``.
-        assumed: List to which the assumptions about the node are added.
+        assumed: List to which assumptions about the node are appended.
 
     Raises:
-        ConfigError: The GPU of the node is not known.
+        ConfigError: The node's GPU is unknown.
     """
     if not (gpus := node["gpus_per_node"]):
         return node
@@ -265,8 +265,9 @@ def _with_report(
     listed = known_gpu(node["gpu"])
     if not node["gpu"] or (listed is None and "memory" not in node):
         raise ConfigError(
-            f"Slurm does not report which GPU {node['hosts'][0]} has, only"
-            f" {node['gpu'] or 'how many'!r}; pass nvidia-smi -q or doctor --json of such a node"
+            f"Slurm does not report which GPU {node['hosts'][0]} has, only "
+            f"{node['gpu'] or 'how many'!r}; pass the output of nvidia-smi -q or doctor --json "
+            "from such a node"
         )
     if listed is not None:
         if not alike and plain_name(node["gpu"]) != plain_name(listed.name):
@@ -281,11 +282,11 @@ def _with_report(
 def _grouped(
     entries: Sequence[Mapping[str, Any]], switches: Sequence[tuple[int, set[str]]]
 ) -> list[dict[str, Any]]:
-    """Returns groups of equal nodes, as in a cluster file. Nodes on one switch are neighbours.
+    """Groups equal nodes, as in a cluster file. Nodes on the same switch are neighbours in a group.
 
     Args:
         entries: Entries of single nodes, as in a cluster file.
-        switches: Level in the network hierarchy and host names of each switch.
+        switches: Network level and host names of each switch.
     """
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for entry in entries:
@@ -294,7 +295,7 @@ def _grouped(
         groups.setdefault(json.dumps(plain, sort_keys=True), (plain, []))[1].extend(hosts)
 
     def above(host: str, least: int) -> list[tuple[int, int]]:
-        """Returns the switches that connect a host at level ``least`` or above, highest first."""
+        """Returns the switches above a host from level ``least`` upwards, highest first."""
         numbered = enumerate(switches)
         return sorted(
             (-level, i) for i, (level, held) in numbered if level >= least and host in held

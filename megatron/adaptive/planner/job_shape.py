@@ -1,8 +1,8 @@
-"""Chooses pipeline size, microbatch size and partition for a job whose processes already run.
+"""Chooses pipeline size, microbatch size and partition for a job with running processes.
 
-Unlike ``search``, which picks nodes and their order, it uses every process in the order of the
-ranks. Few choices remain, so all of them are tried. The model is a list of pieces, which are its
-parts between two cut points::
+Unlike ``search``, which chooses nodes and their order, this module uses every process in rank
+order. Only few choices remain, so all of them are tried. The model is a list of pieces, which are
+the parts between two cut points::
 
     for each pipeline size that divides the processes:
         for each microbatch size that divides a replica's samples:
@@ -41,8 +41,7 @@ from megatron.adaptive.planner.profile import PlanInputs, Profile
 from megatron.adaptive.schedule import catalog
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# The memory limits of processes are measured as the memory that is still free, so the context is
-# already subtracted.
+# Limits for processes are measured as free memory, so the context is already subtracted.
 _RUNTIME = Runtime(context_bytes=0.0)
 
 
@@ -52,16 +51,16 @@ class Running:
 
     Attributes:
         model: Model as a list of pieces (parts between two cut points).
-        cluster: Nodes of the job. The memory of a GPU is the memory that a process may use.
-        order: Indices of the nodes, ordered by rank.
+        cluster: Nodes of the job. A GPU's memory size is the memory that a process may use.
+        order: Indices of the nodes in rank order.
         batch: Number of samples per step over all replicas.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process, if the schedule allows several numbers.
-        whole: Times of the pieces if the backward pass also computes weight gradients.
-        split: Times of the pieces if weight gradients are a separate pass. These times are used for
-            pipelines of several processes. ``None`` if the schedule has no such pass.
-        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
-            one microbatch in all stages of the process. ``None`` for the rule's default.
+        whole: Times of the pieces with weight gradients computed in the backward pass.
+        split: Times of the pieces with weight gradients computed in a separate pass, or ``None`` if
+            the schedule has no such pass. They are used for pipelines with several processes.
+        cap: Maximum activations held by a process under a run-time scheduling rule, in units of one
+            microbatch in all stages of the process. ``None`` for the rule's default.
     """
 
     model: Model
@@ -79,7 +78,7 @@ class Running:
         return catalog.placement_for(self.schedule, pipeline_size, self.chunks)
 
     def inputs(self, pipeline_size: int) -> PlanInputs:
-        """Returns model, cluster and measured times for pipelines of a size."""
+        """Returns model, cluster and measured times for pipelines with a number of processes."""
         profile = self.whole if pipeline_size == 1 or self.split is None else self.split
         return PlanInputs(self.model, self.cluster, profile)
 
@@ -93,10 +92,10 @@ class Option:
         replicas: Number of pipelines (data-parallel replicas).
         micro_batch_size: Number of samples per microbatch.
         partition: Number of pieces (parts between cut points) of each stage.
-        seconds: Predicted step time in seconds. Before the prediction, a lower bound.
-        needed_bytes: Memory in bytes that the process with the least free memory needs.
-        limit_bytes: Memory in bytes that this process may use.
-        fullest: Index of this process in its pipeline.
+        seconds: Predicted step time in seconds, or a lower bound before the prediction.
+        needed_bytes: Memory in bytes that the fullest process needs.
+        limit_bytes: Memory in bytes that the fullest process may use.
+        fullest: Index in its pipeline of the process with the least free memory.
     """
 
     pipeline_size: int
@@ -130,21 +129,22 @@ def choose_option(
     partition: Callable[[int], tuple[int, ...] | None] = lambda num_stages: None,
     most: int = 0,
 ) -> list[Option]:
-    """Finds the fastest pipeline sizes, microbatch sizes and partitions for a job.
+    """Finds the fastest combinations of pipeline size, microbatch size and partition for a job.
 
     Args:
         running: Running job, with its model and nodes.
-        pipeline_sizes: Pipeline sizes to choose from. Empty for all possible sizes.
-        micro_batches: Microbatch sizes in samples to choose from. Empty for all up to ``most``.
-        partition: Function that returns the user's partition for a number of stages, or ``None`` to
-            choose one.
+        pipeline_sizes: Pipeline sizes to choose from, or empty for all possible sizes.
+        micro_batches: Microbatch sizes in samples to choose from, or empty for all up to ``most``.
+        partition: Function that returns the user's partition for a number of stages, or ``None`` if
+            the partition is not set.
         most: Maximum number of samples per microbatch.
 
     Returns:
         Options whose step times were predicted, fastest first.
 
     Raises:
-        ConfigError: No pipeline size divides processes and samples, or no option fits into memory.
+        ConfigError: No pipeline size divides the processes and samples, or no option fits into
+            memory.
     """
     untimed = []
     for size, micro_batch in _shapes(running, pipeline_sizes, micro_batches, most):
@@ -160,7 +160,7 @@ def choose_option(
         raise ConfigError(_nothing_fits([option for _, option in untimed]))
     options: list[Option] = []
     for shape, option in sorted(fitting, key=lambda pair: pair[1].seconds):
-        # Here, ``option.seconds`` is a lower bound. Options are sorted by it, so no later option
+        # Options are sorted by ``option.seconds``, which is still a lower bound, so no later option
         # can be among the two fastest.
         if len(options) > 1 and option.seconds >= sorted(timed.seconds for timed in options)[1]:
             break
@@ -190,7 +190,7 @@ def _shapes(
 
 
 class _Shape:
-    """A pipeline size and a microbatch size, with the cost of every possible stage.
+    """A pipeline size and a microbatch size, with the costs of all possible stages.
 
     Args:
         running: Running job, with its model and nodes.
@@ -220,8 +220,8 @@ class _Shape:
     def _rank(self, rank: int) -> tuple[Any, Any, float]:
         """Returns time and memory of every range of pieces on a rank, and the rank's memory limit.
 
-        Both arrays are ``[pieces + 1, pieces + 1]``, indexed by the first piece and the piece after
-        the last.
+        Both arrays are ``[pieces + 1, pieces + 1]``. Indices are the first piece and the end of the
+        range.
         """
         running = self._running
         count = running.model.num_layers
@@ -246,12 +246,12 @@ class _Shape:
         return seconds, needed, min(node.memory_bytes for node in nodes)
 
     def best(self, fixed: tuple[int, ...] | None) -> Option:
-        """Returns the option with the best partition, and a lower bound of its step time.
+        """Returns the option with the best partition and a lower bound of its step time.
 
         If no partition fits into memory, the best partition without a memory limit is returned.
 
         Args:
-            fixed: Partition chosen by the user, or ``None`` to choose one.
+            fixed: User's partition, or ``None`` to choose one.
         """
         partition = fixed
         if partition is None:
@@ -280,7 +280,7 @@ class _Shape:
         )
 
     def _divide(self, *, bounded: bool) -> tuple[int, ...] | None:
-        """Finds the partition that minimizes the slowest stage's time, ``None`` if none fits.
+        """Returns the partition that minimizes the slowest stage's time, or ``None`` if none fits.
 
         Args:
             bounded: Whether the partition must fit into memory. If a rank has several stages, each
@@ -312,18 +312,18 @@ class _Shape:
 
 
 def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
-    """Divides a sequence of pieces among stages so that the most expensive stage costs least.
+    """Divides pieces among stages so that the cost of the most expensive stage is minimal.
 
-    If several divisions are equally good, the one with the smallest sum of squared costs is taken.
-    For example, pieces with costs 3 1 1 4 on two stages give 3 1 | 1 4, with stage costs 4 and 5.
+    Among equally good divisions, the smallest sum of squared costs wins. For example, pieces with
+    costs 3 1 1 4 on two stages are divided into 3 1 | 1 4, with stage costs 4 and 5.
 
-    Dynamic programming finds it stage by stage. The best division of the first pieces among k
-    stages extends the best division of fewer pieces among k - 1 stages by one stage.
+    Dynamic programming proceeds stage by stage. The best division of the first pieces among k
+    stages extends the best division of fewer pieces among k - 1 stages.
 
     Args:
-        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``. The
-            indices are the first piece and the piece after the last. Infinite for ranges that the
-            stage may not hold.
+        costs: Cost of each stage for every range of pieces, ``[pieces + 1, pieces + 1]``, indexed
+            by the first piece and the end of the range. Infinite for ranges that the stage cannot
+            hold.
 
     Returns:
         Number of pieces of each stage, at least 1, or ``None`` if no division is possible.
@@ -355,14 +355,14 @@ def least_largest(costs: Sequence[Any]) -> tuple[int, ...] | None:
 
 
 def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ...] | None:
-    """Divides a sequence of weights among stages so that the heaviest stage is lightest.
+    """Divides weights among stages so that the largest total of a stage is minimal.
 
     Args:
         weights: Weight of each piece, for example its time.
-        num_stages: Number of stages. Each gets at least one piece.
+        num_stages: Number of stages, each with at least one piece.
 
     Returns:
-        Number of pieces of each stage, or ``None`` if there are fewer pieces than stages.
+        Number of pieces in each stage, or ``None`` if there are fewer pieces than stages.
     """
     return least_largest([range_sums(weights)] * num_stages)
 
@@ -370,7 +370,7 @@ def least_largest_of(weights: Sequence[float], num_stages: int) -> tuple[int, ..
 def _nothing_divides(
     running: Running, pipeline_sizes: Sequence[int], micro_batches: Sequence[int]
 ) -> str:
-    """Returns the error message for a job that no pipeline and microbatch size divide evenly."""
+    """Returns the error message for sizes that do not divide the processes and samples evenly."""
     world = running.cluster.num_gpus
     sizes = ", ".join(map(str, pipeline_sizes)) or "any"
     samples = ", ".join(map(str, micro_batches)) or "any"
@@ -384,7 +384,7 @@ def _nothing_divides(
 
 
 def _nothing_fits(options: Sequence[Option]) -> str:
-    """Returns the error message for a job if no option fits into memory."""
+    """Returns the error message for a job without an option that fits into memory."""
     best = min(options, key=lambda option: option.needed_bytes - option.limit_bytes)
     return (
         f"no pipeline and microbatch size fit into memory: the nearest is {best}, where process "
@@ -395,5 +395,5 @@ def _nothing_fits(options: Sequence[Option]) -> str:
 
 
 def _counted(count: int, name: str, plural: str = "s") -> str:
-    """Returns a number with a noun, which is in the plural if the number is not 1."""
+    """Returns a number with a noun, in the plural unless the number is 1."""
     return f"{count} {name}{'' if count == 1 else plural}"

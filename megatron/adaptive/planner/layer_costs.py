@@ -1,21 +1,21 @@
-"""Computes the time and memory of layers on one node type.
+"""Computes the time and memory of layers on a node type.
 
-The time of a layer comes from a profile if it was measured. Otherwise it is estimated from the
+A layer's time is taken from the profile if it was measured. Otherwise it is estimated from the
 GPU's data sheet (:func:`make_estimator`). Matmuls run at 70% of the arithmetic peak. All other
-operations move their operands through memory at 80% of the bandwidth. No pass of a layer is faster
-than the launches of its kernels. An example: a layer with 1e12 operations per forward pass, whose
-activations and output are 0.5 GB, on an A100 (312e12 operations/s and 1555 GB/s)::
+operations move their operands through memory at 80% of the bandwidth. No pass is faster than its
+kernel launches. Example of a layer with 1e12 FLOPs per forward pass, and 0.5 GB of activations and
+output, on an A100 (312e12 FLOP/s and 1555 GB/s)::
 
     matmuls            1e12 / (0.7 x 312e12)         4.6 ms
     other operations   2 x 0.5e9 / (0.8 x 1555e9)    0.8 ms   each byte is written and read once
     forward                                          5.4 ms
 
-An estimate ignores differences between kernel libraries and drivers. ``LayerTable.estimated`` is
-true if a table contains an estimate.
+Estimates ignore differences between kernel libraries and drivers. ``LayerTable.estimated`` is true
+if a table contains an estimate.
 
-The memory of weights, gradients and optimizer state follows from the layers' parameters. The memory
-of activations is the memory for one microbatch, multiplied by the maximum number of microbatches
-that the schedule has in flight (:func:`in_flight`).
+The memory of weights, gradients and optimizer state is computed from the number of parameters. The
+memory of activations is the memory per microbatch, multiplied by the maximum number of microbatches
+in flight (:func:`in_flight`).
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from megatron.adaptive.schedule.validate import peak_units
 
 CHANNELS_BYTES = 4 * 0.1e9
 """Memory of NCCL's channels on a rank, in bytes. A rank has two communicators, one per direction,
-with each of two neighbours in the pipeline, about 100 MB each. Ranks at the ends of a pipeline, and
-in a pipeline of two stages, need half of it."""
+for each of its two neighbours in the pipeline, and each communicator takes about 100 MB. Ranks at
+the ends of a pipeline need half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Properties of the training program that plans do not contain.
+    """Properties of the training program that are not part of plans.
 
-    By default, the planner predicts for this project's trainer. Comparisons with other programs
-    pass a different runtime.
+    By default, the planner predicts for this project's trainer. Comparisons with other programs use
+    a different runtime.
 
     Attributes:
-        context_bytes: Memory that no tensor accounts for, in bytes. It contains the device's
-            context, its libraries' buffers and code, and NCCL's channels.
-        parameter_copies_bytes: Memory of temporary copies, in bytes per parameter. They are made
-            while gradients are reduced and while the optimizer runs.
-        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output.
-            The receivers then gather the parts.
-        pipeline: Function that computes a pipeline's times instead of the planner. From the plan
-            and its ``cost.StageSums``, it returns ``order_timing.ScheduleTimes``, or ``None`` to
-            let the planner compute the times.
+        context_bytes: Memory in bytes that is not used by tensors: the device context, library
+            buffers and code, and NCCL's channels.
+        parameter_copies_bytes: Memory of temporary copies during gradient reduction and optimizer
+            step, in bytes per parameter.
+        sliced_messages: Whether each tensor-parallel rank sends only its part of a stage's output,
+            so that receivers have to gather the parts.
+        pipeline: Function that computes a pipeline's times in place of the planner. It takes a plan
+            and its ``cost.StageSums``, and returns ``order_timing.ScheduleTimes``, or ``None`` to
+            use the planner's computation.
     """
 
     context_bytes: float = 0.5e9 + CHANNELS_BYTES
@@ -80,14 +80,16 @@ OURS = Runtime()
 """Properties of this project's trainer."""
 PLAIN = StageSettings()
 _GRADIENT_BYTES = 4
-"""Size of an element of the gradients of keys and values that slices add up, in bytes."""
+"""Size in bytes of an element of the accumulated gradients of keys and values."""
 _HOST_MESSAGES = 8
-"""Number of messages whose buffers are allocated in host memory but usually empty: free slots in
-the queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
+"""Number of messages with allocated but usually empty buffers in host memory: free slots in the
+queues of a rank and its neighbour (``transport.select.size_of_channel``)."""
 _HOST_BLOCK_BYTES = 2**25
-"""Minimum size of a block that the C library requests from the system, and returns when freed."""
+"""Minimum size of a block that the C library allocates separately, and returns to the system when
+it is freed.
+"""
 _HOST_FREE_BYTES = 2 * _HOST_BLOCK_BYTES
-"""Maximum number of bytes that the C library leaves unused at the end of its heap."""
+"""Maximum number of free bytes that the C library keeps at the end of its heap."""
 
 
 @lru_cache(maxsize=4096)
@@ -100,22 +102,23 @@ def in_flight(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches in flight at the same time, for each rank.
+    """Returns the maximum number of microbatches in flight on each rank.
 
-    A microbatch in one of several chunks counts as ``1 / chunks``. For 1F1B on 4 ranks with at
-    least 4 microbatches, the result is (4, 3, 2, 1). If sequences are cut, the result counts
-    slices.
+    A microbatch in one of several chunks counts as ``1 / chunks``. For example, 1F1B on 4 ranks
+    with at least 4 microbatches returns (4, 3, 2, 1). If sequences are cut into slices, slices are
+    counted.
 
     Args:
         schedule: Name of the schedule.
         pp: Number of pipeline ranks.
         chunks: Number of stages per rank.
         num_microbatches: Number of microbatches per step.
-        slices: Number of slices of each microbatch. Above 1, ``1f1b`` stands for the order
-            ``seq-1f1b``, and all other schedules are run-time rules.
-        cap: Limit on the microbatches that a run-time rule holds, ``None`` for its default.
-        attention_share: Attention's part of the cost of a sequence, from 0 to 1. Slices of equal
-            cost then have different lengths, and the result counts slices of mean length.
+        slices: Number of slices per microbatch. If it is above 1, ``1f1b`` means the ``seq-1f1b``
+            order, and all other schedules are run-time rules.
+        cap: Limit on the microbatches held under a run-time rule, or ``None`` for the rule's
+            default.
+        attention_share: Attention's fraction of the cost of a sequence. If it is not 0, slices of
+            equal cost have different lengths, and the result counts slices of mean length.
     """
     if slices > 1:
         most = num_microbatches * slices
@@ -136,16 +139,17 @@ def in_flight(
 
 
 def _in_mean_slices(count: float, slices: int, attention_share: float) -> float:
-    """Returns the largest length of slices in flight, in slices of mean length.
+    """Returns the maximum length of slices in flight, in slices of mean length.
 
-    A microbatch runs its slices backward in reverse order, so it holds its first slices, which are
-    the longest. This holds for the oldest microbatch, which has begun its backward pass, and for
-    the newest, which has begun its forward pass. Those between them are whole.
+    The backward passes of a microbatch's slices run in reverse order, so its first slices, which
+    are the longest, stay in memory. This applies to the oldest microbatch, which has begun its
+    backward passes, and to the newest, which has begun its forward passes. The microbatches between
+    them are complete.
 
     Args:
         count: Number of slices in flight.
-        slices: Number of slices of each microbatch.
-        attention_share: Attention's part of the cost of a sequence, from 0 to 1.
+        slices: Number of slices per microbatch.
+        attention_share: Attention's fraction of the cost of a sequence.
     """
     if not attention_share:
         return float(count)
@@ -169,12 +173,12 @@ def waiting(
     cap: float | None = None,
     attention_share: float = 0.0,
 ) -> tuple[float, ...]:
-    """Returns the maximum number of microbatches per rank that have run B but not W.
+    """Returns the maximum number of microbatches per rank whose W is still pending after B.
 
-    Such a microbatch has computed its input gradients (B) but not its weight gradients (W) yet.
+    A pending microbatch has computed its input gradients (B) but not yet its weight gradients (W).
 
     A microbatch in one of several chunks counts as ``1 / chunks``. A run-time scheduling rule may
-    postpone the weight gradients of all microbatches in flight. The arguments are those of
+    postpone the weight gradients of all microbatches in flight. The arguments are the same as for
     :func:`in_flight`.
     """
     if catalog.is_rule(schedule):
@@ -203,28 +207,28 @@ def stage_memory(
     runtime: Runtime = OURS,
     context_bytes: float | None = None,
 ) -> StageMemory:
-    """Adds up the memory that a stage needs on its GPU. With arrays, computes many stages at once.
+    """Adds up the memory that a stage needs on its GPU. Arrays describe many stages at once.
 
     Args:
-        model: Model, for the number of bytes per parameter, gradient and optimizer state.
-        parameters: Number of parameters on the GPU, experts included.
+        model: Model that provides the bytes per parameter, gradient and optimizer state.
+        parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
-        kept_bytes: Size of the activations that a microbatch keeps in all layers of the rank, in
-            bytes.
+        kept_bytes: Size in bytes of the activations that a microbatch keeps in all layers of the
+            rank.
         held: Maximum number of microbatches in flight, from :func:`in_flight`.
         workspace_bytes: Size in bytes of the largest workspace that a layer needs while it runs.
         dp: Number of data-parallel replicas.
-        settings: Settings of the plan. They decide whether replicas divide the optimizer state.
+        settings: Settings of the plan, including whether replicas divide the optimizer state.
         limit_bytes: Usable memory of the GPU in bytes.
         runtime: Properties of the training program.
-        context_bytes: Measured memory of the process without tensors, in bytes. ``None`` for the
-            value of ``runtime``.
+        context_bytes: Measured memory of the process without tensors in bytes, or ``None`` for the
+            value in ``runtime``.
     """
     context = runtime.context_bytes if context_bytes is None else context_bytes
     besides = context + parameters * runtime.parameter_copies_bytes
     sizes = model.precision
     return StageMemory(
-        # Each weight has two additional copies of one byte in fp8, one of them transposed.
+        # Each fp8 weight has two additional one-byte copies, and one of them is transposed.
         parameter_bytes=parameters * (sizes.parameter_bytes + 2 * sizes.fp8),
         gradient_bytes=parameters * sizes.gradient_bytes,
         optimizer_bytes=settings.state_parameters(parameters, expert_parameters, dp)
@@ -237,30 +241,30 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """Costs of every layer of a model on one GPU of a replica, as arrays ``[layers] float64``.
+    """Costs of all layers of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
-    Times and sizes are for one microbatch, or for one slice of mean size if sequences are cut. The
-    workspace is for the longest slice.
+    Times and sizes are per microbatch, or per slice of mean size if sequences are cut into slices.
+    The workspace is for the longest slice.
 
     Attributes:
-        estimated: Whether a time was estimated instead of measured.
-        forward_s: Time of a forward pass in seconds, with tensor-parallel communication.
-        backward_s: Time of computing the input gradients in seconds, with recompute.
-        weight_s: Time of computing the weight gradients, in seconds. 0 if the profile measured the
-            backward pass as a whole.
-        launch_s: Time of kernel launches within ``forward_s``, in seconds. Kernels can be launched
-            before the input arrives. The time within ``backward_s`` is the same.
-        tp_s: Time of communication within ``forward_s`` and ``backward_s``, in seconds. This is the
-            exchange of tokens between experts and, if layers were measured without them, the
+        estimated: Whether any time was estimated instead of measured.
+        forward_s: Time of a forward pass in seconds, including tensor-parallel communication.
+        backward_s: Time of computing the input gradients in seconds, including recompute.
+        weight_s: Time of computing the weight gradients in seconds, or 0 if the profile measured
+            the backward pass as a whole.
+        launch_s: Part of ``forward_s`` that is kernel launches, in seconds. Kernels can be launched
+            before the input arrives. ``backward_s`` contains the same time.
+        tp_s: Part of ``forward_s`` and ``backward_s`` that is communication, in seconds: the
+            exchange of tokens between experts and, unless the measured times include them, the
             messages between tensor-parallel ranks.
-        parameters: Number of parameters on the GPU, experts included.
+        parameters: Number of parameters on the GPU, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
         workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
-        waiting_bytes: Size of the data kept from input gradients to weight gradients, in bytes. It
-            is added to ``kept_bytes``.
-        gathered_bytes: Size in bytes of the gradients of keys and values that slices of a
-            microbatch add up, for the whole microbatch. 0 for whole sequences.
+        waiting_bytes: Additional size in bytes of the data kept between the computation of input
+            gradients and weight gradients.
+        gathered_bytes: Size in bytes of the accumulated gradients of keys and values of a whole
+            microbatch, or 0 if sequences are not cut into slices.
     """
 
     estimated: bool
@@ -286,7 +290,7 @@ def layer_table(
     settings: StageSettings = PLAIN,
     others: Sequence[NodeType] = (),
 ) -> LayerTable:
-    """Returns the times and memory sizes of every layer on one node type.
+    """Returns the times and memory sizes of all layers on a node type.
 
     The table is computed once and cached in ``inputs.layer_tables``.
 
@@ -295,12 +299,13 @@ def layer_table(
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
         micro_batch: Number of samples per microbatch.
-        settings: Settings of the plan. If they cut sequences, the table is that of a slice.
-        others: Types of all nodes whose ranks share experts or sequences with this node. The
-            slowest link to any of them is used. Empty for ``node`` alone.
+        settings: Settings of the plan. If they cut sequences into slices, the table describes a
+            slice.
+        others: Types of all nodes that share experts or sequences with this node. The slowest link
+            to any of them is used. If empty, only ``node`` is used.
 
     Raises:
-        ConfigError: The profile lacks the time of a layer.
+        ConfigError: The profile does not contain the time of a layer.
     """
     expert_ranks, context_ranks = settings.expert_ranks, settings.context_ranks
     key: Any = (node.name, tp, micro_batch, settings.recompute, settings.sequence_parallel)
@@ -317,8 +322,8 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # A rank with half of each sequence has the same work as with half of the samples, so divide
-        # the samples. The same holds for a slice of half of each sequence.
+        # Half of each sequence is as much work as half of the samples, so divide the number of
+        # samples. Slices are treated in the same way.
         samples=micro_batch / (context_ranks * settings.slices),
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
@@ -349,20 +354,20 @@ def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerSetup:
-    """Inputs, settings and communication times that all layers of a table share.
+    """Inputs, settings and communication times shared by all layers of a table.
 
     Attributes:
         inputs: Model, cluster and profile of layer times.
         node: Type of the node on which the layers run.
         tp: Number of tensor-parallel ranks.
-        samples: Number of samples per microbatch on each rank. It is not an integer if ranks share
-            sequences, or if they are cut into slices.
+        samples: Number of samples per microbatch on each rank. It can be fractional if ranks share
+            sequences or sequences are cut into slices.
         longest_slice: Length of the longest slice, relative to the mean length.
         settings: Settings of the plan.
-        exchange: Function that returns the time to send tokens to their experts, made by
-            :func:`exchange_of`.
-        ring: Function that returns the time to send keys and values to the next rank that shares
-            the sequence. It is made by :func:`context_ring`.
+        exchange: Function from :func:`exchange_of` that returns the time to send tokens to their
+            experts.
+        ring: Function from :func:`context_ring` that returns the time to send keys and values to
+            the next rank that shares the sequence.
     """
 
     inputs: PlanInputs
@@ -387,16 +392,16 @@ class _LayerSetup:
         return kind, times.slowed(self.node.slowness)
 
     def passes_keys(self, kind: LayerKind) -> bool:
-        """Returns whether ranks that share a sequence pass keys and values around a ring.
+        """Returns whether ranks that share a sequence exchange keys and values around a ring.
 
-        Transformer Engine does this if it computes the attention. Other attention gathers all parts
-        of the sequence first.
+        Attention in Transformer Engine uses a ring. Other attention first gathers all parts of the
+        sequence.
         """
         return not kind.attention_bytes and not self.inputs.model.has_own_kernels
 
 
 class _LayerSeconds(NamedTuple):
-    """Times of one layer in seconds, as fields of ``LayerTable``."""
+    """Times of a layer in seconds, as fields of ``LayerTable``."""
 
     forward_s: float
     backward_s: float
@@ -406,7 +411,7 @@ class _LayerSeconds(NamedTuple):
 
 
 class _LayerBytes(NamedTuple):
-    """Parameters and memory sizes of one layer, as fields of ``LayerTable``."""
+    """Parameters and memory sizes of a layer, as fields of ``LayerTable``."""
 
     parameters: float
     expert_parameters: float
@@ -417,21 +422,21 @@ class _LayerBytes(NamedTuple):
 
 
 def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerSeconds:
-    """Returns the times of one layer, with communication and recompute."""
+    """Returns the times of a layer, including communication and recompute."""
     tp = setup.tp
     samples = setup.samples
     recompute = setup.settings.recompute
     context_ranks = setup.settings.context_ranks
-    # Tokens are sent to their experts and back in every forward pass, which makes two exchanges.
+    # Tokens are sent to their experts and back in every forward pass, which takes two exchanges.
     once = 2 * setup.exchange(kind.routed_bytes * samples / tp)
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         link = link_within(setup.inputs, setup.node, tp)
         once += all_reduce_s(link, kind.tp_bytes * samples, tp)
     attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-    # Each rank that shares a sequence sends its part's keys and values to all others. On a ring, it
-    # computes the attention of one part while it receives the next. Its backward pass sends and
-    # computes twice as much. Without a ring, all parts arrive before the attention begins, and the
-    # backward pass sends back gradients of the same size.
+    # Each rank that shares a sequence sends the keys and values of its part to all others. On a
+    # ring, it computes the attention of one part while it receives the next, and the backward pass
+    # sends and computes twice as much. Without a ring, all parts arrive before the attention
+    # begins, and the backward pass sends back gradients of the same size.
     is_ring = setup.passes_keys(kind)
     part_s = setup.ring(kind.context_bytes * samples / tp)
     turns = context_ranks - 1
@@ -456,7 +461,7 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
 
 
 def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _LayerBytes:
-    """Returns the parameters of one layer, and its memory for one microbatch."""
+    """Returns the parameters of a layer, and its memory per microbatch."""
     tp, samples = setup.tp, setup.samples
     model = setup.inputs.model
     recompute, sequence_parallel = setup.settings.recompute, setup.settings.sequence_parallel
@@ -477,15 +482,15 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     slices = setup.settings.slices
     gathered = 0.0
     if slices > 1:
-        # Without a kernel, a slice keeps its scores with earlier tokens only.
+        # Without an attention kernel, a slice keeps only its scores with earlier tokens.
         scores = kind.attention_bytes if recompute == "none" else 0.0
         kept -= scores / tp * samples * (slices - 1) / (2 * slices)
         # Keys and values are kept until the backward pass of the first slice, and their gradients
-        # are added up in 32 bits.
+        # are accumulated in 32 bits.
         kept += kind.keys_bytes / tp * samples
         gathered = kind.keys_bytes / tp * samples * slices
         gathered *= _GRADIENT_BYTES / model.precision.element_bytes
-    # A backward pass with recompute holds all activations of the one layer that it recomputes. The
+    # A backward pass with recompute holds all activations of the layer that is recomputed. The
     # longest slice needs the most memory, except for scores, because it attends to the fewest
     # tokens.
     longest = setup.longest_slice
@@ -519,7 +524,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
 
 
 def range_sums(values: Any) -> Any:
-    """Returns the sum of every range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the sum of each range of ``n`` values, ``[n + 1, n + 1]``.
 
     Entry ``[begin, end]`` is the sum of ``values[begin:end]``.
     """
@@ -528,7 +533,7 @@ def range_sums(values: Any) -> Any:
 
 
 def range_largest(values: Any) -> Any:
-    """Returns the maximum of every range of ``n`` values, ``[n + 1, n + 1]``.
+    """Returns the maximum of each range of ``n`` values, ``[n + 1, n + 1]``.
 
     Entry ``[begin, end]`` is the maximum of ``values[begin:end]``, or 0 if the range is empty.
     """
@@ -540,36 +545,38 @@ def range_largest(values: Any) -> Any:
 
 
 MATRIX_SHARE = 0.7
-"""Fraction of the arithmetic peak that the large matmuls of a layer reach together.
+"""Average fraction of the arithmetic peak that a layer's large matmuls achieve.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473), table 1, and Korthikanti et al. 2022
 (arXiv:2205.05198), table 5, report 44-57% of the peak for whole training steps on A100, in which
 matmuls take about three quarters of the time.
 """
 MEMORY_SHARE = 0.8
-"""Fraction of the memory bandwidth that element-wise kernels reach. Source: BabelStream's figures
-for V100, A100 and H100 are between 0.8 and 0.93 of the data sheets'."""
+"""Fraction of the memory bandwidth that element-wise kernels achieve. Source: BabelStream reports
+0.8 to 0.93 of the data sheet's bandwidth for V100, A100 and H100."""
 LAUNCH_S = 5e-6
-"""Time of launching one kernel, in seconds. Source: NVIDIA's CUDA programming guides name some
+"""Time to launch a kernel, in seconds. Source: NVIDIA's CUDA programming guides report a few
 microseconds."""
 _KERNELS = 20
-"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 more in the
-attention, 2 norms, and biases, activation, softmax, dropout and additions."""
+"""Number of kernels in a transformer layer's forward pass without fusion: 4 matmuls, 2 matmuls in
+the attention, 2 norms, biases, activation, softmax, dropout and additions."""
 _FEW_KERNELS = 4
-"""Number of kernels in the forward pass of any other layer, and in computing weight gradients."""
+"""Number of kernels in the forward pass of any other layer, and in the computation of weight
+gradients.
+"""
 _OPTIMIZER_MOVES = 7
-"""Number of four-byte values that Adam moves per parameter. It reads the gradient, the master
-weight and two moments, and writes the master weight and the moments."""
+"""Number of four-byte values that Adam reads or writes per parameter. Adam reads the gradient, the
+master weight and two moments, and writes the master weight and the moments."""
 
 
 def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]:
-    """Returns a function that estimates the times of layers that are missing in the profile.
+    """Returns a function that estimates the times of layers that the profile does not contain.
 
     Returns:
-        A function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch.
-        Its times do not include communication between tensor-parallel ranks. It raises
-        ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not support the model's
-        precision.
+        Function of layer kind, GPU, number of tensor-parallel ranks and samples per microbatch. The
+        estimated times do not include communication between tensor-parallel ranks. The function
+        raises ``ConfigError`` for an unknown GPU or kind, and for a GPU that does not support the
+        model's precision.
     """
 
     @cache
@@ -582,7 +589,7 @@ def make_estimator(model: Model) -> Callable[[str, str, int, float], LayerTimes]
 
 
 def _estimate(model: Model, kind: LayerKind, gpu: Gpu, tp: int, micro_batch: float) -> LayerTimes:
-    """Estimates the times of a layer from its operations and memory traffic."""
+    """Estimates the times of a layer from its FLOPs and memory traffic."""
     sizes = model.precision
     pace = gpu.peak(sizes.name) * MATRIX_SHARE
     moving = gpu.memory_bytes_per_s * MEMORY_SHARE
@@ -614,7 +621,7 @@ def estimate_optimizer_s(model: Model, gpu: Gpu) -> float:
     """Estimates the optimizer's time per updated parameter, in seconds.
 
     Args:
-        model: Model, for the number of bytes per parameter and the fraction of trained parameters.
+        model: Model that provides the bytes per parameter and the fraction of trained parameters.
         gpu: GPU on which the optimizer runs.
     """
     moved = (4 * _OPTIMIZER_MOVES + model.precision.parameter_bytes) * model.precision.trained

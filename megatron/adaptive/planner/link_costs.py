@@ -1,16 +1,16 @@
-"""Computes the time of communication: messages between stages, all-reduces, exchanges and rings.
+"""Computes communication times of messages, all-reduces, exchanges and rings.
 
-A link has a latency and a bandwidth (``cluster.LinkSpeed``). The time of a message is latency +
-bytes / bandwidth. If several GPUs of a node send over its network link at the same time, they share
-the bandwidth. An example: each of 4 GPUs of a node sends 100 MB to another node, over one network
-link with 12.5 GB/s and 10 us::
+A link has a latency and a bandwidth (``cluster.LinkSpeed``). A message takes latency + bytes /
+bandwidth. If several GPUs of a node send over its network link at the same time, they share the
+bandwidth. Example of 4 GPUs of a node that each send 100 MB to another node, over one network link
+with 12.5 GB/s and 10 us::
 
     bandwidth of each    12.5 / 4 = 3.125 GB/s
     seconds              10 us + 100 MB / 3.125 GB/s = 32 ms
 
-Neighbouring GPUs may have a faster link: within a node, in a part of a node, or on one switch. Such
-groups of GPUs are called *islands*. A group of ranks communicates over the smallest island that
-contains the whole group.
+Neighbouring GPUs may have a faster link: within a node, within a part of a node, or on a switch.
+Such groups of GPUs are called *islands*. A group of ranks communicates over the smallest island
+that contains all its GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.adaptive.planner.profile import PlanInputs
 def all_reduce_s(link: LinkSpeed, message_bytes: float, ranks: int, pairs: int = 1) -> float:
     """Returns the time of a ring all-reduce in seconds.
 
-    On a ring of n ranks, it takes ``2 (n - 1)`` messages, each with 1/n of the tensor.
+    A ring of n ranks sends ``2 (n - 1)`` successive messages, each with 1/n of the tensor.
 
     Args:
         link: Slowest link on the ring.
@@ -48,19 +48,19 @@ def exchange_of(
 ) -> Callable[[float], float]:
     """Returns a function that computes the time of an all-to-all exchange between ranks.
 
-    Ranks within a node exchange data at the same time as ranks on different nodes. Ranks on
-    different nodes share each node's link to the network.
+    Exchanges within a node and between nodes run at the same time. Ranks on different nodes share
+    each node's network link.
 
     Args:
-        inputs: Model, cluster and profile, from which the links are taken.
+        inputs: Model, cluster and profile that provide the links.
         node: Type of one node whose ranks take part.
         others: Types of all nodes that have ranks in the exchange.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
         ranks: Number of ranks in the exchange.
 
     Returns:
-        Function that takes the size in bytes of all parts that one rank sends or keeps, and returns
-        the time in seconds.
+        Function that takes the total size in bytes of the parts that a rank sends or keeps, and
+        returns the time in seconds.
     """
     near = min(ranks, max(node.gpus // tp, 1))
     far = ranks - near
@@ -86,11 +86,12 @@ def context_ring(
     """Returns a function that computes how long each rank on a ring sends to the next rank.
 
     Args:
-        inputs: Model, cluster and profile, from which the links are taken.
+        inputs: Model, cluster and profile that provide the links.
         node: Type of one node whose ranks take part.
         others: Types of all nodes whose ranks take part. The slowest link between these is used.
         tp: Number of neighbouring GPUs that form one rank (tensor-parallel size).
-        ranks: Number of ranks that share a sequence. A ring stays within a node if the ranks fit.
+        ranks: Number of ranks that share a sequence. If they all fit on a node, the ring stays
+            within the node.
 
     Returns:
         Function that takes the number of bytes that each rank sends, and returns the time in
@@ -110,9 +111,9 @@ def context_ring(
 
 
 def link_within(inputs: PlanInputs, node: NodeType, gpus: int) -> LinkSpeed:
-    """Returns the link over which ``gpus`` neighbouring GPUs of one node type communicate.
+    """Returns the link between ``gpus`` neighbouring GPUs of a node type.
 
-    This is the link of the smallest island that contains these GPUs, if there is such an island.
+    This is the link of the smallest island that contains these GPUs, if there is one.
     """
     if (island := node.island(gpus)) is not None:
         return island[1]
@@ -127,7 +128,7 @@ def links_out(
     """Returns the links from a node to all nodes of a group.
 
     Args:
-        inputs: Model, cluster and profile, from which the links are taken.
+        inputs: Model, cluster and profile that provide the links.
         node: Type of the node.
         others: Node types of the group.
         nodes: Number of nodes in the group.
@@ -144,14 +145,14 @@ def link_of_types(inputs: PlanInputs, node: NodeType, other: NodeType) -> LinkSp
 
 
 def link_between(inputs: PlanInputs, replica: Replica, other: Replica) -> LinkSpeed:
-    """Returns the link between two replicas, of the smallest island that contains both."""
+    """Returns the link of the smallest island that contains two replicas."""
     return _link_at(
         inputs, replica.node, other.node, _common_island(inputs.cluster, replica, other)
     )
 
 
 def _common_island(cluster: Cluster, replica: Replica, other: Replica) -> int | None:
-    """Returns the index of the smallest island that contains two replicas, if there is one.
+    """Returns the index of the smallest island that contains two replicas, or ``None``.
 
     An island is a part of a node, or several nodes on the same switch.
     """
@@ -185,21 +186,20 @@ def boundary_s(
     *,
     sliced: bool = False,
 ) -> tuple[float, float]:
-    """Computes the time of one message from every replica of a stage to the next stage.
+    """Computes the time to send one message from every replica of a stage to the next stage.
 
-    All replicas send at about the same time. Replicas on one node share the node's link to the
-    network.
+    All replicas send at about the same time. Replicas on the same node share its network link.
 
     Args:
         sender: GPUs of the pipeline rank that holds the sending stage.
         receiver: GPUs of the pipeline rank that holds the receiving stage.
         inputs: Model, cluster and profile of layer times.
-        bytes_per_sample: Size per sample of the tensor between the stages, in bytes.
-        sliced: Whether each tensor-parallel rank sends only its part of the tensor. True with
+        bytes_per_sample: Size in bytes per sample of the tensor that is sent between the stages.
+        sliced: Whether each tensor-parallel rank sends only its part of the tensor, as with
             sequence parallelism. Otherwise, each rank sends the whole tensor.
 
     Returns:
-        Latency for the slowest replica, and the time for which its link is busy, in seconds.
+        Latency for the slowest replica, and the time for which its link is busy, both in seconds.
     """
     flows = _flows(sender, receiver, inputs.cluster, bytes_per_sample, sliced)
     leaving = Counter[tuple[int, bool]]()
@@ -223,12 +223,12 @@ def _flows(
     bytes_per_sample: float,
     sliced: bool,
 ) -> dict[tuple[int, int, int | None], tuple[int, float]]:
-    """Returns the messages between two stages: their number, and the largest size in bytes.
+    """Returns the messages between two stages, as their number and the largest size in bytes.
 
-    Messages are grouped by sending node, receiving node and the index of an island that contains
-    both replicas. The samples of a round of microbatches are numbered over all replicas of a stage.
-    If the stages have different numbers of replicas, a replica sends each receiver the samples that
-    both have::
+    Messages are grouped by sending node, receiving node, and index of an island that contains both
+    replicas. Samples of a round of microbatches are numbered consecutively over the replicas of a
+    stage. If the stages have different numbers of replicas, a replica sends each receiver the
+    samples that the receiver needs::
 
         3 replicas of 2 samples send    | 0 1 | 2 3 | 4 5 |
         2 replicas of 3 receive         | 0 1 2 | 3 4 5   |    the second sends one sample to each
@@ -260,15 +260,15 @@ def reduce_s(
     expert_parameters: float = 0.0,
     expert_ranks: int = 1,
 ) -> float:
-    """Returns the time in seconds that replicas of one pipeline rank take to reduce gradients.
+    """Returns the time in seconds to reduce gradients among the replicas of a pipeline rank.
 
     Args:
         places: GPUs of all pipeline ranks.
         rank: Index of the pipeline rank.
         inputs: Model, cluster and profile of layer times.
-        parameters: Number of parameters on one GPU of the rank, experts included.
+        parameters: Number of parameters on one GPU of the rank, including experts.
         expert_parameters: Number of parameters on the GPU that belong to experts.
-        expert_ranks: Number of replicas that the experts are distributed over.
+        expert_ranks: Number of replicas over which the experts are distributed.
     """
     each = inputs.model.precision.reduce_bytes
     spread = expert_parameters if expert_ranks > 1 else 0.0
@@ -281,18 +281,18 @@ def reduce_s(
 def reduction(
     places: tuple[StagePlace, ...], rank: int, inputs: PlanInputs, stride: int = 1
 ) -> Callable[[float], float]:
-    """Returns a function that computes how long one pipeline rank's gradient reduction takes.
+    """Returns a function that computes the time of a pipeline rank's gradient reduction.
 
-    The replicas form one ring per tensor-parallel rank. Rings that leave a node share the node's
-    link to the network, over all pipeline ranks. If all replicas are on one node and the profile
-    contains a measured all-reduce there, that time is used instead.
+    The replicas form one ring per tensor-parallel rank. Rings of all pipeline ranks that leave a
+    node share its network link. If all replicas are on one node and the profile contains a measured
+    all-reduce for it, the measured time is used instead.
 
     Args:
         places: GPUs of all pipeline ranks.
         rank: Index of the pipeline rank.
         inputs: Model, cluster and profile of layer times.
-        stride: Number of consecutive replicas that hold different experts. Only every ``stride``-th
-            replica is on the same ring.
+        stride: Number of consecutive replicas that hold different experts. A ring contains every
+            ``stride``-th replica.
 
     Returns:
         Function that takes the size in bytes of the gradients on each GPU, and returns the time in
@@ -331,16 +331,16 @@ def reduction(
 
 
 def exposed_reduce_s(whole_s: Any, backward_s: Any, layers: Any) -> Any:
-    """Returns the time of an overlapped gradient reduction that the backward pass does not hide.
+    """Returns the part of an overlapped gradient reduction that the backward pass does not hide.
 
-    The reduction of a layer starts when the last microbatch's backward pass has passed the layer.
-    The reductions still running at the end of this backward pass take additional time. At least one
-    layer's reduction still runs then. All arguments are numbers, or arrays of one shape.
+    A layer's reduction starts after the last microbatch's backward pass of the layer. Reductions
+    that are still running when this backward pass ends take additional time. This includes at least
+    one layer's reduction. All arguments are numbers, or arrays of the same shape.
 
     Args:
         whole_s: Time of the whole reduction without overlap, in seconds.
         backward_s: Time of one microbatch's backward pass, in seconds.
-        layers: Number of layers of the pipeline rank, at least 1.
+        layers: Number of layers of the pipeline rank; must be at least 1.
     """
     return np.maximum(whole_s - backward_s, whole_s / layers)
 
@@ -350,7 +350,7 @@ def _ring(replicas: tuple[Replica, ...]) -> list[tuple[Replica, Replica]]:
 
 
 def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> float:
-    """Returns the seconds that the first and last stage take to add up tied-embedding gradients."""
+    """Returns the seconds that the first and last stage need to sum up tied-embedding gradients."""
     if len(places) < 2 or not inputs.model.tied_parameters:
         return 0.0
     size = tied_bytes(inputs.model, tp)
@@ -375,7 +375,7 @@ def embedding_s(places: tuple[StagePlace, ...], inputs: PlanInputs, tp: int) -> 
 def tied_bytes(model: Model, tp: int) -> float:
     """Returns the size in bytes of the gradients of tied embeddings on one rank.
 
-    The stages exchange gradients in the precision in which gradients are accumulated. This may
-    differ from the precision of the reduction between replicas.
+    The stages exchange gradients in the precision used for accumulation, which may differ from the
+    precision of the reduction between replicas.
     """
     return model.tied_parameters / tp * model.precision.gradient_bytes

@@ -1,7 +1,7 @@
-"""Stores a module's measurements in a file, so that a job can plan again if machines change.
+"""Stores a module's measurements in a file, so that a job can plan again after nodes change.
 
 The ranks write the file once, before they choose the first layout, and the planner reads it. The
-file is JSON, and is replaced atomically, so a reader never sees an incomplete file.
+JSON file is replaced atomically, so a reader never sees an incomplete file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 1
 MESSAGE_ELEMENT_BYTES = 4
 """Size in bytes of an element in messages between pieces, as profiles assume."""
 _FORMER_HOST_KEYS = ("cores",)
-"""Keys from earlier versions of the file, which are ignored."""
+"""Keys of earlier file versions, which are ignored."""
 _UNMEASURED = LinkSpeed(bytes_per_s=10e9, latency_s=10e-6)
 
 
@@ -36,13 +36,13 @@ class MeasuredHost:
     """Properties of a node, measured by its own processes.
 
     Attributes:
-        host: Name of the node.
-        type: Name of the node type, the same as in the profile.
-        gpu: Name of the node's GPU or CPU, the same as in the profile.
+        host: Host name of the node.
+        type: Name of the node type, as in the profile.
+        gpu: Name of the node's GPU or CPU, as in the profile.
         processes: Number of the job's processes on the node.
         memory_bytes: Memory in bytes that each process may use.
-        shares_memory: Whether the node's processes share one memory. Each may then use more if
-            there are fewer processes.
+        shares_memory: Whether the node's processes share the same memory, so that each may use more
+            if there are fewer processes.
     """
 
     host: str
@@ -55,29 +55,31 @@ class MeasuredHost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredModule:
-    """Measurements of a module, and the settings that its layouts must keep.
+    """Measurements of a module, and the settings that each new layout must keep.
 
     Attributes:
-        signature: Hash of the model and the script's settings. A file with another hash belongs to
-            another module.
+        signature: Hash of the model and the script's settings. A file with a different hash belongs
+            to a different module.
         name: Name of the model.
-        whole: Contents of a profile file, where the backward pass also computes weight gradients.
-        split: Contents of a profile file, where weight gradients are a separate pass. If the
-            schedule has no such pass, it is ``None``.
-        element_bytes: Size in bytes of an element in most parameters.
+        whole: Contents of a profile file, measured with weight gradients computed in the backward
+            pass.
+        split: Contents of a profile file, measured with weight gradients computed in a separate
+            pass, or ``None`` if the schedule has no such pass.
+        element_bytes: Size in bytes of an element in most of the parameters.
         hosts: Nodes on which the module was measured.
         batch_size: Number of samples per step over all replicas.
-        most: Largest microbatch size that was measured, in samples.
+        most: Largest measured microbatch size, in samples.
         schedule: Name of the pipeline schedule.
         chunks: Number of stages per process.
-        cap: Maximum activations that a process keeps under a run-time scheduling rule. The unit is
-            one microbatch in all stages of the process. ``None`` for the rule's default.
-        pipeline_size: Number of processes per pipeline that the user wants. ``None`` for any.
+        cap: Maximum activations held by a process under a run-time scheduling rule, in units of one
+            microbatch in all stages of the process. ``None`` for the rule's default.
+        pipeline_size: Number of processes per pipeline set by the user, or ``None`` if it may
+            change.
         micro_batch_size: Number of samples per microbatch, or ``None`` if it may change.
-        partition: Number of segments (parts between cut points) of each stage. It is used for
-            pipelines with this number of stages. ``None`` to choose a partition.
-        weights: Cost of each segment, set by the user. ``None`` to use the measured costs.
-        is_random: Whether the model draws random numbers, which depend on the microbatch.
+        partition: Number of segments (parts between cut points) in each stage, used for pipelines
+            with this number of stages. ``None`` to choose a partition.
+        weights: Cost of each segment set by the user, or ``None`` to use the measured costs.
+        is_random: Whether the model draws random numbers that depend on the microbatch.
     """
 
     signature: str
@@ -106,7 +108,7 @@ class MeasuredModule:
         """Returns the profile with the measured times.
 
         Args:
-            split: Whether to return times with a separate weight-gradient pass, if there are any.
+            split: Whether to return times with a separate weight-gradient pass, if available.
         """
         return make_profile(self.split if split and self.split is not None else self.whole)
 
@@ -128,7 +130,7 @@ class MeasuredModule:
         return tuple(seconds[layer["kind"]] for layer in self.whole["model"]["layers"])
 
     def write(self, path: Path) -> None:
-        """Writes the measurements to a file, or replaces the file atomically.
+        """Writes the measurements to a file. An existing file is replaced atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -146,11 +148,11 @@ class MeasuredModule:
         """Reads the measurements from a file.
 
         Returns:
-            Measurements, or ``None`` if there is no file, or if an earlier version of this program
-            wrote it.
+            Measurements, or ``None`` if the file does not exist or was written by an earlier
+            version of this program.
 
         Raises:
-            ConfigError: The file is damaged, or a later version of this program wrote it.
+            ConfigError: The file is damaged, or was written by a later version of this program.
         """
         try:
             content = parse_json(read_whole(path))
@@ -166,8 +168,9 @@ class MeasuredModule:
         written = content.pop("format", None)
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(
-                f"{path} has format {written}, but this program reads {FORMAT}; use the program"
-                " that wrote the file, or remove the file to measure the model again"
+                f"{path} has format {written}, but this program reads format {FORMAT}; use the"
+                " program version that wrote the file, or remove the file to measure the model"
+                " again"
             )
         if written != FORMAT or set(content) != names:
             return None
@@ -181,14 +184,14 @@ class MeasuredModule:
 
 
 def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster:
-    """Makes a cluster from measured hosts. A node type has the memory of its smallest host.
+    """Creates a cluster from measured hosts. A node type gets the memory of its smallest host.
 
     Args:
         hosts: Nodes of the cluster, as measured.
         profile: Profile with the links between the nodes.
     """
     counts = Counter(host.type for host in hosts)
-    # A dictionary keeps the last value per key, but at the position where the key occurred first.
+    # A dictionary keeps the last value of a key, but at the position where the key occurred first.
     # So the types keep their order, and each type gets its host with the least memory.
     least_last = sorted(hosts, key=lambda host: -host.memory_bytes)
     smallest = {host.type: host for host in (*hosts, *least_last)}
@@ -209,7 +212,7 @@ def measured_cluster(hosts: Sequence[MeasuredHost], profile: Profile) -> Cluster
 
 
 def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
-    """Returns each node's index in a cluster that numbers all nodes of one kind consecutively.
+    """Returns each node's index in a cluster that numbers nodes of the same kind consecutively.
 
     For kinds a, b, a, the indices are 0, 2, 1.
 
@@ -222,7 +225,7 @@ def node_numbers(kinds: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def module_model(layers: Mapping[str, Any], name: str, element_bytes: int) -> Model:
-    """Returns a module as a model for the planner, with one layer per piece between cut points.
+    """Converts a module to a planner model, with one layer per piece between cut points.
 
     Gradients and Adam state have the data type of the parameters.
 

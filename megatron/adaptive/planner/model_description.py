@@ -1,13 +1,12 @@
-"""Describes models to the planner: a list of layers, with the costs of each kind of layer.
+"""Describes models to the planner as a list of layers, with costs for each kind of layer.
 
-A model is a list of layers, each of one kind. A kind has parameters, operations and memory sizes::
+Each layer of a model has a kind. A kind has parameters, FLOPs and memory sizes::
 
     layers    embedding  transformer  transformer  ...  transformer  head
     kinds     embedding, transformer, head
 
-All counts are for one sample in one whole layer, before tensor parallelism divides the layer.
-``transformer_layers`` computes them from the sizes of a transformer. ``model_file`` reads models by
-their names and from files.
+All counts are for one sample in a whole layer, without tensor parallelism. ``transformer_layers``
+computes them from the sizes of a transformer. ``model_file`` reads models by name and from files.
 """
 
 from __future__ import annotations
@@ -21,27 +20,29 @@ from megatron.adaptive.config.sequence_slices import LEAST_TOKENS
 from megatron.adaptive.errors import ConfigError
 
 ATTENTIONS = ("fused", "kernel", "unfused")
-"""Implementations of attention. ``fused`` (Transformer Engine) and ``kernel`` (torch's kernels
-in the trainer's own layers) keep no scores. ``unfused`` writes all scores into memory and keeps
-them."""
+"""Attention implementations. ``fused`` (Transformer Engine) and ``kernel`` (torch's kernels in the
+trainer's own layers) do not store scores. ``unfused`` writes all scores to memory and keeps them.
+"""
 RECOMPUTE = ("none", "selective", "full")
-"""Parts of a forward pass that the backward pass repeats: none, attention only, or whole layers."""
+"""Parts of the forward pass that the backward pass recomputes: none, only attention, or whole
+layers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Size in bytes of each kind of number in a training run.
+    """Sizes in bytes of the numbers in a training run.
 
     Attributes:
         name: Name of the data type, such as ``bf16``.
-        element_bytes: Size of an activation's element in bytes, in memory and in messages.
-        parameter_bytes: Size in bytes of a weight, in the copy that layers read.
+        element_bytes: Size in bytes of an activation's element, in memory and in messages.
+        parameter_bytes: Size in bytes of a weight in the copy that layers use.
         gradient_bytes: Size in bytes of a weight's accumulated gradient.
-        optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. The
-            distributed optimizer divides it among replicas.
+        optimizer_bytes: Size in bytes of a weight's optimizer state and master copy. With a
+            distributed optimizer, replicas divide them.
         reduce_bytes: Size in bytes of a gradient in messages between data-parallel replicas.
-        trained: Fraction of the weights that are trained, above 0 and up to 1.
-        fp8: Whether layers multiply matrices in fp8, as with ``--fp8-format hybrid``.
+        trained: Fraction of the weights that are trained, greater than 0 and at most 1.
+        fp8: Whether layers run matmuls in fp8, as with ``--fp8-format hybrid``.
     """
 
     name: str = "bf16"
@@ -54,7 +55,7 @@ class Precision:
     fp8: bool = False
 
     def beside_frozen(self, share: float) -> Precision:
-        """Returns average sizes per weight if weights are frozen and adapters are trained.
+        """Returns average sizes per weight for frozen weights with trained adapters.
 
         Args:
             share: Number of trained adapter weights per frozen weight.
@@ -69,7 +70,7 @@ class Precision:
         )
 
     def with_fp8(self) -> Precision:
-        """Returns the precision with matmuls in fp8.
+        """Returns a copy with matmuls in fp8.
 
         Raises:
             ConfigError: The precision is not bf16.
@@ -80,7 +81,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """Returns the sizes with which Megatron trains with Adam in a data type.
+        """Returns the sizes that Megatron uses for training with Adam in a data type.
 
         Args:
             name: Name of the data type: ``fp32``, ``fp16`` or ``bf16``.
@@ -104,38 +105,38 @@ class LayerKind:
 
     Attributes:
         name: Name of the kind, such as ``transformer``, ``embedding`` or ``head``.
-        parameters: Number of parameters that tensor parallelism divides.
+        parameters: Number of parameters divided by tensor parallelism.
         replicated_parameters: Number of parameters that every tensor-parallel rank holds.
-        output_elements: Number of elements that are passed to the next layer.
-        forward_flops: Number of operations per forward pass, before tensor parallelism divides
-            them.
-        attention_flops: Number of operations in ``forward_flops`` that selective recompute repeats.
-        activation_bytes: Size in bytes of the activations that tensor-parallel ranks divide and
-            keep for the backward pass.
+        output_elements: Number of elements passed to the next layer.
+        forward_flops: FLOPs of a forward pass, without tensor parallelism.
+        attention_flops: Part of ``forward_flops`` that selective recompute repeats.
+        activation_bytes: Size in bytes of the activations kept for the backward pass and divided
+            among tensor-parallel ranks.
         replicated_activation_bytes: Size in bytes of the activations that every tensor-parallel
             rank keeps for the backward pass.
-        attention_bytes: Number of bytes in ``activation_bytes`` that selective recompute drops.
-        input_bytes: Size of the layer's input in bytes. Full recompute keeps only this.
-        workspace_bytes: Size of memory in use only while the layer runs, in bytes. Tensor
-            parallelism divides it.
-        weight_bytes: Size of the data from which weight gradients are computed, in bytes. These are
-            the matmuls' inputs and output gradients, if tensor parallelism divides them.
-        tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass. The
-            backward pass all-reduces the same number.
-        expert_parameters: Number of ``parameters`` that belong to experts. The more ranks the
-            experts are distributed over, the fewer replicas hold each expert.
-        context_bytes: Size in bytes of the keys and values that ranks exchange if they share a
-            sequence. The size is for a forward pass, before tensor parallelism divides it. 0 if
-            ranks cannot share a sequence.
+        attention_bytes: Part of ``activation_bytes`` that selective recompute does not keep.
+        input_bytes: Size in bytes of the layer's input, which is all that full recompute keeps.
+        workspace_bytes: Size in bytes of temporary memory while the layer runs, without tensor
+            parallelism.
+        weight_bytes: Size in bytes of the data needed to compute weight gradients: inputs and
+            output gradients of the matmuls that tensor parallelism divides.
+        tp_bytes: Number of bytes that tensor-parallel ranks all-reduce in a forward pass, and again
+            in a backward pass.
+        expert_parameters: Part of ``parameters`` that belongs to experts. If experts are
+            distributed over more ranks, fewer replicas hold each expert.
+        context_bytes: Size in bytes of the keys and values that ranks exchange in a forward pass if
+            they share a sequence, without tensor parallelism, or 0 if ranks cannot share
+            a sequence.
         keys_bytes: Size in bytes of the keys and values that later slices of a sequence attend to,
-            before tensor parallelism divides it. 0 if the sequence cannot be cut into slices.
-        routed_bytes: Size of the kept copies of tokens for experts, in bytes. If experts are
-            distributed over ranks, the same amount is sent to them and back in a forward pass, and
-            again in a backward pass.
-        group: ``encoder`` or ``decoder`` if a stage must not have layers of both, otherwise empty.
-        is_local: Whether attention has a window, so that a token attends to a limited number of
-            tokens.
-        counted: Whether ``--num-layers`` and the partition of a plan file include the layer.
+            without tensor parallelism, or 0 if the sequence cannot be cut into slices.
+        routed_bytes: Size in bytes of the kept copies of tokens for experts. If experts are
+            distributed over ranks, a forward pass sends this amount to the experts and back, and a
+            backward pass does so again.
+        group: ``encoder`` or ``decoder`` if a stage must not contain layers of both, otherwise
+            empty.
+        is_local: Whether attention has a window that limits the number of tokens that a token
+            attends to.
+        counted: Whether ``--num-layers`` and the partition in a plan file include the layer.
     """
 
     name: str
@@ -166,9 +167,9 @@ class LayerKind:
     def kept_bytes(
         self, tp: int, recompute: str = "none", *, sequence_parallel: bool = False
     ) -> float:
-        """Returns how many bytes per sample a rank keeps from the forward to the backward pass.
+        """Returns the number of bytes per sample that a rank keeps for the backward pass.
 
-        Full recompute does not apply to layers that are not counted: embedding and head.
+        Full recompute does not apply to embedding and head, which are not counted as layers.
 
         Args:
             tp: Number of tensor-parallel ranks.
@@ -189,25 +190,25 @@ class Model:
     """A model as a list of layers, with the costs of each kind of layer.
 
     Attributes:
-        name: Name of the model, by which profiles are matched to models.
+        name: Name that matches profiles with the model.
         kinds: Every kind of layer, by name.
         layers: Name of each layer's kind in pipeline order, embedding and head included.
-        tokens_per_sample: Number of tokens per sample, from which the speed in tokens per second
-            follows.
-        tied_parameters: Number of weights that embedding and head share, 0 if none. If the first
-            and the last stage differ, both have a copy, and add up their gradients. The head's kind
+        tokens_per_sample: Number of tokens per sample, used to compute the speed in tokens per
+            second.
+        tied_parameters: Number of weights shared by embedding and head, or 0. If they are on
+            different stages, each stage has a copy, and the gradients are summed. The head's kind
             includes them in its parameters.
-        tied_layers: Indices of the layers that share these weights.
-        max_tp: Largest tensor-parallel size that the sizes of the model allow.
-        precision: Size in bytes of each kind of number.
-        arguments: Megatron's command-line arguments for the model, used in plan files. May be
-            empty.
-        expert_ranks: Numbers of ranks that the experts can be distributed over, including 1.
-        sequence: Number of tokens per sample that ranks can divide among themselves. 1 if they
+        tied_layers: Indices of the layers that share the tied weights.
+        max_tp: Largest tensor-parallel size that the model's sizes allow.
+        precision: Sizes in bytes of the numbers in a training run.
+        arguments: Megatron's command-line arguments for the model, which are written to plan files;
+            may be empty.
+        expert_ranks: Possible numbers of ranks over which experts are distributed, including 1.
+        sequence: Number of tokens per sample that ranks can divide among themselves, or 1 if they
             cannot divide a sample.
-        has_own_kernels: Whether the trainer's own layers compute attention without keeping scores.
-            They can compute weight gradients in a separate pass. If ranks share a sequence, they
-            gather its keys and values.
+        has_own_kernels: Whether the trainer's own layers compute attention without storing scores.
+            These layers can compute weight gradients in a separate pass. If ranks share a sequence,
+            they gather its keys and values.
     """
 
     name: str
@@ -227,12 +228,13 @@ class Model:
         for index in self.tied_layers:
             if not 0 <= index < len(self.layers):
                 raise ConfigError(
-                    f"model {self.name}: tied layer {index}: layers are 0 to {len(self.layers) - 1}"
+                    f"model {self.name}: tied layer {index} is out of range; layers are 0 to "
+                    f"{len(self.layers) - 1}"
                 )
 
     @property
     def num_layers(self) -> int:
-        """Number of all layers, embedding and head included."""
+        """Number of all layers, including embedding and head."""
         return len(self.layers)
 
     @property
@@ -254,10 +256,10 @@ class Model:
 
     @cached_property
     def attention_share(self) -> float:
-        """Attention's part of the operations of all transformer layers, from 0 to 1.
+        """Attention's fraction of the FLOPs of all transformer layers.
 
-        Attention with a window is not counted, because its operations do not grow with the square
-        of the sequence.
+        Attention with a window is excluded, because its FLOPs do not grow with the square of the
+        sequence length.
         """
         kinds = [self.kinds[name] for name in self.layers]
         whole = sum(kind.forward_flops for kind in kinds if kind.counted)
@@ -265,7 +267,7 @@ class Model:
         return grows / whole if whole else 0.0
 
     def most_slices(self) -> int:
-        """Returns into how many slices a sequence can be cut, 1 if it cannot be cut."""
+        """Returns the maximum number of slices of a sequence, or 1 if it cannot be cut."""
         attending = [
             kind for kind in map(self.layer, range(self.num_layers)) if kind.attention_flops
         ]
@@ -276,7 +278,7 @@ class Model:
         return max(1, self.sequence // LEAST_TOKENS)
 
     def divides_sequence(self, tp: int, context_ranks: int, sequence_parallel: bool) -> bool:
-        """Returns whether ranks can divide a sequence evenly, and all layers allow this.
+        """Returns whether ranks can divide a sequence evenly and all layers support this.
 
         Args:
             tp: Number of tensor-parallel ranks.
@@ -294,31 +296,31 @@ class Model:
 
     @cached_property
     def parameters(self) -> float:
-        """Number of parameters of the whole model, where tied parameters are counted once."""
+        """Number of parameters of the whole model. Tied parameters are counted once."""
         whole = sum(self.layer(i).held_parameters(1) for i in range(self.num_layers))
         return whole - self.tied_parameters * max(0, len(self.tied_layers) - 1)
 
     @cached_property
     def splits(self) -> frozenset[int]:
-        """Indices of layers before which a stage must end, because a new group of layers begins."""
+        """Indices of layers that must start a new stage, because a new group of layers begins."""
         groups = [self.kinds[name].group for name in self.layers]
         return frozenset(i for i in range(1, len(groups)) if groups[i] != groups[i - 1])
 
     def layer(self, index: int) -> LayerKind:
-        """Returns the kind of a layer, by the layer's index."""
+        """Returns the kind of a layer by its index."""
         return self.kinds[self.layers[index]]
 
     def stage_layers(self, counted: Sequence[int]) -> tuple[range, ...]:
-        """Returns the layers of each stage as ranges of indices, embedding and head included.
+        """Returns each stage's layers as a range of indices, including embedding and head.
 
-        A layer that ``--num-layers`` does not count, such as the embedding, is on the stage of the
-        next layer that is counted. The last layers, such as the head, are on the last stage.
+        A layer that ``--num-layers`` does not count, such as the embedding, belongs to the stage of
+        the next counted layer. The last layers, such as the head, belong to the last stage.
 
         Args:
-            counted: Number of layers of each stage, counted as in ``--num-layers``.
+            counted: Number of layers in each stage, counted as in ``--num-layers``.
 
         Raises:
-            ConfigError: The numbers do not add up to the number of layers in the model.
+            ConfigError: The numbers do not add up to the model's number of layers.
         """
         if sum(counted) != self.num_counted:
             raise ConfigError(
@@ -326,8 +328,8 @@ class Model:
                 f" {self.name} has {self.num_counted} layers; make them equal"
             )
         positions = [i for i in range(self.num_layers) if self.layer(i).counted]
-        # Each stage ends after its last counted layer. A stage without counted layers is empty. The
-        # first stage still has the layers before all counted layers.
+        # A stage ends after its last counted layer. A stage without counted layers is empty, except
+        # that the first stage has the layers before all counted layers.
         ends = [
             positions[num_done - 1] + 1 if num_done else positions[0]
             for num_done in accumulate(counted[:-1])
@@ -335,10 +337,10 @@ class Model:
         return tuple(map(range, (0, *ends), (*ends, self.num_layers)))
 
     def counted(self, partition: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the number of counted layers of each stage, as in a plan file.
+        """Returns the number of counted layers in each stage, as in a plan file.
 
         Args:
-            partition: Number of layers of each stage, embedding and head included.
+            partition: Number of layers in each stage, including embedding and head.
         """
         counts = []
         begin = 0

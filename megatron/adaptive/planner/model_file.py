@@ -1,8 +1,8 @@
-"""Reads models from preset names, lists of the trainer's arguments, model files and profiles.
+"""Reads models from preset names, trainer arguments, model files and profiles.
 
 GPT and Llama presets are defined in ``config.model`` and shared with the trainer. BERT and T5
-presets exist only in the planner, for Megatron-LM's own scripts. The format of a model file is the
-schema ``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
+presets exist only in the planner, for Megatron-LM's own scripts. The file format is the schema
+``model`` in ``config.schema_files``, which ``docs/reference/planner.md`` describes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _VOCABULARY = {"gpt": 50257, "llama3": 128256, "qwen2.5": 152064, "qwen3": 15193
 _VOCABULARY |= {"deepseek": 129280} | dict.fromkeys(
     ("llama", "llama2", "mistral", "mixtral"), 32000
 )
-"""Number of vocabulary entries for each family of models."""
+"""Vocabulary size of each model family."""
 _SMALL_VOCABULARY = 50303
-"""Number of vocabulary entries for all other presets."""
+"""Vocabulary size of all other presets."""
 ANY_RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
-"""Arguments that the trainer requires but that do not change the model."""
+"""Arguments that the trainer requires, but that do not affect the model."""
 
 
 def _only_planned(
     name: str, layers: int, hidden: int, heads: int, width: int = 64, ffn: int = 0
 ) -> TransformerShape:
-    """Returns the sizes of a BERT or T5 preset, as Megatron-LM builds the model.
+    """Returns the sizes of a BERT or T5 preset as built by Megatron-LM.
 
-    Unlike the original, Megatron's T5 has learned positions, one shared embedding, and biases.
+    Unlike the original T5, Megatron's T5 has learned positions, one shared embedding, and biases.
     """
     family = name.partition("-")[0]
     return TransformerShape(
@@ -67,7 +67,7 @@ def _only_planned(
 
 
 def _padded(vocabulary: int, multiple: int = 128) -> int:
-    """Returns a vocabulary size rounded up to a multiple, as Megatron pads it."""
+    """Returns a vocabulary size rounded up to a multiple, like Megatron's padding."""
     return -(-vocabulary // multiple) * multiple
 
 
@@ -83,11 +83,11 @@ PRESETS: Mapping[str, TransformerShape] = {
         _only_planned("t5-11b", 24, 1024, 128, 128, 65536),
     )
 }
-"""Models that the planner knows but the trainer does not, by name."""
+"""Models that the planner supports but the trainer does not, by name."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """Returns the names of all presets, including presets that only the planner knows."""
+    """Returns the names of all presets, including presets that only the planner supports."""
     return (*MODELS, *PRESETS)
 
 
@@ -99,19 +99,19 @@ def preset(
     Args:
         name: Name of the preset, one of :func:`preset_names`. Case and hyphens are ignored.
         precision: Data type of the training run: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, one of ``ATTENTIONS``. ``None`` for the default of
-            the preset.
+        attention: Attention implementation, one of ``ATTENTIONS``, or ``None`` for the preset's
+            default.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: There is no such preset. The message names the most similar one.
+        ConfigError: There is no such preset. The message suggests the most similar name.
     """
     by_plain_name = {preset_name.replace("-", ""): preset_name for preset_name in preset_names()}
     name = by_plain_name.get(name.lower().replace("-", ""), name)
     if name in PRESETS:
         shape = replace(PRESETS[name], precision=Precision.named(precision))
-        # Models of PRESETS run in Megatron-LM's own programs, which do not use the trainer's
-        # layers.
+        # Models in PRESETS are trained with Megatron-LM's own programs, which do not use the
+        # trainer's layers.
         return build_model(replace(shape, fused_attention=attention == "fused"))
     if name not in MODELS:
         names = preset_names()
@@ -132,19 +132,19 @@ def arguments_model(
     attention: str | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Returns the model that a list of the trainer's arguments describes.
+    """Returns the model that a list of trainer arguments describes.
 
-    Only arguments of the model and its precision are used. The plan decides the parallel sizes;
-    arguments about data, logs and checkpoints are ignored. If there is neither a ``--vocab-size``
-    nor a readable vocabulary file, GPT-2's vocabulary size is used.
+    Only arguments about the model and its precision are used. The plan decides the parallel sizes;
+    arguments about data, logs and checkpoints are ignored. Without ``--vocab-size`` or a readable
+    vocabulary file, GPT-2's vocabulary size is used.
 
     Args:
         arguments: Command-line arguments of ``pretrain_gpt.py``.
-        name: Name of the model, by which profiles are matched to models.
-        precision: Data type, which overrides ``--fp16`` and ``--bf16``. If none of them is given,
-            it is fp32, the default of a run.
-        attention: Implementation of attention, if the arguments do not choose one. It is one of
-            ``ATTENTIONS``, by default the implementation that runs without GPUs use. With
+        name: Name that matches profiles with the model.
+        precision: Data type, which overrides ``--fp16`` and ``--bf16``. Without any of these, the
+            data type is fp32, as in a training run.
+        attention: Attention implementation, one of ``ATTENTIONS``, used if the arguments do not
+            choose one. Defaults to the implementation that training runs without GPUs use. With
             ``kernel``, the memory of attention scores is still counted if no kernel supports the
             model's attention.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
@@ -168,14 +168,14 @@ def settings_model(
     attention: str | None = None,
     imbalance: float = 1.0,
 ) -> Model:
-    """Returns the model that settings of the trainer describe.
+    """Returns the model that the trainer's settings describe.
 
     Args:
-        settings: Values of the model's settings, by the names of their fields.
-        name: Name of the model, by which profiles are matched to models.
+        settings: Values of the model's settings, by field name.
+        name: Name that matches profiles with the model.
         precision: Data type: ``fp32``, ``fp16`` or ``bf16``.
-        attention: Implementation of attention, one of ``ATTENTIONS``, if the settings do not choose
-            one.
+        attention: Attention implementation, one of ``ATTENTIONS``, used if the settings do not
+            choose one.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
@@ -187,13 +187,13 @@ def settings_model(
 
 
 class _ModelSource(NamedTuple):
-    """Name, arguments and settings of the trainer that together describe a model.
+    """Name, trainer arguments and trainer settings that together describe a model.
 
     Attributes:
         name: Name of the model.
-        arguments: Command-line arguments with which a training run builds the model.
-        parsed: Command-line arguments to parse here, in addition to ``settings``.
-        settings: Values of the trainer's settings, by the names of their fields.
+        arguments: Command-line arguments that build the model in a training run.
+        parsed: Command-line arguments to parse in addition to ``settings``.
+        settings: Values of the trainer's settings, by field name.
     """
 
     name: str
@@ -205,7 +205,7 @@ class _ModelSource(NamedTuple):
 def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Model:
     """Builds the model that a source describes.
 
-    All other arguments are as in :func:`arguments_model`.
+    The other arguments are the same as for :func:`arguments_model`.
     """
     names = {argument.split("=")[0] for argument in source.arguments}
     all_arguments = [*source.parsed, *ANY_RUN]
@@ -224,8 +224,8 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
     )
     if config.core.heterogeneous_layers_config_encoded_json:
         raise ConfigError(
-            f"{source.name}: --heterogeneous-layers-config-path makes layers differ, which the"
-            " planner does not support; remove it, or start the run without a plan"
+            f"{source.name}: the planner does not support --heterogeneous-layers-config-path;"
+            " remove it, or start the run without a plan"
         )
     device = "cpu" if attention == "unfused" else "cuda"
     shape = trainer_shape(config, source.name, source.arguments, device=device)
@@ -237,9 +237,9 @@ def _built(source: _ModelSource, attention: str | None, imbalance: float) -> Mod
 
 
 def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[str]:
-    """Selects the arguments about model and precision.
+    """Selects the arguments about the model and its precision.
 
-    If there is no vocabulary size, it is added.
+    A missing vocabulary size is added.
     """
     groups = (ModelConfig, PrecisionConfig, CoreConfig)
     kept = only_groups(arguments, groups, ("vocab_size",))
@@ -254,7 +254,7 @@ def _model_arguments(arguments: Sequence[str], precision: str | None) -> list[st
 
 
 def usual_attention(*, on_gpus: bool) -> str:
-    """Returns how a run computes attention with the installed packages, one of ``ATTENTIONS``.
+    """Returns the attention implementation of a run with the installed packages.
 
     Args:
         on_gpus: Whether the training runs use GPUs.
@@ -274,7 +274,8 @@ def _adapter_parameters(config: TrainerConfig) -> int:
     pairs = [model.query_groups * model.kv_channels] * 2
     down = core.q_lora_rank or 0
     queries = heads * (core.qk_head_dim + core.qk_pos_emb_head_dim)
-    # Number of inputs of each weight matrix, and number of outputs of each of its separate parts.
+    # Each entry contains the number of inputs of a weight matrix, and the number of outputs of each
+    # separate part of the matrix.
     sizes = {
         "qkv": (hidden, [values, *pairs]),
         "proj": (values, [hidden]),
@@ -297,10 +298,10 @@ def _adapter_parameters(config: TrainerConfig) -> int:
 
 
 def _vocabulary(arguments: Sequence[str]) -> int:
-    """Returns the number of entries of a vocabulary file, or GPT-2's if it cannot be read.
+    """Returns the size of a vocabulary file, or GPT-2's vocabulary size if it cannot be read.
 
     Args:
-        arguments: Argument ``--vocab-file`` with its path. Empty if there is no file.
+        arguments: Argument ``--vocab-file`` with its path, or empty if there is no file.
     """
     try:
         return len(parse_json(read_whole(arguments[-1].partition("=")[2] or arguments[-1])))
@@ -320,9 +321,9 @@ def trainer_shape(
     Args:
         config: Settings of the training run.
         name: Name of the model.
-        arguments: Command-line arguments that the settings were read from.
-        device: Type of device that trains the model, ``cuda`` or ``cpu``. It decides the attention
-            kernel.
+        arguments: Command-line arguments from which the settings were read.
+        device: Type of device that trains the model, ``cuda`` or ``cpu``. The attention kernel
+            depends on it.
     """
     model = config.model
     core = config.core
@@ -371,10 +372,10 @@ def trainer_shape(
 
 
 def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, ...]:
-    """Returns whether each layer uses the attention window. Empty if all layers are equal.
+    """Returns for each layer whether it has the attention window, or empty if all layers are equal.
 
     Raises:
-        ConfigError: The window pattern and the model have different numbers of layers.
+        ConfigError: The window pattern does not have an entry for each layer.
     """
     if not core.window_size or core.window_attn_skip_freq is None:
         return ()
@@ -390,7 +391,7 @@ def _window_layers(core: CoreConfig, num_layers: int, name: str) -> tuple[bool, 
 
 
 def _precision(config: PrecisionConfig) -> Precision:
-    """Returns the size in bytes of each kind of number in a run with these settings."""
+    """Returns the sizes in bytes of the numbers in a run with these settings."""
     names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
     sizes = Precision.named(names[config.dtype_name])
     if config.accumulate_allreduce_grads_in_fp32:
@@ -401,10 +402,10 @@ def _precision(config: PrecisionConfig) -> Precision:
 
 
 def _has_kernel(config: TrainerConfig, device: str) -> bool:
-    """Returns whether a run with these settings computes attention without keeping its scores."""
+    """Returns whether a run with these settings computes attention without storing scores."""
     model, core = config.model, config.core
     if model.transformer_impl == "transformer_engine":
-        # If scores are bounded (soft-capped), the trainer's own layers compute attention and keep
+        # If scores are bounded (soft-capped), the trainer's own layers compute attention and store
         # the scores.
         keeps_scores = model.attention_backend == "unfused" or model.attention_softcap
         return not keeps_scores
@@ -424,16 +425,17 @@ def _has_kernel(config: TrainerConfig, device: str) -> bool:
 
 
 def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
-    """Reads a list of arguments, from text or from a file.
+    """Parses a list of arguments from a string or a file.
 
     Args:
-        text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is a list
-            of arguments. In the file, ``#`` begins a comment.
-        folder: Folder to which a relative file name refers.
+        text: Arguments, or the name of a file with arguments. Text that begins with ``-`` is parsed
+            as arguments. In the file, ``#`` begins a comment.
+        folder: Folder for relative file names.
         where: Source of the text, for error messages.
 
     Raises:
-        ConfigError: The file cannot be read, a quote is not closed, or an argument is not allowed.
+        ConfigError: The file cannot be read, a quote is not closed, or an argument is not
+            supported.
     """
     try:
         if not text.lstrip().startswith("-"):
@@ -478,13 +480,13 @@ def read_model(
             Hugging Face ``config.json``. A folder contains such a ``config.json``.
         precision: Data type of the training run, which overrides the data type of the model.
         default: Data type for models that do not specify a data type.
-        attention: Implementation of attention, if the model does not choose one. It is one of
-            ``ATTENTIONS``.
+        attention: Attention implementation, one of ``ATTENTIONS``, used if the model does not
+            choose one.
         sequence: Number of tokens per sample, for a ``config.json`` only.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
 
     Raises:
-        ConfigError: The text does not name a model, or the model is invalid.
+        ConfigError: The text does not describe a model, or the model is invalid.
     """
     make = partial(arguments_model, precision=precision, attention=attention, imbalance=imbalance)
     path = Path(text)
@@ -499,8 +501,8 @@ def read_model(
         model = settings_model(
             settings, name, precision or default, attention=attention, imbalance=imbalance
         )
-        # For such a model, the arguments are only an approximation for the planner. The trainer
-        # would build another model from them, so drop them.
+        # For such a model, the arguments are only an approximation that is sufficient for planning.
+        # The trainer would build a different model from them, so drop them.
         return replace(model, arguments=()) if family.missing_feature else model
     if sequence is not None:
         raise ConfigError(
@@ -519,7 +521,7 @@ def read_model(
 def _of_file(
     document: Any, path: Path, precision: str | None, default: str, attention: str | None
 ) -> Model:
-    """Makes a model from a model file's contents. Other arguments are as in :func:`read_model`."""
+    """Creates a model from a model file. See :func:`read_model` for the other arguments."""
     where = str(path)
     check_form(document, "model", where)
     name = document.get("name", path.stem)
@@ -549,16 +551,16 @@ def _of_file(
 
 
 def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -> Model:
-    """Makes a model from a list of its layers, as a model file or profile contains it.
+    """Creates a model from the list of layers in a model file or profile.
 
     Args:
-        document: Dictionary with the list ``layers``. It may also have ``tokens_per_sample``,
+        document: Dictionary with the list ``layers``, and optionally ``tokens_per_sample``,
             ``tied_parameters`` and ``tied_layers``.
         name: Name of the model.
-        precision: Size in bytes of each kind of number.
+        precision: Sizes in bytes of the numbers in a training run.
 
     Raises:
-        ConfigError: Two layers of the same kind differ.
+        ConfigError: Two layers of the same kind have different sizes.
     """
     kinds: dict[str, LayerKind] = {}
     layers: list[str] = []
@@ -567,8 +569,8 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
         kind = LayerKind(name=entry["kind"], **sizes)
         if kinds.setdefault(kind.name, kind) != kind and sizes:
             raise ConfigError(
-                f"model {name}: layers[{index}] has other sizes than an earlier layer of kind"
-                f" {kind.name!r}; use a separate kind"
+                f"model {name}: layers[{index}] has different sizes than an earlier layer of "
+                f"kind {kind.name!r}; use a separate kind"
             )
         layers += [kind.name] * entry.get("count", 1)
     return Model(
@@ -585,7 +587,7 @@ def listed_model(document: Mapping[str, Any], name: str, precision: Precision) -
 def _of_profile(
     document: Mapping[str, Any], where: str, precision: str | None, make: Callable[..., Model]
 ) -> Model:
-    """Returns the model with which a profile was measured."""
+    """Returns the model that a profile was measured with."""
     check_form(document, "profile", where)
     model = document["model"]
     if model.get("layers"):

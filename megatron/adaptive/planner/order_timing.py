@@ -2,27 +2,27 @@
 
 A static schedule fixes the order of the actions on every rank. An action starts when its rank is
 free and its input has arrived. So the step time is the critical path: the longest path through
-actions and messages. An example: 1F1B on 2 ranks with 2 microbatches, 1 s per forward pass, 2 s per
+actions and messages. Example of 1F1B on 2 ranks with 2 microbatches, 1 s per forward pass, 2 s per
 backward pass, and messages that take no time::
 
     second    0    1    2    3    4    5    6    7    8    9
     rank 0    | F0 | F1 |         | B0      |    | B1      |
     rank 1         | F0 | B0      | F1 | B1      |
 
-``F1`` of rank 1 starts at 4: its input arrived at 2, but the rank is busy until then. The actions
-are visited in topological order, in which each follows all actions it depends on
-(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule, and
+``F1`` on rank 1 starts at 4: its input arrives at 2, but the rank is busy until 4. Actions are
+visited in topological order, so that each action comes after all actions it depends on
+(:func:`steps_of`). So one visit per action suffices. This order depends only on the schedule and
 is cached.
 
-A message leaves when its action has ended and the previous message has left the link. It keeps the
-link busy for its occupancy, and arrives after its latency. Launching an action's kernels needs no
-input, so a rank launches them while it waits for the input.
+A message leaves when its action has ended and the previous message has left the link. It occupies
+the link for its occupancy time, and arrives after an additional latency. Launching an action's
+kernels requires no input, so a rank launches them while it waits for the input.
 
-If a duration grows, the step never gets shorter. The search relies on this property. Schedules that
-choose the next action at run time lack this property, so the simulator times them instead.
+If a duration increases, the step never gets shorter. The search relies on this property. Schedules
+that choose the next action at run time do not have it, so they are timed by the simulator.
 
-:func:`jitter_s` adds the effect of random variation. If durations vary, a single rank takes the
-same time on average. But in a pipeline, each action waits for the later of two events: its rank is
+:func:`jitter_s` estimates the effect of random variation. Variation does not change the average
+time of a single rank. But in a pipeline, each action waits for the later of two events: its rank is
 free, and its input has arrived. So the mean step time is longer than the step time with mean
 durations.
 """
@@ -62,9 +62,9 @@ class Steps:
     split: bool
 
     def table(self, seconds: Any) -> Any:
-        """Returns a copy of a ``[3, stages]`` table with the times of actions F, B and W.
+        """Returns a copy of a ``[3, stages]`` table with the times of F, B and W actions.
 
-        If the schedule has no separate action W, the times of W are added to B in the copy.
+        If the schedule has no separate W actions, the copy contains the times of W as part of B.
         """
         copy = np.array(seconds, dtype=np.float64)
         if not self.split:
@@ -75,7 +75,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimes:
-    """Holds the end times and busy times of the ranks in a step.
+    """End times and busy times of the ranks in a step.
 
     Attributes:
         end_s: Time from the start of the step to the end of each rank's last action, in seconds,
@@ -88,7 +88,7 @@ class ScheduleTimes:
 
     @property
     def seconds(self) -> float:
-        """Time in seconds until the last action of all ranks ends."""
+        """Time in seconds until the last action on any rank ends."""
         return float(self.end_s.max())
 
 
@@ -103,7 +103,8 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
         num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: No static schedule has this name, or it does not allow these numbers.
+        ScheduleError: There is no static schedule with this name, or it does not support these
+            sizes.
     """
     placement = catalog.placement_for(schedule, pp, chunks)
     static = catalog.make_schedule(schedule, placement, num_microbatches)
@@ -132,7 +133,7 @@ def steps_of(schedule: str, pp: int, chunks: int, num_microbatches: int) -> Step
 
 
 def _inputs(kind: int, stage: int, microbatch: int, stages: int) -> list[tuple[int, int, int]]:
-    """Returns the actions whose results an action needs, as (kind, stage, microbatch)."""
+    """Returns the actions whose results an action requires, as (kind, stage, microbatch)."""
     same_stage = [(kind - 1, stage, microbatch)] if kind else []
     sender = stage - 1 if kind == _F else stage + 1
     if kind < _W and 0 <= sender < stages:
@@ -153,19 +154,19 @@ def step_times(
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
-        durations_s: Times of forward pass, input gradients and weight gradients, in seconds. The
-            array is ``[3, stages] float64``. If the schedule has no separate action W, the last two
-            are added up.
-        latency_s: Latency of the messages after each stage's forward and backward pass, in seconds.
-            The array is ``[2, stages]``. After a forward pass, the message goes to the next stage,
-            and after a backward pass, to the previous stage. 0 if no message is sent.
+        durations_s: Times of forward pass, input gradients and weight gradients in seconds, ``[3,
+            stages] float64``. If the schedule has no separate W actions, the last two times are
+            added up.
+        latency_s: Latency of the message after each stage's forward and backward pass in seconds,
+            ``[2, stages]``. Forward messages go to the next stage, and backward messages to the
+            previous stage, or 0 if no message is sent.
         occupancy_s: Time for which each of these messages keeps its link busy, in seconds,
             ``[2, stages]``.
-        launch_s: Time within ``durations_s`` in which the CPU launches kernels, in seconds. The
-            array is ``[3, stages]``. A rank can launch kernels while it waits for the input.
-            ``None`` if there is no such time.
-        factors: Factor by which each action's duration is multiplied, in the order of ``steps``.
-            The array is ``[actions]``, or one number applies to all actions.
+        launch_s: Part of ``durations_s`` in which the CPU launches kernels, in seconds, ``[3,
+            stages]``. A rank can launch kernels while it waits for the input. ``None`` if there is
+            no such time.
+        factors: Factors by which the actions' durations are multiplied, in the order of ``steps``,
+            ``[actions]``. A single number applies to all actions.
     """
     kind, stage = steps.rows[:, 0], steps.rows[:, 1]
     seconds = steps.table(durations_s)[kind, stage] * factors
@@ -199,10 +200,10 @@ def _run_steps(
     end: Any,
     busy: Any,
 ) -> None:
-    """Visits the actions in order, and fills ``arrival``, ``free``, ``end`` and ``busy``.
+    """Processes the actions in order, and fills ``arrival``, ``free``, ``end`` and ``busy``.
 
-    ``arrival`` contains the time at which an input arrives, by kind, stage and microbatch. ``free``
-    contains the time from which the link after each stage is free, by kind and stage.
+    ``arrival`` contains the arrival time of each input, by kind, stage and microbatch. ``free``
+    contains the time at which the link after each stage becomes free, by kind and stage.
     """
     stages = latency.shape[1]
     for i in range(rows.shape[0]):
@@ -223,29 +224,29 @@ def _run_steps(
 
 
 _MANY_ROWS = 500
-"""Number of actions above which compiled code is faster, even though importing numba takes half a
+"""Number of actions above which compiled code is faster, although importing numba takes half a
 second per process."""
 
 
 @lru_cache
 def _compiled_steps() -> Any:
-    """Returns ``_run_steps``, compiled by numba."""
+    """Returns ``_run_steps`` compiled with numba."""
     from numba import njit
 
     return njit(_run_steps, cache=True)
 
 
 DRAWS = 32
-"""Number of steps simulated to find the mean delay by jitter. With this number, the mean is
-accurate to about a tenth."""
+"""Number of steps that are simulated to find the mean delay from jitter. It makes the mean accurate
+to about 10 %."""
 
 
 def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> float:
-    """Returns the mean time by which random variation lengthens a step, in seconds, at least 0.
+    """Returns the mean time that random variation adds to a step, in seconds. Never negative.
 
-    Simulates ``DRAWS`` steps in which the duration of every action has a random factor, lognormal
-    with mean 1. A factor depends only on the position of the action in the order. So plans with the
-    same order of actions get the same factors, and their times can be compared.
+    Simulates ``DRAWS`` steps in which each action's duration has a lognormal random factor with
+    mean 1. The factor depends only on the action's position in the order. So plans with the same
+    order of actions get the same factors, and their times can be compared.
 
     Args:
         steps: Actions of the schedule in topological order, from :func:`steps_of`.
@@ -253,7 +254,7 @@ def jitter_s(steps: Steps, durations_s: Any, message_s: Any, sigma: float) -> fl
             ``[3, stages]``.
         message_s: Times of the messages after forward and backward passes, in seconds,
             ``[2, stages]``.
-        sigma: Standard deviation of the logarithm of the factors, 0 for no variation.
+        sigma: Standard deviation of the logarithm of the factors, or 0 for no variation.
     """
     if sigma <= 0:
         return 0.0

@@ -1,6 +1,6 @@
-"""Defines plans and predictions, and writes plans as plan files and in other programs' formats.
+"""Defines plans and predictions, and exports plans as plan files or for other programs.
 
-``config.plan_file`` reads the plan files back.
+``config.plan_file`` reads plan files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megatron.adaptive.planner.cluster import Cluster, known_gpu
 from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
-"""Megatron-LM's command-line flags for training in fp8. The arguments of a model that is planned in
-fp8 contain these flags."""
+"""Megatron-LM's command-line flags for training in fp8. A model that is planned in fp8 has these
+flags among its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """GPUs of one data-parallel replica of a stage. They have consecutive indices on one node.
+    """GPUs of one data-parallel replica of a stage, with consecutive indices on one node.
 
     Attributes:
         node: Index of the node in the cluster.
         gpu: Index of the replica's first GPU within the node.
-        tp: Number of GPUs of the replica (the tensor-parallel size).
+        tp: Number of GPUs in the replica (tensor-parallel size).
     """
 
     node: int
@@ -45,13 +45,14 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:
-    """GPUs on which one pipeline rank runs, and its microbatch size.
+    """GPUs of one pipeline rank, and its microbatch size.
 
     Attributes:
         replicas: Data-parallel replicas of the pipeline rank, ordered by data-parallel rank.
-        micro_batch: Number of samples per microbatch on each replica. Stages with unequal parallel
-            sizes have the same number only if microbatches are distributed to the replicas
-            (``cost.as_run``). Otherwise, ``micro_batch * len(replicas)`` is the same on all stages.
+        micro_batch: Number of samples per microbatch on each replica. If stages have unequal
+            parallel sizes, all stages have the same microbatch size only if microbatches are
+            distributed over the replicas (``cost.as_run``). Otherwise, all stages have the same
+            ``micro_batch * len(replicas)``.
     """
 
     replicas: tuple[Replica, ...]
@@ -65,15 +66,14 @@ class StageSettings:
     Attributes:
         recompute: Kind of activation recompute, one of ``model_description.RECOMPUTE``.
         distributed_optimizer: Whether replicas divide the optimizer state among themselves.
-        overlap_reduce: Whether gradients are reduced while backward passes still run.
-        sequence_parallel: Whether sequence parallelism is on. Tensor-parallel ranks then also
-            divide the activations outside of attention and MLP.
-        expert_ranks: Number of consecutive replicas that the experts are distributed over
+        overlap_reduce: Whether gradient reduction overlaps with backward passes.
+        sequence_parallel: Whether sequence parallelism is enabled, so that tensor-parallel ranks
+            also divide the activations outside of attention and MLP.
+        expert_ranks: Number of consecutive replicas over which the experts are distributed
             (expert-parallel size).
-        context_ranks: Number of consecutive ranks that divide each sequence among themselves
-            (context-parallel size).
-        slices: Number of slices into which each sequence is cut, 1 for whole sequences. The work of
-            a stage on one slice of a microbatch is then one action.
+        context_ranks: Number of consecutive ranks that share each sequence (context-parallel size).
+        slices: Number of slices per sequence, or 1 for whole sequences. A stage's work on a slice
+            of a microbatch is then a separate action.
     """
 
     recompute: str = "none"
@@ -85,11 +85,11 @@ class StageSettings:
     slices: int = 1
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
-        """Returns the number of parameters whose optimizer state one of ``dp`` replicas updates.
+        """Returns the number of parameters whose optimizer state each of ``dp`` replicas updates.
 
-        A distributed optimizer divides the state of a parameter among the replicas that hold the
-        parameter. If experts are distributed over ``expert_ranks`` replicas, each expert is on only
-        ``dp / expert_ranks`` replicas.
+        A distributed optimizer divides a parameter's state among the replicas that hold the
+        parameter. If experts are distributed over ``expert_ranks`` replicas, only ``dp /
+        expert_ranks`` replicas hold each expert.
         """
         if not self.distributed_optimizer:
             return parameters
@@ -98,23 +98,23 @@ class StageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(StageSettings):
-    """Parallel sizes, layers, nodes and settings with which a model runs on a cluster.
+    """Parallel sizes, partition, nodes and settings for running a model on a cluster.
 
     Attributes:
-        tp: Tensor-parallel size. If stages have different sizes, the largest of these sizes.
-        dp: Number of data-parallel replicas. If stages have different numbers, the number of the
-            first stage.
+        tp: Tensor-parallel size, or the largest size if stages have different sizes.
+        dp: Number of data-parallel replicas, or that of the first stage if stages have different
+            numbers.
         pp: Number of pipeline ranks.
         chunks: Number of stages (model chunks) per pipeline rank.
         micro_batch: Number of samples per microbatch on one replica of the first stage.
         global_batch: Number of samples per step.
-        schedule: Name of the pipeline schedule, a value of ``--pipeline-schedule``.
-        partition: Number of layers of each stage in pipeline order, ``[pp * chunks]``. Embedding
-            and head are included.
+        schedule: Name of the pipeline schedule, as in ``--pipeline-schedule``.
+        partition: Number of layers in each stage in pipeline order, including embedding and head,
+            ``[pp * chunks]``.
         places: GPUs of each pipeline rank, ``[pp]``. Each context-parallel rank counts as a
             replica, so a stage has ``dp * context_ranks`` replicas.
-        cap: Limit on the activations that a rank holds under a run-time rule, in microbatches over
-            all its chunks. ``None`` for the rule's default.
+        cap: Maximum activations that a rank holds under a run-time rule, in units of a microbatch
+            in all its chunks. ``None`` for the rule's default.
     """
 
     tp: int
@@ -130,17 +130,17 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per replica and step."""
+        """Number of microbatches per step on each replica."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
     def num_items(self) -> int:
-        """Number of slices of all microbatches per replica and step."""
+        """Number of slices of all microbatches per step on each replica."""
         return self.num_microbatches * self.slices
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Indices of the nodes that the plan uses, ordered by rank."""
+        """Indices of the nodes that the plan uses, in rank order."""
         nodes = [replica.node for stage_place in self.places for replica in stage_place.replicas]
         return tuple(dict.fromkeys(nodes))
 
@@ -162,7 +162,7 @@ class StageMemory:
         parameter_bytes: Size of the weights in bytes.
         gradient_bytes: Size of the gradients in bytes.
         optimizer_bytes: Size of optimizer state and master weights in bytes.
-        activation_bytes: Size of the activations in bytes, at their peak under the schedule.
+        activation_bytes: Peak size of the activations under the schedule, in bytes.
         workspace_bytes: Size of temporary buffers, CUDA context and everything else, in bytes.
         limit_bytes: Usable memory of the GPU in bytes.
     """
@@ -178,12 +178,12 @@ class StageMemory:
     def total_bytes(self) -> float:
         """Memory that the rank needs in total, in bytes."""
         *parts, _limit = vars(self).values()
-        total: float = sum(parts)  # an array if the parts are arrays, as in the search
+        total: float = sum(parts)  # This is an array if the parts are arrays, as in the search.
         return total
 
     @property
     def missing_bytes(self) -> float:
-        """Memory in bytes that the stage needs beyond the GPU's memory, 0 if the stage fits."""
+        """Memory in bytes that the stage needs in addition to the GPU's memory, or 0 if it fits."""
         return max(0.0, self.total_bytes - self.limit_bytes)
 
 
@@ -192,10 +192,10 @@ class StagePrediction:
     """Predicted times and memory of one pipeline rank.
 
     Attributes:
-        forward_s: Time of one microbatch's forward pass in all chunks of the rank, in seconds.
-        backward_s: Time of one microbatch's backward pass in all chunks of the rank, in seconds. It
-            includes weight gradients and recompute.
-        send_s: Time to send one message to the next stage, in seconds.
+        forward_s: Time of a microbatch's forward pass through all chunks of the rank, in seconds.
+        backward_s: Time of a microbatch's backward pass through all chunks of the rank in seconds,
+            including weight gradients and recompute.
+        send_s: Time to send a message to the next stage, in seconds.
         bubble: Idle fraction of the pipeline's time, from 0 to 1.
         memory: Memory that the rank needs on its fullest GPU.
     """
@@ -212,15 +212,15 @@ class Prediction:
     """Predicted time, memory and price of a plan.
 
     Attributes:
-        seconds: Time of one step in seconds.
-        parts: Parts of the step time in seconds, by name. They add up to ``seconds``. Names are
-            ``compute``, ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and
-            ``optimizer``. If the profile has measured them, also ``jitter``, and ``beside`` for all
-            other work in a step.
+        seconds: Step time in seconds.
+        parts: Parts of the step time in seconds, by name, which add up to ``seconds``: ``compute``,
+            ``bubble``, ``transfer``, ``tp``, ``reduction``, ``embedding`` and ``optimizer``. If the
+            profile contains them, there are also ``jitter``, and ``beside`` for all other work in a
+            step.
         stages: Predicted times and memory of each pipeline rank.
-        tokens_per_s: Number of tokens per second that the whole job processes.
+        tokens_per_s: Number of tokens per second processed by the whole job.
         price_per_hour: Price per hour of all nodes in use.
-        estimated: Whether a value of the profile was estimated instead of measured.
+        estimated: Whether any time was estimated instead of measured.
     """
 
     seconds: float
@@ -237,12 +237,12 @@ class Prediction:
 
     @property
     def price_per_step(self) -> float:
-        """Price of one step, from its time and the price per hour."""
+        """Price of a step, computed from its time and the price per hour."""
         return self.price_per_hour * self.seconds / 3600
 
     @property
     def peak_bytes(self) -> float:
-        """Memory in bytes that the job's fullest GPU needs."""
+        """Memory in bytes needed by the job's fullest GPU."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -251,19 +251,19 @@ def place_ranks(
 ) -> tuple[StagePlace, ...]:
     """Assigns GPUs to every pipeline rank of a plan whose stages have equal parallel sizes.
 
-    The rank of a GPU is (pipeline rank * dp + replica) * tp + tensor-parallel rank. Ranks are
-    assigned in ascending order, and fill one node after the other.
+    A GPU has rank (pipeline rank * dp + replica) * tp + tensor-parallel rank. Ranks are assigned in
+    ascending order, and fill each node before the next.
 
     Args:
-        cluster: Cluster with the nodes.
-        order: Indices of the nodes to use, ordered by rank.
+        cluster: Cluster that contains the nodes.
+        order: Indices of the nodes to use, in rank order.
         tp: Tensor-parallel size, in GPUs per replica.
         dp: Number of data-parallel replicas.
         pp: Number of pipeline ranks.
         micro_batch: Number of samples per microbatch.
 
     Raises:
-        ConfigError: There are too few GPUs, or a tensor-parallel group would be on two nodes.
+        ConfigError: There are too few GPUs, or a tensor-parallel group would span two nodes.
     """
     gpus = sum(cluster.nodes[node].gpus for node in order)
     if gpus < tp * dp * pp:
@@ -278,12 +278,12 @@ def place_ranks(
 def place_stage(
     cluster: Cluster, order: Sequence[int], tp: int, dp: int, micro_batch: int, *, position: int = 0
 ) -> StagePlace:
-    """Assigns GPUs to one stage, which follows ``position`` stages with the same parallel sizes.
+    """Assigns GPUs to a stage that comes after ``position`` stages with the same parallel sizes.
 
-    The arguments have the same meaning as those of :func:`place_ranks`.
+    The arguments are the same as for :func:`place_ranks`.
 
     Raises:
-        ConfigError: A tensor-parallel group would be on two nodes.
+        ConfigError: A tensor-parallel group would span two nodes.
     """
     slots = [(node, gpu) for node in order for gpu in range(cluster.nodes[node].gpus)]
     replicas = []
@@ -291,8 +291,8 @@ def place_stage(
         node, gpu = slots[first]
         if (last := slots[first + tp - 1][0]) != node:
             raise ConfigError(
-                f"tp {tp}: a tensor-parallel group would cross nodes {node} and {last}; choose a"
-                " tp that divides the GPUs of every node"
+                f"tp {tp}: a tensor-parallel group would span nodes {node} and {last}; use a tp "
+                "that divides the number of GPUs of every node"
             )
         replicas.append(Replica(node=node, gpu=gpu, tp=tp))
     return StagePlace(replicas=tuple(replicas), micro_batch=micro_batch)
@@ -301,8 +301,8 @@ def place_stage(
 def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dict[str, Any]:
     """Returns the contents of a plan file as a dictionary.
 
-    If stages have unequal parallel sizes, the file lists the sizes of each stage. The trainer runs
-    such plans only without tensor parallelism.
+    If stages have unequal parallel sizes, the file lists the sizes of each stage. The trainer
+    supports such plans only without tensor parallelism.
     """
     document: dict[str, Any] = {
         "format": PLAN_FORMAT,
@@ -355,8 +355,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
 def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float | None:
     """Returns the model FLOPs utilization (MFU): the model's FLOP/s divided by the GPUs' peak.
 
-    Recomputed operations are not counted. Returns ``None`` if the table of GPUs lacks the peak of a
-    GPU in this precision, or the model has no operations.
+    Recomputation is not counted. Returns ``None`` if the GPU table does not contain the peak of a
+    GPU in this precision, or if the model has no FLOPs.
     """
     peak = 0.0
     for node, count in gpus_used(plan).items():
@@ -369,7 +369,7 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
 
 
 def gpus_used(plan: Plan) -> Counter[int]:
-    """Returns how many GPUs a plan uses on each node, by node index, ordered by rank."""
+    """Returns the number of GPUs that a plan uses on each node, by node index in rank order."""
     used = Counter[int]()
     for stage_place in plan.places:
         for replica in stage_place.replicas:
@@ -378,7 +378,7 @@ def gpus_used(plan: Plan) -> Counter[int]:
 
 
 def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns the plan's nodes ordered by rank, with consecutive equal nodes merged into groups."""
+    """Returns the plan's nodes in rank order, with consecutive equal nodes merged into groups."""
     kinds = [(cluster.nodes[node].name, count) for node, count in gpus_used(plan).items()]
     return [
         {"type": name, "nodes": len(list(nodes)), "processes_per_node": processes}
@@ -387,15 +387,15 @@ def placement_groups(plan: Plan, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def write_plan(document: Mapping[str, Any], path: Path, *, as_conf: bool = False) -> None:
-    """Writes a plan file, or the plan as shell variables for ``conf.sh``.
+    """Writes a plan as a plan file, or as shell variables for ``conf.sh``.
 
     Args:
-        document: Contents of the plan file, made by :func:`plan_document`.
+        document: Contents of the plan file, from :func:`plan_document`.
         path: Path of the file to write.
         as_conf: Whether to write shell variables for ``conf.sh`` instead of a plan file.
 
     Raises:
-        ConfigError: The file cannot be written, or ``conf.sh`` has no variables for the stages.
+        ConfigError: The file cannot be written, or ``conf.sh`` does not support the plan's stages.
     """
     text = conf_text(document) if as_conf else json.dumps(document, indent=2) + "\n"
     try:
@@ -408,7 +408,7 @@ def conf_text(document: Mapping[str, Any]) -> str:
     """Returns a plan as shell variables for ``conf.sh``.
 
     Raises:
-        ConfigError: The plan's stages have unequal parallel sizes that the trainer cannot run.
+        ConfigError: The stages have unequal parallel sizes that the trainer does not support.
     """
     values = plan_variables(dict(document), "the plan")
     lines = [
@@ -424,21 +424,21 @@ def conf_text(document: Mapping[str, Any]) -> str:
 
 
 EXPORTS = ("megatron", "torchtitan", "conf", "sbatch", "plan")
-"""Formats in which a plan can be exported: Megatron-LM's flags, torchtitan's TOML, shell variables
-for ``conf.sh``, a command for Slurm, and the plan file."""
+"""Export formats for plans: Megatron-LM's flags, torchtitan's TOML, shell variables for
+``conf.sh``, a command for Slurm, and the plan file."""
 
 
 def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str], file: str) -> str:
     """Returns a plan in the format of another program.
 
     Args:
-        document: Contents of the plan file, made by :func:`plan_document`.
+        document: Contents of the plan file, from :func:`plan_document`.
         form: Name of the format, one of :data:`EXPORTS`.
-        arguments: The trainer's command-line arguments that describe the model. May be empty.
-        file: Name of the plan file, to which the Slurm command refers.
+        arguments: Trainer arguments that describe the model; may be empty.
+        file: Name of the plan file that the Slurm command uses.
 
     Raises:
-        ConfigError: The other program cannot run such a plan.
+        ConfigError: The other program does not support the plan.
     """
     if form == "plan":
         return json.dumps(document, indent=2) + "\n"
@@ -484,7 +484,7 @@ def _megatron_flags(document: Mapping[str, Any], arguments: Sequence[str]) -> st
 
 
 def _titan_toml(document: Mapping[str, Any], *, fp8: bool) -> str:
-    """Returns a plan as torchtitan's configuration file in TOML."""
+    """Returns a plan as a TOML configuration file for torchtitan."""
     degrees, sharded = document["degrees"], document["distributed_optimizer"]
     dp, pp = degrees["data"], degrees["pipeline"]
     precision = document["precision"]

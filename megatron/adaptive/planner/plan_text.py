@@ -1,4 +1,4 @@
-"""Describes plans as text: in tables, comparisons, and explanations of time and memory."""
+"""Formats plans as tables, comparisons, and explanations of time and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": 
 
 
 def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Returns a table that compares plans: settings, time, memory, price and parts of a step.
+    """Returns a table that compares the settings, time, memory and price of plans.
 
     Args:
         files: Names and contents of plan files, with their predictions.
@@ -56,7 +56,7 @@ def compare_text(files: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns table lines with predicted values of plans, and the change from the first plan."""
+    """Returns table lines with predicted values, and their change relative to the first plan."""
     lines = []
     figures = [
         {
@@ -76,12 +76,12 @@ def _figure_lines(predictions: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name: str) -> str:
-    """Returns whether a plan is slower or faster than the first plan, and which parts differ most.
+    """Returns whether a plan is slower or faster than the first plan, and the largest differences.
 
     Args:
-        prediction: Prediction of the plan, in the form that a plan file contains.
-        first: Prediction of the plan to compare with, in the same form.
-        first_name: Name of the plan file to compare with.
+        prediction: Prediction of the plan, as in a plan file.
+        first: Prediction of the first plan, as in a plan file.
+        first_name: Name of the first plan's file.
     """
     parts, base = prediction["parts_s"], first["parts_s"]
     gains = {key: parts.get(key, 0.0) - base.get(key, 0.0) for key in {**base, **parts}}
@@ -96,7 +96,7 @@ def _reason(prediction: Mapping[str, Any], first: Mapping[str, Any], first_name:
 
 
 def _settings(document: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings of a plan file as text, by their keys in the file."""
+    """Returns the settings in a plan file as text, by key."""
     settings = {**document.get("degrees", {})}
     for key, value in document.items():
         if key == "placement":
@@ -112,17 +112,19 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 _GB = 1e9
 _BAR = 30
 _LEAST_SHARE = 0.001
-"""Minimum fraction of the step time by which a part must differ to be named as a reason."""
+"""Minimum difference of a part of the step, as a fraction of the step time, to be listed as a
+reason.
+"""
 
 
 def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> str:
     """Returns a text table with one row per plan.
 
     Args:
-        rows: Plans with their predictions, best first, at least one.
+        rows: Plans with their predictions, best first. At least one is required.
         inputs: Model, cluster and profile of layer times.
-        tokens: Number of tokens of the whole training run, from which its time and price are
-            computed. With 0, both are omitted.
+        tokens: Number of tokens in the whole training run, to show its time and price. With 0, time
+            and price of the run are omitted.
     """
     has_prices = any(row.prediction.price_per_hour for row in rows)
     is_shown = {
@@ -148,7 +150,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 
 
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
-    """Returns all table cells of a plan, by the titles of their columns."""
+    """Returns the table cells of a plan, by column title."""
     plan, prediction = row.plan, row.prediction
     steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
     memories = [stage.memory for stage in prediction.stages]
@@ -180,7 +182,7 @@ def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
 
 
 def placement_text(plan: Plan, cluster: Cluster) -> str:
-    """Returns the plan's nodes as text, ordered by rank, such as ``2 a100 x 8, 1 v100 x 4``."""
+    """Returns the plan's nodes in rank order as text, such as ``2 a100 x 8, 1 v100 x 4``."""
     return ", ".join(
         f"{group['nodes']} {group['type']} x {group['processes_per_node']}"
         for group in placement_groups(plan, cluster)
@@ -188,7 +190,7 @@ def placement_text(plan: Plan, cluster: Cluster) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a duration as text with a fitting unit, from days to milliseconds."""
+    """Formats a duration with a suitable unit, from days to milliseconds."""
     for least, unit, word in ((86400, 86400, "d"), (3600, 3600, "h"), (100, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit:.4g} {word}"
@@ -211,7 +213,7 @@ _PARTS = {
 
 
 def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns a string with the parts of a step, each stage's memory, and the largest part."""
+    """Describes the parts of a step, the memory of each stage, and the largest part."""
     plan, prediction = row.plan, row.prediction
     lines = [f"a step of {seconds_text(prediction.seconds)}:"]
     for name, seconds in prediction.parts.items():

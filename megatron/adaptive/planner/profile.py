@@ -1,8 +1,8 @@
 """Defines profiles: measured layer times by GPU, tensor-parallel size and microbatch size.
 
-A profile also interpolates times for microbatch sizes between those measured, and estimates times
-that were not measured. Each time is marked as measured or estimated. ``profile_file`` reads and
-writes profile files.
+A profile also interpolates times between measured microbatch sizes, and estimates times that were
+not measured. Each time is marked as measured or estimated. ``profile_file`` reads and writes
+profile files.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from megatron.adaptive.planner.model_description import Model
 Source = Literal["measured", "estimated"]
 
 Key = tuple[str, str, int, int]
-"""Key of a layer's times: kind, GPU, number of tensor-parallel ranks, samples per microbatch."""
+"""Key of a layer's times: kind, GPU, tensor-parallel size, and samples per microbatch."""
 _PARTS = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Times of one layer for one microbatch on one tensor-parallel rank.
+    """Times of a layer per microbatch on one tensor-parallel rank.
 
     Attributes:
         forward_s: Time of the forward pass, in seconds.
-        backward_input_s: Time of computing the input gradients, in seconds. If
-            ``backward_weight_s`` is 0, it is the time of the whole backward pass.
+        backward_input_s: Time of computing the input gradients in seconds, or of the whole backward
+            pass if ``backward_weight_s`` is 0.
         backward_weight_s: Time of computing the weight gradients, in seconds.
         tp_included: Whether the times include communication between tensor-parallel ranks.
-        launch_s: Time of launching kernels in the forward pass, in seconds. The time in the
-            backward pass is the same. It does not grow with the microbatch size. A rank can launch
+        launch_s: Time of launching kernels in the forward pass in seconds, which is the same in the
+            backward pass. It does not grow with the microbatch size. A rank can launch kernels
             while it waits for its input.
-        kept_bytes: Measured size of the activations kept for the backward pass, in bytes. ``None``
-            to use the size that the model computes.
-        source: Origin of the numbers, ``measured`` or ``estimated``.
+        kept_bytes: Measured size in bytes of the activations kept for the backward pass, or
+            ``None`` to use the size computed from the model.
+        source: Origin of the times, ``measured`` or ``estimated``.
     """
 
     forward_s: float
@@ -54,18 +54,18 @@ class LayerTimes:
 
     @property
     def backward_s(self) -> float:
-        """Time of the backward pass with weight gradients, in seconds."""
+        """Time of the backward pass in seconds, including weight gradients."""
         return self.backward_input_s + self.backward_weight_s
 
     def slowed(self, factor: float) -> LayerTimes:
-        """Returns a copy in which all times are multiplied by a factor."""
+        """Returns a copy with all times multiplied by a factor."""
         if factor == 1.0:
             return self
         parts = (*_PARTS, "launch_s")
         return replace(self, **{name: getattr(self, name) * factor for name in parts})
 
     def scaled(self, factor: float) -> LayerTimes:
-        """Returns a copy with times and kept bytes multiplied by a factor, but not launch times."""
+        """Returns a copy with times and kept bytes, except launch times, multiplied by a factor."""
         fixed = min(self.launch_s, self.forward_s, self.backward_input_s)
         return replace(
             self,
@@ -78,28 +78,30 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured times, and a function that estimates missing ones.
+    """Measured times, and a function that estimates missing times.
 
     Attributes:
         layers: Times by layer kind, GPU, number of tensor-parallel ranks and microbatch size.
-        model: Name of the measured model. Empty if the profile applies to any model.
-        links: Measured links between two nodes, by the names of both node types. These replace the
-            links of the cluster.
-        intra_links: Measured links inside a node, by node type. These replace the cluster's links.
-        all_reduce: Measured all-reduces inside a node, by node type and number of ranks. Each is a
-            link whose bandwidth is the size of the tensor in bytes divided by the time of the whole
+        model: Name of the measured model, or empty if the profile applies to any model.
+        links: Measured links between two nodes, keyed by the names of both node types. They replace
+            the links of the cluster.
+        intra_links: Measured links within a node, by node type. They replace the links of the
+            cluster.
+        all_reduce: Measured all-reduces within a node, by node type and number of ranks. Each is
+            stored as a link whose bandwidth is the tensor size in bytes divided by the time of the
             operation.
-        optimizer_s_per_parameter: Time of the optimizer per updated parameter in seconds, by GPU.
-        launch_s: Time of an action in addition to its layers in seconds, by GPU.
-        step_s: Time of a step in addition to pipeline, reduction and optimizer in seconds, by GPU.
+        optimizer_s_per_parameter: Optimizer time in seconds per updated parameter, by GPU.
+        launch_s: Additional time per action outside of its layers in seconds, by GPU.
+        step_s: Additional time per step outside of pipeline, reduction and optimizer in seconds, by
+            GPU.
         action_sigma: Standard deviation of the logarithm of an action's duration.
-        context_bytes: GPU memory in bytes that a process uses before it has tensors, by GPU. For
-            other GPUs, the value of ``layer_costs.Runtime`` is used.
-        allocator_share: Memory that the allocator keeps in addition to tensors, by GPU. It is a
-            fraction of activations and workspace, and only set for models in host memory.
-        estimator: Function that estimates times that were not measured. Its arguments are kind of
-            layer, GPU, number of tensor-parallel ranks and microbatch size. If it is ``None``, a
-            missing time is an error.
+        context_bytes: GPU memory in bytes used by a process without tensors, by GPU. For other
+            GPUs, the value in ``layer_costs.Runtime`` is used.
+        allocator_share: Additional memory that the allocator holds, as a fraction of activations
+            and workspace, by GPU. It is only set for models in host memory.
+        estimator: Function that estimates missing times from kind of layer, GPU, number of
+            tensor-parallel ranks and microbatch size. If it is ``None``, a missing time is an
+            error.
     """
 
     layers: Mapping[Key, LayerTimes] = field(default_factory=dict)
@@ -118,29 +120,29 @@ class Profile:
     def times(
         self, kind: str, gpu: str, tp: int, micro_batch: float, load: float = 1.0
     ) -> LayerTimes:
-        """Returns the times of one layer: measured, interpolated or estimated.
+        """Returns the times of a layer: measured, interpolated or estimated.
 
-        For a microbatch size that was not measured, the time is linearly interpolated between its
-        measured neighbours. Above all measured sizes, it is extrapolated from the two largest.
-        Below the smallest size, or if only one size was measured, times without launch times are
-        proportional to the size. If experts are distributed over a number of ranks that was not
-        measured, the nearest measured number is used.
+        For a microbatch size that was not measured, times are linearly interpolated between the
+        nearest measured sizes. Above the largest measured size, they are extrapolated from the two
+        largest. Below the smallest size, or if only one size was measured, times except launch
+        times are proportional to the size. If experts are distributed over a number of ranks that
+        was not measured, the nearest measured number is used.
 
         Args:
             kind: Kind of the layer.
             gpu: Name of the GPU.
             tp: Number of tensor-parallel ranks.
             micro_batch: Number of samples per microbatch.
-            load: Number of operations on the rank, divided by the number in the measured kind. It
-                is above 1 if the busiest rank has more expert work than average.
+            load: FLOPs on the rank divided by the FLOPs of the measured kind. It is above 1 if the
+                busiest rank has more expert work than average.
 
         Raises:
-            ConfigError: The layer was not measured, and cannot be estimated.
+            ConfigError: The layer was not measured and cannot be estimated.
         """
         near = self._nearest(kind, gpu, tp)
         if near is not None:
             sizes = self._sizes[near, gpu, tp]
-            # The key's type is int, but an equal float finds the entry too, so no conversion is
+            # The key's type is int, but an equal float also finds the entry, so no conversion is
             # needed.
             times = self.layers.get((near, gpu, tp, micro_batch))  # type: ignore[arg-type]
             times = times or self._between(near, gpu, tp, micro_batch, sizes)
@@ -155,18 +157,18 @@ class Profile:
             f"on {measured_gpu} with {width}" for measured_gpu, width in measured
         )
         raise ConfigError(
-            f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not measured,"
-            f" only {measured_text or 'other kinds'}; measure it with the profile command, or"
-            " exclude that GPU or width"
+            f"profile: layer kind {kind!r} on {gpu} with tensor parallelism {tp} was not "
+            f"measured, only {measured_text or 'other kinds'}; measure it with the profile "
+            "command, or exclude this GPU or tensor-parallel size"
         )
 
     def knows(self, kind: str, gpu: str, tp: int) -> bool:
-        """Returns whether :meth:`times` can return the times of a kind, measured or estimated."""
+        """Returns whether :meth:`times` can return times for a kind, measured or estimated."""
         is_estimated = self.estimator is not None and known_gpu(gpu) is not None
         return is_estimated or self._nearest(kind, gpu, tp) is not None
 
     def _nearest(self, kind: str, gpu: str, tp: int) -> str | None:
-        """Returns the measured kind of layer that is most similar to a kind, or ``None``.
+        """Returns the most similar measured kind of layer, or ``None`` if there is none.
 
         For layers with experts, the nearest measured number of ranks is used. For example,
         ``experts/8`` replaces ``experts/16``.
@@ -185,7 +187,7 @@ class Profile:
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
-        """Measured microbatch sizes by kind of layer, GPU and tensor-parallel ranks, ascending."""
+        """Measured microbatch sizes by layer kind, GPU and tensor-parallel size, ascending."""
         sizes: dict[tuple[str, str, int], list[int]] = {}
         for kind, gpu, tp, micro_batch in self.layers:
             sizes.setdefault((kind, gpu, tp), []).append(micro_batch)
@@ -194,7 +196,7 @@ class Profile:
     def _between(
         self, kind: str, gpu: str, tp: int, micro_batch: float, sizes: tuple[int, ...]
     ) -> LayerTimes:
-        """Estimates the times for a microbatch size from the measured sizes around it."""
+        """Estimates the times for a microbatch size from the nearest measured sizes."""
         if micro_batch < sizes[0] or len(sizes) == 1:
             scaled = self.layers[kind, gpu, tp, sizes[0]].scaled(micro_batch / sizes[0])
             return replace(scaled, source="estimated")
@@ -206,8 +208,8 @@ class Profile:
             low_value, high_value = getattr(low, name), getattr(high, name)
             rate = (high_value - low_value) / (large - small)
             if micro_batch > large:
-                # Bound the extrapolation: another sample takes between half and all of the time per
-                # sample at the largest size.
+                # Bound the extrapolation: an additional sample takes between half and all of the
+                # time per sample at the largest size.
                 rate = min(max(rate, high_value / large / 2), high_value / large)
             return float(high_value + rate * (micro_batch - large))
 
@@ -223,7 +225,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Inputs of the planner: what to train, on which nodes, and how long layers take.
+    """Inputs of the planner: the model, the cluster, and the times of the layers.
 
     Attributes:
         model: Model to train.
@@ -237,15 +239,15 @@ class PlanInputs:
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
-        """Cache of the tables that ``layer_costs.layer_table`` computes for these inputs."""
+        """Cache of the tables from ``layer_costs.layer_table`` for these inputs."""
         return {}
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the time of an action outside of its layers, in seconds, on the slowest node."""
+        """Returns the time of an action outside of its layers on the slowest node, in seconds."""
         each = self.profile.launch_s
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)
 
     def optimizer_s(self, nodes: Iterable[NodeType]) -> float:
-        """Returns the optimizer's seconds per parameter on the slowest node, 0 if not measured."""
+        """Returns the optimizer's seconds per parameter on the slowest node, or 0 if unknown."""
         each = self.profile.optimizer_s_per_parameter
         return max(each.get(node.gpu, 0.0) * node.slowness for node in nodes)

@@ -1,19 +1,19 @@
-"""Reads, merges and writes profile files, and converts measurements between cut points to them.
+"""Reads, merges and writes profile files, and converts measurements of cut points to profiles.
 
-The format of the file is the schema ``profile`` in ``config.schema_files``, which
+The file format is the schema ``profile`` in ``config.schema_files``, which
 ``docs/reference/planner.md`` describes.
 
-Users may train a model that the planner does not know. They know the cut points at which it can be
-divided among stages, and can time the pieces between two cut points. Such measurements are a CSV
-file with a header, or a JSON list of objects with the same keys. They have one row per piece, GPU
-and microbatch size::
+Users can plan for a model that the planner does not support, if they can time its pieces between
+cut points, at which the model can be divided among stages. Such measurements are a CSV file with a
+header, or a JSON list of objects with the same keys. Each row describes a piece on a GPU with a
+microbatch size::
 
     cut_point,gpu,micro_batch,forward_s,backward_s,parameters,output_bytes,kept_bytes
     0,v100,4,0.0021,0.0043,31000000,2097152,8388608
     1,v100,4,0.0034,0.0069,12600000,2097152,14680064
 
-``cut_point`` numbers the pieces in pipeline order from 0. Sizes in bytes are those of the whole
-microbatch. ``backward_weight_s``, ``tp`` and ``kept_bytes`` are optional.
+``cut_point`` is the index of the piece in pipeline order, starting at 0. Sizes in bytes are for the
+whole microbatch. ``backward_weight_s``, ``tp`` and ``kept_bytes`` are optional.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from megatron.adaptive.planner.profile import LayerTimes, Profile
 
 FORMAT = 1
 _SAME = 0.02
-"""Relative difference up to which two counts of parameters or operations are treated as equal."""
+"""Relative difference up to which two numbers of parameters or FLOPs are treated as equal."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads a profile file, or the profile in a tried plan, and checks it against the schema.
+    """Reads a profile file, or the profile in a tried plan, and validates it.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is invalid.
@@ -54,22 +54,23 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def profile_of_plan(content: Any, where: str) -> Any:
-    """Returns the profile that ``plan --try`` stored in a plan file.
+    """Returns the profile that ``plan --try`` has stored in a plan file.
 
     Args:
-        content: Parsed file. If it is not a plan file, it is returned unchanged.
+        content: Contents of the file. If it is not a plan file, the contents are returned
+            unchanged.
         where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The plan file has no measurements from ``--try``.
+        ConfigError: The plan file does not contain measurements from ``--try``.
     """
     if not isinstance(content, dict) or "degrees" not in content:
         return content
     tried = content.get("tried")
     if not isinstance(tried, dict) or not isinstance(tried.get("profile"), dict):
         raise ConfigError(
-            f"{where} is a plan without measurements; try a rank of it with plan --try {where}, or"
-            " pass a profile"
+            f"{where} is a plan without measurements; measure a rank with plan --try {where}, or "
+            "pass a profile"
         )
     return tried["profile"]
 
@@ -104,9 +105,9 @@ def document(
     action_sigma: float | None = None,
     launch_s: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Makes the contents of a profile file from measurements.
+    """Creates the contents of a profile file from measurements.
 
-    Each argument is the value of the key of the same name. ``None`` omits the key.
+    Each argument is the value of the key with the same name. ``None`` omits the key.
 
     Args:
         model: Name of the model, and its arguments or layers.
@@ -115,11 +116,11 @@ def document(
         nodes: Properties of the measured nodes, by type of node.
         links: Rows with the latency and bandwidth of links between GPUs.
         all_reduce: Rows with the bandwidth of all-reduces within a node.
-        optimizer_s_per_parameter: Time of the optimizer per parameter in seconds, by GPU.
-        step_s: Time of a step outside of pipeline, reduction and optimizer in seconds, by GPU.
-        action_sigma: Standard deviation of the logarithm of an action's time. 0 if times do not
+        optimizer_s_per_parameter: Optimizer time in seconds per parameter, by GPU.
+        step_s: Time per step outside of pipeline, reduction and optimizer in seconds, by GPU.
+        action_sigma: Standard deviation of the logarithm of an action's time, or 0 if times do not
             vary.
-        launch_s: Time of an action outside of its layers in seconds, by GPU.
+        launch_s: Time per action outside of its layers in seconds, by GPU.
 
     Raises:
         ConfigError: An entry is invalid.
@@ -141,25 +142,25 @@ def document(
 
 
 def timestamp() -> str:
-    """Returns the current time, in the format of the key ``made`` in a profile file."""
+    """Returns the current time in the format of the key ``made`` in profile files."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def cut_kind(number: int) -> str:
-    """Returns the name of the layer kind for a model's piece between two cut points."""
+    """Returns the name of the layer kind for a piece between two cut points."""
     return f"cut-{number}"
 
 
 def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Merges profiles of one model, for example from nodes of different types.
 
-    If several profiles contain the same measurement, the last one is used.
+    If several profiles contain the same measurement, the last measurement is used.
 
     Args:
-        parts: Names and checked contents of the profile files.
+        parts: Names and validated contents of the profile files.
 
     Raises:
-        ConfigError: The profiles are of different models.
+        ConfigError: The profiles describe different models.
     """
     first_name, first = parts[0]
     if len(parts) == 1:
@@ -191,13 +192,13 @@ def merge(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def make_profile(content: Mapping[str, Any]) -> Profile:
-    """Makes a profile from the contents of a profile file.
+    """Creates a profile from the contents of a profile file.
 
     Args:
-        content: Contents of the file, checked by :func:`load`.
+        content: Contents of the file, validated by :func:`load`.
 
     Raises:
-        ConfigError: The same layer was measured twice, or a link has no bandwidth.
+        ConfigError: A layer was measured twice, or a link has no bandwidth.
     """
     layers: dict[tuple[str, str, int, int], LayerTimes] = {}
     for index, row in enumerate(content["layers"]):
@@ -251,18 +252,18 @@ def _gpu(name: str) -> str:
 
 
 def _by_gpu(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns values by GPU, with the names that the table of GPUs uses."""
+    """Returns values by GPU, using the names in the table of GPUs."""
     return {_gpu(name): value for name, value in values.items()}
 
 
 def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpeed:
-    """Makes a link from its measurements with different numbers of pairs of GPUs.
+    """Creates a link from measurements with different numbers of communicating pairs of GPUs.
 
-    The file contains the bandwidth of one pair. The bandwidth of all pairs together is ``pairs``
+    The file contains the bandwidth per pair, so the bandwidth of all pairs together is ``pairs``
     times as high.
 
     Args:
-        by_pairs: Row of the file for each number of pairs that sent at the same time.
+        by_pairs: Row of the file by number of pairs that sent at the same time.
         shared: Whether the pairs share the link's bandwidth.
     """
     links: list[tuple[int, LinkSpeed]] = []
@@ -277,7 +278,7 @@ def _link(by_pairs: Mapping[int, Mapping[str, Any]], *, shared: bool) -> LinkSpe
 
 
 def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
-    """Returns one property of the nodes in a profile, by the name of each node's GPU.
+    """Returns a property of the nodes in a profile, by GPU name.
 
     Args:
         content: Contents of a profile file.
@@ -293,18 +294,19 @@ def of_nodes(content: Mapping[str, Any], fact: str) -> dict[str, float]:
 def renamed(
     content: Mapping[str, Any], gpus: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Renames the node types of a profile to the names that a cluster uses.
+    """Renames the node types in a profile to the names used in a cluster.
 
-    If the cluster has no node type with a profile's name, but exactly one type with the same GPU,
-    that type is used. For types that are still unknown, the planner ignores the measured links and
+    If the cluster has no node type with the profile's name, but exactly one type with the same GPU,
+    this type is used. For types that remain unknown, the planner ignores the measured links and
     all-reduces.
 
     Args:
-        content: Contents of the profile file, checked by :func:`load`.
-        gpus: Name of the GPU of each node type in the cluster.
+        content: Contents of the profile file, validated by :func:`load`.
+        gpus: GPU name of each node type in the cluster.
 
     Returns:
-        Changed contents, and the names of types with measured links that the cluster does not have.
+        Updated contents, and the names of types with measured links that the cluster does not
+        contain.
     """
     names: dict[str, str] = {}
     for name, facts in content.get("nodes", {}).items():
@@ -332,15 +334,16 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
     """Reads a file with measurements of a model's pieces between cut points.
 
     Args:
-        path: Path of the file, which is JSON if its name ends with ``.json``, otherwise CSV.
+        path: Path of the file, which is JSON if the name ends with ``.json``, otherwise CSV.
         name: Name of the model.
         precision: Data type of the messages between pieces.
 
     Returns:
-        Contents of a profile file, with the pieces as the model's layers.
+        Contents of a profile file, with the pieces as layers of the model.
 
     Raises:
-        ConfigError: The file cannot be read, or a row is invalid. The message names the row.
+        ConfigError: The file cannot be read, or a row is invalid. The message contains the row
+            number.
     """
     usual = {"tp": 1, "backward_weight_s": 0.0}
     rows = [
@@ -379,7 +382,7 @@ def profile_of_cut_points(path: Path, name: str, precision: str = "fp32") -> dic
 
 
 def _rows(path: Path) -> list[Any]:
-    """Returns the rows of a JSON list, or of a CSV file with its numbers converted."""
+    """Returns the rows of a JSON list, or of a CSV file with numbers converted."""
     hint = "name a file of measurements per cut point"
     if path.suffix.lower() == ".json":
         return list(read_json(path, hint))
@@ -390,7 +393,7 @@ def _rows(path: Path) -> list[Any]:
 
 
 def _number(text: Any) -> Any:
-    """Converts text to a number, or returns it unchanged if that is not possible."""
+    """Converts text to a number, or returns it unchanged if it is not a number."""
     for kind in (int, float):
         with suppress(ValueError, TypeError):
             return kind(text)
@@ -398,7 +401,7 @@ def _number(text: Any) -> Any:
 
 
 def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
-    """Checks that a profile's kinds of layers are those of a model. Numbers of layers may differ.
+    """Checks that a profile contains a model's kinds of layers. Numbers of layers may differ.
 
     Args:
         content: Contents of the profile file.
@@ -406,12 +409,12 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
         where: Name of the profile file, for error messages.
 
     Raises:
-        ConfigError: A kind of layer is missing in the profile, or its sizes or precision differ.
+        ConfigError: The profile does not contain a kind of layer, or sizes or precision differ.
     """
     measured = content["model"]
     subject = f"{where} describes model {measured['name']}"
-    advice = "measure the model that is planned, or remove --profile"
-    # The part of a name after "/" is the number of ranks that experts are distributed over. It may
+    advice = "measure the model that is being planned, or remove --profile"
+    # The suffix after "/" is the number of ranks over which experts are distributed, which may
     # differ, so ignore it.
     kinds = {row["kind"].partition("/")[0] for row in content["layers"]}
     missing = [kind for kind in model.kinds if kind.partition("/")[0] not in kinds]
@@ -444,7 +447,7 @@ def check_model(content: Mapping[str, Any], model: Model, where: str) -> None:
 
 
 def precision_of(model: Mapping[str, Any]) -> str:
-    """Returns the precision of a profile's model, from its own key or from its arguments."""
+    """Returns the precision of a profile's model, from its ``precision`` key or its arguments."""
     arguments = model.get("arguments", ())
     named = next((name for name in ("fp16", "bf16") if f"--{name}" in arguments), "fp32")
     return str(model.get("precision", named))

@@ -1,8 +1,8 @@
-"""Answers requests for plans with the best plans, or with the reason why no plan was found.
+"""Finds the best plans for a user's request, or explains why there is no plan.
 
-If there is no plan, the error names the stage that lacks memory, or the limits that contradict each
-other. It also lists changes that would help. Each of these changes was tried: fewer restrictions,
-more nodes, and more memory per GPU.
+If there is no plan, the error message identifies the stage that does not fit into memory, or the
+limits that contradict each other. It also lists changes that would help. Each of these was tested:
+fewer restrictions, more nodes, or more memory per GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
 SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
-"""Schedules to choose from by default."""
+"""Schedules that are considered by default."""
 
 _COLOUR = "#1f77b4"
 _WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
@@ -52,9 +52,9 @@ class Request:
 
     Attributes:
         global_batch: Number of samples per step.
-        objective: Quantity to minimise, and limits that plans must keep.
-        options: Settings that the search may choose. Here, ``partition`` excludes embedding and
-            head, as in ``--partition``. In the search itself, it includes them.
+        objective: Quantity to minimise, and limits for plans.
+        options: Settings that the search may choose from. Here, ``partition`` excludes embedding
+            and head, as in ``--partition``. In the search itself, it includes them.
     """
 
     global_batch: int
@@ -69,7 +69,7 @@ class Proposal:
     Attributes:
         rows: Plans that the trainer accepts, best first.
         result: Result of the search, including its lower bound on the objective.
-        refused: Reasons why the trainer refused other plans that the search found.
+        refused: Reasons why the trainer refuses other plans that the search found.
     """
 
     rows: tuple[PlanRow, ...]
@@ -78,7 +78,7 @@ class Proposal:
 
 
 def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) -> Profile:
-    """Returns a profile with layer times for every GPU of a cluster, measured or estimated.
+    """Adds estimated layer times for all GPUs of a cluster that a profile does not contain.
 
     Args:
         profile: Measured profile, or ``None`` if nothing was measured.
@@ -86,7 +86,7 @@ def complete_profile(profile: Profile | None, model: Model, cluster: Cluster) ->
         cluster: Cluster to plan for.
 
     Raises:
-        ConfigError: A GPU is unknown and not in the profile, or does not support the precision.
+        ConfigError: A GPU is neither known nor in the profile, or does not support the precision.
     """
     completed = profile or Profile()
     measured = {gpu for _, gpu, _, _ in completed.layers}
@@ -106,11 +106,11 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: Batch size, objective and options of the user.
+        request: User's batch size, objective and options.
 
     Raises:
-        ConfigError: Nothing fits in memory, limits contradict each other, or an option is wrong.
-            The message names the cause and changes that would help.
+        ConfigError: No plan fits into memory, limits contradict each other, or an option is
+            invalid. The message contains the reason and changes that would help.
     """
     searcher = _searcher(inputs, request)
     goal = request.objective
@@ -120,13 +120,14 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
         if "1f1b" not in asked and _searcher(inputs, free).search(goal).plans:
             raise ConfigError(
-                f"--schedules {','.join(asked)}: no plan that fits can run under these schedules"
-                " with its numbers of stages, layers and microbatches; add 1f1b"
+                f"--schedules {','.join(asked)}: no plan that fits into memory supports these "
+                "schedules with its numbers of stages, layers and microbatches; add 1f1b"
             )
         if 1 not in request.options.slices:
             raise ConfigError(
-                f"--sequence-slices {_list(request.options.slices)}: no plan that fits has several"
-                " stages and a run-time rule, which slices need; add 1 to allow whole sequences"
+                f"--sequence-slices {_list(request.options.slices)}: slices require several "
+                "stages and a run-time rule, but no such plan fits into memory; add 1 to allow "
+                "whole sequences"
             )
         if goal == Objective(least=goal.least) or not searcher.search(Objective()).plans:
             raise ConfigError(_explain_memory(inputs, request.global_batch, searcher.options))
@@ -145,33 +146,33 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
 def _runnable(
     rows: Sequence[PlanRow], inputs: PlanInputs
 ) -> tuple[tuple[PlanRow, ...], tuple[str, ...]]:
-    """Returns the plans that the trainer accepts, and the reasons why it refuses other plans."""
+    """Returns the plans that the trainer accepts, and the reasons why it refuses the others."""
     rules = [_refusal(row, inputs) for row in rows]
     accepted = tuple(row for row, rule in zip(rows, rules, strict=True) if not rule)
     return accepted, tuple(dict.fromkeys(rule for rule in rules if rule))
 
 
 def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
-    """Returns the reason why the trainer refuses a plan's configuration, or an empty string.
+    """Returns the reason why the trainer refuses a plan, or an empty string.
 
-    A model that was not described by the trainer's arguments cannot be checked, so its plans are
-    accepted.
+    Plans for a model that was not described by the trainer's arguments cannot be checked, so they
+    are accepted.
     """
     document = plan_document(row.plan, inputs, row.prediction)
     return trainer_refusal(inputs.model, plan_flags(document, "the plan"), world_size_of(document))
 
 
 def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
-    """Compares a plan with its neighbours, and returns a line of text for each neighbour.
+    """Compares a plan with its neighbours, and returns a line of text for each of them.
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request. The line shows how much slower the best plan with this change is, or
-    how much memory it lacks.
+    by its smallest divisor, or recompute or the schedule is changed. All other settings are chosen
+    again within the request. A line shows how much slower the best plan with this change is, or how
+    much memory it is short of.
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: User's request for which the plan was found.
+        request: User's request that resulted in the plan.
         best: Plan to compare with its neighbours.
     """
     plan = best.plan
@@ -199,7 +200,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             lines.append(f"{title} {error}")
             continue
         if not plans:
-            lines.append(f"{title} no plan with it uses whole nodes and divides the batch")
+            lines.append(
+                f"{title} no plan with this setting uses whole nodes and divides the batch"
+            )
             continue
         prediction = predict(plans[0].plan, inputs)
         lack = max(stage.memory.missing_bytes for stage in prediction.stages)
@@ -210,7 +213,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
 
 def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns numbers of slices to compare with a plan's number, none for whole sequences."""
+    """Returns numbers of slices to compare with a plan's number, or none for whole sequences."""
     return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
 
 
@@ -224,13 +227,13 @@ def _brief(plan: Plan) -> str:
 
 
 def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
-    """Predicts the time, memory and price of plans that a search found."""
+    """Predicts the time, memory and price of plans found by a search."""
     plans = [entry.plan for entry in entries]
     return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
 
 def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
-    """Checks a user's request, and returns a searcher for it."""
+    """Validates a user's request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     check_slices(options, inputs.model)
@@ -239,7 +242,7 @@ def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
 
 
 def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...]:
-    """Adds embedding and head to the layers per stage, which ``--partition`` does not count."""
+    """Adds embedding and head to the layers per stage, which ``--partition`` does not include."""
     if not partition:
         return ()
     try:
@@ -255,23 +258,26 @@ def _whole_partition(partition: tuple[int, ...], model: Model) -> tuple[int, ...
 
 
 def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
-    """Finds the plans that no other plan beats in both time and price of a step, fastest first.
+    """Finds the plans that no other plan beats in both time and price per step, fastest first.
 
     Args:
         inputs: Model, cluster and profile of layer times.
-        request: User's request. Only the limits of its objective are used.
+        request: User's request. The quantity to minimise is ignored.
 
     Raises:
-        ConfigError: The cluster has no prices, or no plan keeps the limits.
+        ConfigError: The cluster has no prices, or no plan satisfies the limits.
     """
     if not any(node.price_per_hour for node in inputs.cluster.types):
         raise ConfigError(
-            "--pareto compares speed and price, but no node type has a price; set price_per_hour in"
-            " the cluster file"
+            "--pareto compares speed and price, but no node type has a price; set "
+            "price_per_hour in the cluster file"
         )
     front, _ = pareto(_searcher(inputs, request), request.objective)
     if not front:
-        raise ConfigError("--pareto: no plan fits and keeps the limits; plan without it to see why")
+        raise ConfigError(
+            "--pareto: no plan fits into memory and satisfies the limits; plan without "
+            "--pareto to see why"
+        )
     rows, refused = _runnable(_rows(front, inputs), inputs)
     if not rows:
         raise ConfigError(f"--pareto: the trainer refuses all plans found: {refused[0]}")
@@ -283,10 +289,10 @@ def pareto(
 ) -> tuple[tuple[Found, ...], float]:
     """Finds the Pareto front of time and price per step over all parts of a cluster.
 
-    A part of the cluster can be faster or cheaper than the whole. A separate search per part is not
-    needed, because each level of the search contains the nodes that it uses. So one pass over the
-    shapes (combinations of parallel sizes) covers all parts. Levels that a known plan beats in both
-    time and price are skipped. An example::
+    A part of the cluster can be faster or cheaper than the whole cluster. Each level of the search
+    contains the nodes that it uses. So one pass over the shapes (combinations of parallel sizes)
+    covers all parts, without a separate search for each. Levels that a known plan beats in both
+    time and price are skipped. Example::
 
         plan    nodes    step     price per step
         1       4        10 ms    8
@@ -295,13 +301,13 @@ def pareto(
 
     Args:
         searcher: Searcher for the model, the whole cluster and the options.
-        objective: Limits on time and price, or ``None`` for no limits. Its quantity to minimise is
+        objective: Limits on time and price, or ``None`` for no limits. The quantity to minimise is
             ignored.
 
     Returns:
-        Plans with rising time and falling price per step; ``Found.value`` is the price. Also the
-        largest fraction of time by which an unsearched plan may be faster than the front, 0 if all
-        were searched.
+        Plans with ascending step time and descending price per step, where ``Found.value`` is the
+        price. The second value is the largest fraction of the step time by which an unsearched plan
+        may be faster than the front, or 0 if all plans were searched.
     """
     front = _Points(objective or Objective())
     shapes = searcher.shapes()
@@ -315,9 +321,10 @@ def pareto(
 
 
 class _Points(Best):
-    """Keeps the plans of the Pareto front, fastest first.
+    """Keeps the plans on the Pareto front, fastest first.
 
-    The search visits levels (sets of nodes) by ascending lower bound of their step time.
+    The search visits levels (sets of nodes) in ascending order of the lower bound of their step
+    time.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -331,8 +338,8 @@ class _Points(Best):
         most = self.objective.most_seconds(price, math.inf)
         hourly = price / 3600
         for point in self.points:
-            # A new plan is only useful if it is faster or cheaper than this point. At this price
-            # per hour, it is cheaper if its step takes less than ``as_expensive_s``.
+            # A new plan is only useful if it is faster or cheaper than this point. At its price per
+            # hour, it is cheaper if its step takes less than ``as_expensive_s``.
             as_expensive_s = point.value / hourly if hourly else math.inf
             most = min(most, max(point.seconds, as_expensive_s))
         return most
@@ -348,15 +355,14 @@ class _Points(Best):
     def slack(self, seconds: float, price: float) -> float:
         """Returns how far a lower bound of the step time is below the front.
 
-        The result is a fraction of the front's step time, and 0 if the bound is not below the
-        front.
+        The result is a fraction of the front's step time, or 0 if the bound is not below the front.
         """
         most = self.most_seconds(price)
         return max(0.0, 1 - seconds / most) if math.isfinite(most) else 0.0
 
 
 def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> None:
-    """Writes a Pareto front as an HTML page, a PNG picture and plan files.
+    """Writes a Pareto front as an HTML page, a PNG image and plan files.
 
     Args:
         rows: Plans with their predictions, fastest first.
@@ -364,7 +370,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
         folder: Folder for ``front.html``, ``front.png``, ``front.json`` and ``plan-N.json``.
 
     Raises:
-        ConfigError: The folder cannot be written to.
+        ConfigError: The folder is not writable.
     """
     documents = [plan_document(row.plan, inputs, row.prediction) for row in rows]
     files = {f"plan-{number}": document for number, document in enumerate(documents, start=1)}
@@ -382,7 +388,7 @@ def write_front(rows: Sequence[PlanRow], inputs: PlanInputs, folder: Path) -> No
 
 
 def _prices(rows: Sequence[PlanRow]) -> list[float]:
-    """Returns the price of a million tokens under each plan."""
+    """Returns the price per million tokens of each plan."""
     predictions = [row.prediction for row in rows]
     return [
         prediction.price_per_hour / 3600 / prediction.tokens_per_s * 1e6
@@ -391,16 +397,16 @@ def _prices(rows: Sequence[PlanRow]) -> list[float]:
 
 
 def _title(rows: Sequence[PlanRow], inputs: PlanInputs) -> str:
-    """Returns the title of a chart of plans: model and number of samples per step."""
-    return f"{inputs.model.name}, {rows[0].plan.global_batch} samples for a step"
+    """Returns the title for a chart of plans: the model and the number of samples per step."""
+    return f"{inputs.model.name}, {rows[0].plan.global_batch} samples per step"
 
 
 def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
-    """Writes an HTML page with charts of plans, as one file without links to other files.
+    """Writes an HTML page with charts of plans, as a single self-contained file.
 
-    The first chart shows all plans by speed and price. If there are no prices, it shows the memory
-    of the fullest GPU instead of the price. Two more charts describe the first plan: the memory of
-    each rank, and the simulated step.
+    The first chart shows the speed and price of all plans. Without prices, it shows the memory of
+    the fullest GPU instead of the price. Two more charts describe the first plan: the memory of
+    each rank, and a simulated step.
 
     Args:
         rows: Plans with their predictions, best first.
@@ -455,7 +461,7 @@ def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None
 
 
 def _add_memory(figure: Any, prediction: Prediction) -> None:
-    """Adds the memory of each rank, and its limit, to the second chart of a report page."""
+    """Adds the memory and memory limit of each rank to the second chart of a report page."""
     import plotly.graph_objects as go
 
     ranks = list(range(len(prediction.stages)))
@@ -471,7 +477,7 @@ def _add_memory(figure: Any, prediction: Prediction) -> None:
 
 
 def _add_timeline(figure: Any, step: SimResult) -> None:
-    """Adds a bar per action to the third chart of a report page, in the trace views' colours."""
+    """Adds a bar for each action to the third chart, in the colours of the trace views."""
     import plotly.graph_objects as go
 
     chunks = step.placement.num_chunks
@@ -513,15 +519,15 @@ def _write_picture(prices: list[float], speeds: list[float], title: str, path: P
 
 
 def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs) -> None:
-    """Raises an error if a request contradicts itself, the model or the cluster.
+    """Raises an error if a request is inconsistent or does not fit the model or the cluster.
 
     Args:
-        request: User's request. Its partition does not count embedding and head.
-        options: Options of the request. Their partition counts embedding and head.
+        request: User's request, with a partition that excludes embedding and head.
+        options: Options of the request, with a partition that includes embedding and head.
         inputs: Model, cluster and profile of layer times.
 
     Raises:
-        ConfigError: The request contradicts itself, the model or the cluster.
+        ConfigError: The request is inconsistent, or does not fit the model or the cluster.
     """
     cluster = inputs.cluster
     if request.global_batch < 1:
@@ -550,7 +556,7 @@ def _check_request(request: Request, options: SearchOptions, inputs: PlanInputs)
 
 
 def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None:
-    """Raises an error if model or nodes cannot be divided among the given numbers of ranks.
+    """Raises an error if the model or the nodes cannot be divided among the requested ranks.
 
     Raises:
         ConfigError: A number of ranks does not divide the experts, the sequence, the heads or a
@@ -566,15 +572,16 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
     for shared in options.context_ranks:
         if not model.divides_sequence(1, shared, False):
             raise ConfigError(
-                f"--context-parallel-size {shared} needs causal attention without experts and local"
-                f" windows, and a multiple of {2 * shared} tokens per sequence, but {model.name}"
-                f" has {model.sequence} tokens or another attention; change the size or the model"
+                f"--context-parallel-size {shared} requires causal attention without experts and "
+                f"local windows, and a multiple of {2 * shared} tokens per sequence, but "
+                f"{model.name} has {model.sequence} tokens or a different attention; change the "
+                "size or the model"
             )
     for tp in options.tp:
         if model.max_tp % tp:
             raise ConfigError(
-                f"--tp {tp} does not divide heads and feed-forward width of {model.name}; use"
-                f" {model.max_tp} or one of its divisors"
+                f"--tp {tp} must divide the number of heads and the feed-forward width of "
+                f"{model.name}; use {model.max_tp} or one of its divisors"
             )
         if all(node.gpus % tp for node in cluster.types):
             counts = ", ".join(f"{node.gpus} on {node.name}" for node in cluster.types)
@@ -584,52 +591,52 @@ def _check_ranks(options: SearchOptions, model: Model, cluster: Cluster) -> None
 
 
 def _flags(options: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns options as command-line flags with their values."""
+    """Formats options as command-line flags with their values."""
     return " and ".join(f"--{name} {_list(values)}" for name, values in options.items() if values)
 
 
 def _list(values: Sequence[int]) -> str:
-    """Returns numbers separated by commas, as the value of a flag."""
+    """Formats numbers as a comma-separated list, as the value of a flag."""
     return ",".join(map(str, values))
 
 
 _GB = 1e9
 _TIMES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-"""Factors by which the number of nodes is multiplied, to find a cluster on which the model fits."""
+"""Factors for the number of nodes that are tried, to find a cluster with enough memory."""
 _CLOSE = 1e-3
-"""Relative accuracy to which the lowest possible price in an error message is computed."""
+"""Relative accuracy of the lowest possible price in an error message."""
 _LIMITS = {
     "most_seconds_per_step": "--time-limit",
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
 _NO_LIMIT = 1e15
-"""Number of bytes added to each GPU's memory so that every model fits."""
+"""Number of bytes added to each GPU's memory to make every model fit."""
 _MORE = 16
-"""Number of additional plans to search for if the trainer refuses some."""
+"""Number of additional plans to search for if the trainer refuses some plans."""
 _MOST_BARS = 20_000
-"""Maximum number of actions per step drawn on a report page."""
+"""Maximum number of actions in a timeline on a report page."""
 _NEAR = 0.01
-"""Relative accuracy to which the missing memory in an error message is computed."""
+"""Relative accuracy of the missing memory in an error message."""
 _FEW_LEVELS = 500
-"""Maximum number of levels (sets of nodes with a first stage) in a search for the nearest plan. The
-nearest plan is the one that lacks the least memory."""
+"""Maximum number of levels (sets of nodes with a first stage) in the search for the nearest plan,
+which needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""Limit on CPU seconds per node type, for the search for the plan that lacks the least memory."""
+"""CPU seconds per node type that the search for the nearest plan may use."""
 _NEIGHBOUR_CPU_S = 0.5
-"""Limit on CPU seconds per node type, for the search for a neighbour of a plan."""
+"""CPU seconds per node type that the search for a plan's neighbour may use."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
-    """Returns an error message that names the stage that lacks memory, and changes that help.
+    """Returns an error message with the stage that does not fit into memory, and possible remedies.
 
-    The stage belongs to the nearest plan, which is the plan that needs the least additional memory
-    per GPU. Bisection finds this plan.
+    The stage belongs to the nearest plan, which needs the least additional memory per GPU. It is
+    determined by bisection.
 
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Options under which no plan fits in memory.
+        options: Options for which no plan fits into memory.
     """
     model, cluster = inputs.model, inputs.cluster
 
@@ -665,7 +672,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
 
 
 def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> Plan | None:
-    """Returns a plan that fits, from a short search with the settings that save most memory."""
+    """Returns a plan that fits, from a short search with the settings that save the most memory."""
     lean = replace(
         options,
         recompute=("full",) if "full" in options.recompute else options.recompute[-1:],
@@ -681,7 +688,7 @@ def _leanest_plan(inputs: PlanInputs, global_batch: int, options: SearchOptions)
 
 
 def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
-    """Returns the index of the stage that lacks most memory, and the stage's memory."""
+    """Returns the index of the stage that lacks the most memory, and the memory of this stage."""
     memories = [stage.memory for stage in predict(plan, inputs).stages]
     stage = max(range(len(memories)), key=lambda number: memories[number].missing_bytes)
     return stage, memories[stage]
@@ -690,12 +697,12 @@ def _fullest_stage(plan: Plan, inputs: PlanInputs) -> tuple[int, StageMemory]:
 def _remedies(
     find: Callable[[Cluster, SearchOptions], Plan | None], cluster: Cluster, options: SearchOptions
 ) -> Iterator[str]:
-    """Yields descriptions of changes with which a plan fits: the smallest change of each kind.
+    """Yields descriptions of changes that make a plan fit, with the smallest change of each kind.
 
     Args:
-        find: Function that returns a plan that fits, or ``None``.
+        find: Function that returns a plan that fits, or ``None`` if there is none.
         cluster: Cluster on which no plan fits.
-        options: Options under which no plan fits.
+        options: Options for which no plan fits.
     """
     free = SearchOptions()
     names = {
@@ -720,14 +727,16 @@ def _remedies(
             try:
                 larger = replace(cluster, groups=tuple(groups))
             except ConfigError:
-                break  # a cluster with one node of a type may have no link between two such nodes
+                # a cluster may have no link between two nodes of a type if it has only one such
+                # node
+                break
             if find(larger, options):
-                yield f"{group.count * times} nodes of {group.type.name} in place of {group.count}"
+                yield f"{group.count * times} nodes of {group.type.name} instead of {group.count}"
                 break
 
 
 def _explain_limits(searcher: Searcher, objective: Objective) -> str:
-    """Returns an error message that names the limits that rule out all plans."""
+    """Returns an error message with the limits that exclude all plans."""
     limits: dict[str, Any] = {name: getattr(objective, name) for name in _LIMITS}
     active = {name: limit for name, limit in limits.items() if limit < math.inf}
     for names in (*combinations(active, 1), *combinations(active, 2)):
@@ -739,14 +748,14 @@ def _explain_limits(searcher: Searcher, objective: Objective) -> str:
             for name in names
         )
         if len(names) == 1:
-            return f"{flags} cannot be kept: {least}; raise the limit"
-        return f"{flags} contradict each other: if the other is kept, {least}; raise one of them"
+            return f"{flags} cannot be satisfied: {least}; raise the limit"
+        return f"{flags} contradict each other: with the other limit, {least}; raise one of them"
     flags = ", ".join(_LIMITS[name] for name in active)
-    return f"{flags} cannot be kept together, but any two can; raise one of them"
+    return f"{flags} cannot be satisfied together, but any two can; raise one of them"
 
 
 def _least(searcher: Searcher, name: str, others: dict[str, Any]) -> str:
-    """Returns a text with the lowest value of one limit under which a plan keeps all other limits.
+    """Returns the lowest possible value of a limit if all other limits are satisfied, as text.
 
     Args:
         searcher: Searcher for the user's request.

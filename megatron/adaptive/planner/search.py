@@ -1,4 +1,4 @@
-"""Searches for the best plan of a model on a cluster, and reports how far from optimal it may be.
+"""Searches for a model's best plan on a cluster, and bounds its distance from the optimum.
 
 The search is a branch and bound over three levels of choices::
 
@@ -11,28 +11,27 @@ The search is a branch and bound over three levels of choices::
 2. Shapes are visited in ascending order of their estimated step time. Each visit computes the
    bounds of all levels of the shape (``search_kernel``), and searches the most promising level.
    This finds good plans early.
-3. Shapes are then searched completely, lowest bound first. A shape or level is skipped if its bound
-   is not below the time of the best plan so far. If everything else was searched, the best plan is
-   optimal.
+3. Then shapes are searched completely, lowest bound first. A shape or level is skipped if its bound
+   is not below the time of the best plan so far. If everything else has been searched, the best
+   plan is optimal.
 
 The search times a limited number of pipelines within a limited number of CPU seconds. If a limit
 ends the search early, the result contains a bound on how much better an unsearched plan can be. For
 example, :attr:`SearchResult.gap` is 0.03 if the best plan takes 100 ms and the lowest bound of the
-unsearched plans is 97 ms. If the nodes can be ordered in too many ways, only some orders are
+unsearched plans is 97 ms. If there are too many possible orders of nodes, only some of them are
 searched. A weaker bound over all orders then applies (``stage_classes.capacity_bound``).
 
-The search itself times only the 1F1B schedule. Its order of actions is fixed, so a plan never gets
-slower when a duration shrinks, and lower bounds are valid. If other schedules are allowed, the
-fastest 1F1B pipeline of each shape and set of nodes is also timed under every other schedule. For
-schedules with several chunks per rank, its layers are partitioned again. The fastest of these
-results is kept. With other schedules, the search uses a bound that holds for every schedule
-(:meth:`Searcher._work_s`).
+The search itself times only the 1F1B schedule. Its order of actions is fixed, so shorter durations
+never make a plan slower, and lower bounds are valid. If other schedules are allowed, the fastest
+1F1B pipeline of each shape and set of nodes is also timed under every other schedule. For schedules
+with several chunks per rank, its layers are partitioned again. The fastest result is kept. With
+other schedules, the search uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
 
-If sequences may be cut into slices, shapes with slices are searched after all others, in the same
-way. For the search, such a shape is a pipeline of 1F1B whose microbatches are the slices. No
-backward pass of a microbatch starts before the forward passes of all its n slices, so rank r of p
-holds p - r - 1 + n of them instead of p - r. The pipelines found are timed under run-time rules,
-which order slices.
+If sequences may be cut into slices, shapes with slices are searched last, in the same way. In the
+search, such a shape is a 1F1B pipeline whose microbatches are the slices. A microbatch's backward
+pass does not start before the forward passes of all its n slices, so rank r of p holds p - r - 1 +
+n slices instead of p - r. The resulting pipelines are timed under run-time rules, which order
+slices.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ from megatron.adaptive.planner.stage_classes import (
 from megatron.adaptive.schedule.catalog import is_rule
 
 _FEW_LEVELS = 2000
-"""Maximum number of levels (sets of nodes with a first stage) per shape on its first visit."""
+"""Maximum number of levels (sets of nodes with a first stage) per shape during its first visit."""
 _SMALL_LEVELS = 200
-"""Maximum number of levels of a small shape. A small shape is searched fully on its first visit."""
+"""Maximum number of levels of a small shape, which is searched fully during its first visit."""
 _CHUNKED = {
     "zb-v": ((2,), ("zb-v", "adaptive", "hinted")),
     "v-half": ((2,), ("v-half",)),
@@ -92,29 +91,28 @@ _CHUNKED = {
     "interleaved": ((2, 3, 4, 6, 8), ("interleaved", "combined-1f1b")),
     "breadth-first": ((2, 3, 4, 6, 8), ("breadth-first",)),
 }
-"""Static schedules with several chunks per rank, by name. A value has two parts: the numbers of
-chunks per rank to try, and the names of all schedules with the same placement of stages on
-ranks."""
+"""Static schedules with several chunks per rank, by name. Each value contains the numbers of chunks
+per rank to try, and the names of all schedules with the same stage placement."""
 SEARCHED = tuple(dict.fromkeys((*ONE_CHUNK, *(n for _, names in _CHUNKED.values() for n in names))))
-"""Names of all schedules that the search can choose."""
+"""Names of all schedules that the search can choose from."""
 _WHOLE_BACKWARD = selectable_names(
     lambda spec: spec.planned != "no" and spec.splits_backward == "never"
 )
 _MOST_SLICES = 1024
-"""Maximum number of slices of all microbatches of a step. With this many microbatches, ranks hardly
-wait, and slices gain little."""
+"""Maximum number of slices of all microbatches of a step. With more slices, pipelines have hardly
+any idle time left to save."""
 _ROW_STEPS = 500_000
-"""Maximum number of actions to simulate per shape, set of nodes and number of stages."""
+"""Maximum number of actions to simulate per shape, set of nodes, and number of stages."""
 _FORWARD_BACK = 2.5
-"""Limit on a 1F1B pipeline's step time, divided by the best step time so far. Above this limit, the
-pipeline is not timed under other schedules. A 1F1B step takes at most the time of one microbatch
-through all stages plus the work of the busiest rank. Both are lower bounds for every schedule, so
-no other schedule takes less than half as long."""
+"""Maximum step time of a 1F1B pipeline, relative to the best step time so far, for which other
+schedules are timed. A 1F1B step takes at most the time of one microbatch through all stages plus
+the work of the busiest rank. Both are lower bounds for every schedule, so no other schedule takes
+less than half as long."""
 _NO_HOPE = 1.08
-"""Limit on the step time of a first partition into chunks, divided by the best step time so far.
-Above this limit, the partition is not improved further."""
+"""Maximum step time of an initial partition into chunks, relative to the best step time so far, for
+which the partition is improved further."""
 _HAND_OVERS = 30
-"""Maximum number of pipelines to time while layers are moved between stages."""
+"""Maximum number of pipelines to time while moving layers between stages."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -122,11 +120,11 @@ class SearchShape:
     """A combination of parallel sizes, microbatch size and memory settings, with its bounds.
 
     Attributes:
-        classes: Stage classes (parallel sizes and node types) that a pipeline of the shape can use.
-        choice: Settings that all stages share.
-        bound_s: Lower bound of the step time in seconds, known before the shape is searched.
-        least_s: Lower bound of the step time in seconds, known after a complete visit.
-        least_value: Lower bound of the objective (step time or price), known after the first visit.
+        classes: Stage classes (parallel sizes and node types) that pipelines of the shape can use.
+        choice: Settings shared by all stages.
+        bound_s: Lower bound of the step time in seconds, before the shape is searched.
+        least_s: Lower bound of the step time in seconds, after a complete visit.
+        least_value: Lower bound of the objective (step time or price), after the first visit.
         partial: Whether the visit skipped some orders of nodes.
     """
 
@@ -138,21 +136,21 @@ class SearchShape:
     partial: bool = False
 
     def key(self, used: tuple[int, ...], stages: int) -> Any:
-        """Returns a key that is equal for plans that differ only in how they save memory."""
+        """Returns a key shared by plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
         return widths, self.choice.context_ranks, used, stages
 
 
 class _Goal(NamedTuple):
-    """A level (set of nodes and first stage) whose pipelines can be among the best.
+    """A level (set of nodes and first stage) whose pipelines may be among the best.
 
     Attributes:
         value: Lower bound of the objective's value (step time or price).
         seconds: Lower bound of the step time in seconds.
         level: Index of the level in ``DpStates``.
-        price: Price per hour of the nodes that the level uses.
-        likely_s: Estimated step time in seconds. If schedules other than 1F1B are allowed, it is
-            below the lower bound for 1F1B.
+        price: Price per hour of the level's nodes.
+        likely_s: Estimated step time in seconds. If other schedules than 1F1B are allowed, it is
+            lower than the bound for 1F1B.
     """
 
     value: float
@@ -166,10 +164,10 @@ class _Bounded(NamedTuple):
     """A shape (combination of parallel sizes) and the bounds of all its levels.
 
     Attributes:
-        shape: Combination of parallel sizes and settings that all its pipelines share.
-        levels: Levels of the shape, each a set of nodes with the class of its first stage.
-        arrays: Costs of all possible stages and graph of levels, a ``search_kernel.ShapeArrays``.
-        bounds: Lower bounds of every level, computed by ``search_kernel.bound_levels``.
+        shape: Combination of parallel sizes and settings that all pipelines of the shape use.
+        levels: Levels of the shape. Each is a set of nodes with the class of its first stage.
+        arrays: Costs of all possible stages, and graph of levels, as ``search_kernel.ShapeArrays``.
+        bounds: Lower bounds of all levels, computed by ``search_kernel.bound_levels``.
         goals: Levels whose bound is below the best plans so far, lowest bound first.
     """
 
@@ -181,7 +179,7 @@ class _Bounded(NamedTuple):
 
 
 class _Widths(NamedTuple):
-    """Parallel sizes of a stage, and its microbatch size.
+    """Parallel sizes and microbatch size of a stage.
 
     Attributes:
         tp: Tensor-parallel size, in GPUs per replica.
@@ -197,12 +195,12 @@ class _Widths(NamedTuple):
 
 
 class Searcher:
-    """Searches for plans on one cluster. Several searches share the cached tables of costs.
+    """Searches for plans on a cluster. Several searches share the cached cost tables.
 
     Args:
         inputs: Model, cluster and profile of layer times.
         global_batch: Number of samples per step.
-        options: Settings that the search may choose, and its limits.
+        options: Settings that the search may choose from, and its limits.
     """
 
     def __init__(
@@ -218,8 +216,7 @@ class Searcher:
         self._least_price = min(group.type.price_per_hour for group in inputs.cluster.groups)
         self._islands = any(group.type.islands for group in inputs.cluster.groups)
         self._exact = self.options.schedules == ("1f1b",)
-        # Other schedules have less idle time than 1F1B. Estimates assume a third of 1F1B's idle
-        # time.
+        # Other schedules have less idle time than 1F1B. Estimates assume a third of it.
         self._idle = 1.0 if self._exact else 1 / 3
         self._slack = 1.0 if self._exact else _FORWARD_BACK
         self._whole_backward = set(self.options.schedules) <= set(_WHOLE_BACKWARD)
@@ -232,7 +229,7 @@ class Searcher:
         """Finds the best plans for an objective.
 
         Args:
-            objective: Quantity to minimise, and limits. By default, the step time without limits.
+            objective: Quantity to minimise, and limits. Defaults to the step time without limits.
         """
         goal = objective or Objective()
         best = Best(self.options.top, goal)
@@ -248,7 +245,7 @@ class Searcher:
         )
 
     def _search_shapes(self, shapes: Sequence[SearchShape], best: Best) -> float:
-        """Searches shapes within a limit on time.
+        """Searches shapes within a time limit.
 
         Args:
             shapes: Shapes to search, lowest estimated step time first.
@@ -281,7 +278,7 @@ class Searcher:
     def _handed_over(self, entry: Found) -> Found:
         """Moves layers between stages to speed up a plan under its chosen schedule.
 
-        If 1F1B is the only schedule, the search itself has already found the best partition.
+        If 1F1B is the only schedule, the search has already found the best partition.
         """
         plan = entry.plan
         if self._exact or self.options.partition or not plan.uniform or self.model.splits:
@@ -337,7 +334,7 @@ class Searcher:
         """Returns the numbers of slices to try.
 
         Args:
-            classes: Stage classes that the pipeline may combine.
+            classes: Stage classes that a pipeline may combine.
             microbatches: Number of microbatches per step.
             shared: Number of ranks that share a sequence.
         """
@@ -357,15 +354,15 @@ class Searcher:
         return tuple(is_on for is_on in choices if divided or not is_on)
 
     def _guess_s(self, shape: SearchShape) -> float:
-        """Returns an estimated step time in seconds on all GPUs, as if all stages were equal."""
+        """Estimates the step time on all GPUs as if all stages were equal, in seconds."""
         stages = min(self._most_stages((stage_class,)) for stage_class in shape.classes)
         return shape.bound_s * (1 + (stages - 1) * self._idle / shape.choice.microbatches)
 
     def _class_sets(self) -> Iterator[tuple[tuple[StageClass, ...], int, int]]:
         """Yields sets of stage classes that a pipeline may combine.
 
-        Each set comes with the number of microbatches per step and the number of ranks that share a
-        sequence.
+        Each set is returned with the number of microbatches per step and the number of ranks that
+        share a sequence.
         """
         waves: dict[int, list[StageClass]] = {}
         for tp, dp, micro_batch, shared in self._widths():
@@ -378,7 +375,7 @@ class Searcher:
             yield tuple(wave_classes), self.global_batch // wave, 1
 
     def _widths(self) -> Iterator[_Widths]:
-        """Yields the parallel sizes of stages that options, model, cluster and batch allow."""
+        """Yields the parallel sizes of stages that the options, model and cluster allow."""
         options, batch, model = self.options, self.global_batch, self.model
         most = max(model.sequence // LEAST_TOKENS, 1)
         shares = [
@@ -404,7 +401,7 @@ class Searcher:
                         yield _Widths(tp, dp, micro_batch, shared)
 
     def _known(self, stage_class: StageClass) -> bool:
-        """Returns whether the profile has every layer's times on every node type of a class."""
+        """Returns whether the profile contains all layer times for all node types of a class."""
         return all(
             self.profile.knows(kind, node.gpu, stage_class.tp)
             for node in self._tables.types(stage_class)
@@ -420,20 +417,20 @@ class Searcher:
         *,
         exactly: bool = False,
     ) -> float:
-        """Returns a lower bound of the step time in seconds that holds for every schedule.
+        """Returns a lower bound of the step time in seconds that is valid for every schedule.
 
-        The bound is the largest of three:
+        The bound is the maximum of three bounds:
 
-        - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle at
-          first, until the r stages before it have each run the forward pass of at least one layer.
+        - Work, gradient reductions and optimizer, divided evenly over the nodes. Rank r is idle
+          until each of the r stages before it has run the forward pass of at least one layer.
         - Time of one microbatch's forward and backward pass through all layers.
         - Memory: a microbatch's activations stay in memory between its forward and backward pass.
-          So only as many microbatches are in flight as fit into the memory that the weights leave
-          free.
+          So the number of microbatches in flight is limited by the memory that is not used by
+          weights.
 
         Args:
             classes: Stage classes that the pipeline can use.
-            choice: Settings that all stages share.
+            choice: Settings shared by all stages.
             nodes: Number of nodes of each type that may be used.
             most_stages: Maximum number of pipeline ranks.
             exactly: Whether the pipeline has exactly ``most_stages`` ranks.
@@ -482,7 +479,7 @@ class Searcher:
         return max(1, min(self.cluster.num_gpus // narrow, self.model.num_layers))
 
     def _bounded(self, shape: SearchShape, best: Best, most_levels: int) -> _Bounded:
-        """Computes a bound for each set of nodes of a shape, and lists the sets worth searching."""
+        """Computes bounds for the sets of nodes of a shape, and lists the sets worth searching."""
         most = self._most_stages(shape.classes)
         blocks = tuple((stage_class.nodes, stage_class.block) for stage_class in shape.classes)
         key = (blocks, most, most_levels)
@@ -530,8 +527,8 @@ class Searcher:
             if not self._exact:
                 seconds = self._work_s(shape.classes, shape.choice, used, stages, exactly=True)
             if seconds < best.most_seconds(price):
-                # The best schedule is probably idle for only a part of 1F1B's idle time, so the
-                # estimate contains only that part.
+                # The best schedule probably has only a fraction of 1F1B's idle time, so the
+                # estimate contains only this fraction.
                 idle = (stages - 1) / shape.choice.microbatches
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
                 goals.append(_Goal(best.value(seconds, price), seconds, level, price, likely_s))
@@ -543,13 +540,13 @@ class Searcher:
         """Searches all sets of nodes of a shape whose bound is below the best plans so far.
 
         Args:
-            shape: Combination of parallel sizes to search, from the list of :meth:`shapes`.
-            best: Best plans so far. Faster plans are added to it.
+            shape: Combination of parallel sizes to search, from :meth:`shapes`.
+            best: Best plans so far. Better plans are added to it.
             most_leaves: Maximum number of pipelines to time per set of nodes (level).
-            finish: Whether to also time the pipelines under other schedules than 1F1B.
+            finish: Whether to also time the pipelines under schedules other than 1F1B.
 
         Returns:
-            Lower bound in seconds, and price per hour, of each set of nodes (level) that was not
+            Lower bound in seconds and price per hour for each set of nodes (level) that was not
             searched completely.
         """
         if max(shape.bound_s, shape.least_s) >= best.most_seconds(self._least_price):
@@ -571,10 +568,10 @@ class Searcher:
         return [(seconds, price) for seconds, price in missed if seconds < best.most_seconds(price)]
 
     def _visit_first(self, shape: SearchShape, best: Best) -> None:
-        """Computes the bounds of all sets of nodes of a shape, and searches the most promising set.
+        """Computes bounds for a shape's sets of nodes, and searches the most promising set.
 
-        If the nodes can be ordered in too many ways, only orders with nodes of one type side by
-        side are searched.
+        If there are too many possible orders of nodes, only orders with adjacent nodes of the same
+        type are searched.
         """
         bounded = self._bounded(shape, best, min(_FEW_LEVELS, self.options.most_levels))
         shape.least_value = bounded.goals[0][0] if bounded.goals else math.inf
@@ -584,7 +581,7 @@ class Searcher:
             shape.least_value = max(bound, least)
         is_small = len(bounded.levels.used) <= _SMALL_LEVELS
         for goal in sorted(bounded.goals, key=lambda goal: goal.likely_s)[:1]:
-            # A small shape is searched with the same limit as in its second visit. Otherwise the
+            # A small shape is searched with the same limit as in its second visit. Otherwise, the
             # result would depend on the order of the first visits.
             most_leaves = self.options.most_leaves if is_small else 10
             self._search_goal(bounded, goal, best, most_leaves, finish=True)
@@ -599,7 +596,7 @@ class Searcher:
         return shape.bound_s
 
     def _exhaust(self, shape: SearchShape, best: Best) -> float:
-        """Searches a shape completely. Returns a lower bound of the value of all skipped plans."""
+        """Searches a shape completely, and returns a lower bound for all skipped plans."""
         if shape.least_value >= best.worst_value():
             return math.inf
         missed = self.visit(shape, best, self.options.most_leaves)
@@ -610,10 +607,11 @@ class Searcher:
     def _search_goal(
         self, bounded: _Bounded, goal: _Goal, best: Best, most_leaves: int, finish: bool
     ) -> float:
-        """Searches the pipelines of one level (set of nodes and first stage).
+        """Searches the pipelines of a level (set of nodes and first stage).
 
         Returns:
-            Lower bound in seconds of the pipelines that were not searched, or infinity if all were.
+            Lower bound in seconds for the pipelines that were not searched, or infinity if all were
+            searched.
         """
         shape, arrays = bounded.shape, bounded.arrays
         level, price = goal.level, goal.price
@@ -646,8 +644,8 @@ class Searcher:
             plan = self._plan(classes, shape.choice, cuts.tolist())
             key = shape.key(bounded.levels.used[level], stages)
             if self._islands:
-                # The kernel times messages as if neighbours always shared an island (a group of
-                # GPUs with fast links), so the plan is timed again here.
+                # The kernel assumes that neighbours always share an island (a group of GPUs with
+                # fast links), so the plan is timed again here.
                 seconds = predict(plan, self.inputs).seconds
             allowed = "1f1b" in self.options.schedules and plan.uniform and plan.slices == 1
             if allowed and seconds < best.most_seconds(price):
@@ -669,7 +667,7 @@ class Searcher:
         price: float,
         least_s: float,
     ) -> Iterator[tuple[Plan, float]]:
-        """Yields plans that run a 1F1B pipeline under other schedules, with their step times.
+        """Yields plans for a 1F1B pipeline under other schedules, with their step times.
 
         Plans that do not fit into memory are skipped.
 
@@ -701,8 +699,8 @@ class Searcher:
             for chunks in counts if chosen else ():
                 if chunks * plan.pp > self.model.num_layers:
                     continue
-                # The best case is equal work in every chunk, up to rounding. Its time is a lower
-                # bound.
+                # All chunks have equal work in the best case, up to rounding. The time in this
+                # case is a lower bound.
                 waits = (plan.pp - 1) / chunks if order in _WHOLE_BACKWARD else 0.0
                 even_s = work_s * (microbatches + waits)
                 known_s = best.most_seconds(price) if len(used) > _SMALL_LEVELS else math.inf
@@ -730,11 +728,11 @@ class Searcher:
         chunks: int = 1,
         schedule: str = "1f1b",
     ) -> Plan:
-        """Makes a plan. Each rank gets free nodes of its class, if possible with fast links.
+        """Creates a plan. Each rank gets free nodes of its class, with fast links if possible.
 
         Args:
             classes: Stage class of each rank.
-            choice: Settings that all stages share.
+            choice: Settings shared by all stages.
             cuts: Index of the first layer of each stage, followed by the number of layers.
             chunks: Number of stages (model chunks) per rank.
             schedule: Name of the pipeline schedule.

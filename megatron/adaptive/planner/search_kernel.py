@@ -1,18 +1,18 @@
-"""Finds the fastest 1F1B pipeline by branch and bound, in code that numba compiles.
+"""Finds the fastest 1F1B pipeline by branch and bound, in code compiled by numba.
 
-A pipeline is a chain of stages. For each stage, the search decides on which class of nodes the
-stage runs and which layers it holds. The search has two passes:
+A pipeline is a chain of stages. The search decides for each stage which class of nodes it runs on
+and which layers it holds. The search has two passes:
 
-1. From the last stage to the first, dynamic programming computes lower bounds: how long does the
-   rest of a pipeline take at least, if it starts with this stage and this layer?
-2. From the first stage to the last, a depth-first search adds one stage at a time, choices with the
-   lowest bound first. It skips every partial pipeline whose bound is not below the best time so
-   far. A complete pipeline is simulated exactly, action by action.
+1. Dynamic programming from the last stage to the first computes lower bounds for the time of the
+   rest of a pipeline, given its first stage and first layer.
+2. A depth-first search from the first stage to the last adds one stage at a time, trying choices
+   with the lowest bound first. It skips every partial pipeline whose bound is not below the best
+   time so far. A complete pipeline is simulated exactly, action by action.
 
-A *level* (a state of ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
-that they use, and the class of the first of these stages. It does not contain their layers. An
-*edge* leads from a level to the level of the next stage. An example: 4 layers and 4 microbatches on
-two nodes. On node A, a layer takes 1 s forward and 1 s backward; node B takes twice as long::
+A *level* (a state in ``search_levels.DpStates``) describes the last stages of a pipeline: the nodes
+that they use, and the class of the first of these stages, but not their layers. An *edge* leads
+from a level to the level of the next stage. Example with 4 layers and 4 microbatches on two nodes.
+On node A, a layer takes 1 s forward and 1 s backward. Node B takes twice as long::
 
     level   stages     edge to   bound of all 4 layers (Z)
     0       B                    64 s   4 microbatches x 4 layers x 4 s
@@ -20,28 +20,28 @@ two nodes. On node A, a layer takes 1 s forward and 1 s backward; node B takes t
     2       A -> B     0         26 s   A holds layers 0 to 2, B holds layer 3
     3       B -> A     1         28 s   B holds layer 0, A holds layers 1 to 3
 
-The second pass begins with level 2, because its bound is the lowest. Simulated exactly, its
+The second pass begins with level 2, because it has the lowest bound. An exact simulation of its
 pipeline takes 26 s. No other level has a lower bound, so this pipeline is the best.
 
-One table of bounds serves pipelines of every length and every part of a cluster, because under 1F1B
-a stage depends only on the stages behind it. If ``j`` stages follow, a stage keeps
-``min(j + 1, m)`` microbatches in flight. It runs ``w = min(j, m - 1)`` forward passes (warm-up)
-before its first backward pass.
+One table of bounds serves pipelines of all lengths and all parts of a cluster, because under 1F1B a
+stage depends only on the stages after it. If ``j`` stages follow, a stage keeps ``min(j + 1, m)``
+microbatches in flight. It runs ``w = min(j, m - 1)`` warm-up forward passes before its first
+backward pass.
 
-Below are the bounds of a stage. A forward pass takes ``f`` seconds, a backward pass ``b`` seconds,
-and a step has ``m`` microbatches. ``r`` is the round trip: the time from the end of a forward pass
-to the start of the same microbatch's backward pass::
+The bounds of a stage are listed below. A forward pass takes ``f`` seconds, a backward pass ``b``
+seconds, and a step has ``m`` microbatches. The round trip ``r`` is the time from the end of a
+forward pass to the start of the same microbatch's backward pass::
 
     span   = m (f + b) + max(0, r - w f) + max(0, r - w b)        idle at both ends
     rounds = (1 + (m - 1) // (w + 1)) (f + b + r) + rest b        forward waits for backward pass
     D      = max(span, rounds, f + b + transfers + D of the next) end of last backward pass
     Z      = max(D + reduction, f + transfer + Z of the next)     end of the step, from here on
 
-Here ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.
-If ``m = w + 1``, both idle times of ``span`` are the same interval, and only the larger one is
-added. A rank can launch an action's kernels while it waits for the input. Launch times are
-therefore left out of every path through other ranks. ``r``, ``D`` and ``Z`` are minimised
-separately over all continuations, so each of them is a lower bound for every continuation.
+Here, ``rest`` is ``(m - 1) % (w + 1)``, and transfers are the messages to and from the next stage.
+If ``m = w + 1``, both idle times in ``span`` are the same interval, and only the larger one is
+added. A rank can launch an action's kernels while it waits for the input. So launch times are
+excluded from all paths through other ranks. ``r``, ``D`` and ``Z`` are minimised separately over
+all continuations, so each is a lower bound for every continuation.
 
 Importing this module imports numba, which takes half a second. Numba caches the compiled code on
 disk.
@@ -67,10 +67,10 @@ _events.register("numba:compile", _compiling)
 
 
 def search_s() -> float:
-    """Returns the CPU seconds of this process, without the time that numba spent compiling.
+    """Returns the CPU seconds of this process, excluding the time that numba spent compiling.
 
     Time limits of a search use these seconds. Code is compiled only once per machine. If compile
-    time were included, the first search on a machine would find less than later ones.
+    time were included, the first search on a machine would find worse plans than later searches.
     """
     compiled_s: float = _compiling.duration if _compiling.done else 0.0
     return time.process_time() - compiled_s
@@ -82,36 +82,38 @@ def _compiled(function: _Function) -> _Function:
 
 
 class ShapeArrays(NamedTuple):
-    """Costs of every possible stage of a shape (set of parallel sizes), and graph of levels.
+    """Costs of all possible stages of a shape (combination of parallel sizes), and graph of levels.
 
-    There are ``c`` classes of stages and ``n`` layers. An array whose shape ends with
-    ``[n + 1, n + 1]`` is indexed by the first layer of a stage and by the layer after its last one.
+    There are ``c`` classes of stages and ``n`` layers. Arrays of shape ``[..., n + 1, n + 1]`` are
+    indexed by a stage's first layer and the layer after its last layer.
 
     Attributes:
-        forward: Time in seconds of one microbatch's forward pass, ``[c, n + 1, n + 1]``.
-        backward: Time in seconds of a backward pass with weight gradients, ``[c, n + 1, n + 1]``.
-        weight: Time in seconds of the weight gradients alone, ``[c, n + 1, n + 1]``.
-        launch: Time of launching the kernels of forward and backward pass, in seconds. Kernels can
-            be launched before their input arrives, ``[2, c, n + 1, n + 1]``.
-        after: Time in seconds of gradient reduction and optimizer, ``[c, n + 1, n + 1]``.
-        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. There
-            is one entry per node type of a class, ``[c, tables, n + 1, n + 1]``.
-        kept: Size of one microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
+        forward: Time of a microbatch's forward pass in seconds, ``[c, n + 1, n + 1]``.
+        backward: Time of a backward pass in seconds, including weight gradients, ``[c, n + 1, n +
+            1]``.
+        weight: Time of computing only the weight gradients in seconds, ``[c, n + 1, n + 1]``.
+        launch: Time of launching the kernels of forward and backward pass in seconds, which may
+            happen before the input arrives, ``[2, c, n + 1, n + 1]``.
+        after: Time of gradient reduction and optimizer in seconds, ``[c, n + 1, n + 1]``.
+        base: Memory independent of microbatches minus the memory limit, in bytes, with an entry per
+            node type of a class, ``[c, tables, n + 1, n + 1]``.
+        kept: Size of a microbatch's activations in bytes, ``[c, tables, n + 1, n + 1]``.
         latency: Latency of a message in seconds, ``[2, 2, c, c, n + 1]``. The indices are its
             direction (0 after a forward pass, 1 after a backward pass), the kind of the edge, the
             sender's class, the receiver's class, and the number of layers before the boundary.
-        occupancy: Time in seconds for which a message keeps its link busy. It is indexed like
-            ``latency``.
+        occupancy: Time in seconds for which a message occupies its link, indexed like ``latency``.
         tied: Time of the all-reduce of tied embeddings in seconds, ``[2, c, c]``. The first index
-            is 0 if the first and last stage are in two blocks of nodes, and 1 if they are in one.
-            The other indices are the classes of these two stages.
-        level_class: Index of the stage class with which each level begins, ``[levels]``.
+            is 1 if the first and last stage are in the same block of nodes, otherwise 0. The other
+            indices are the classes of these two stages.
+        level_class: Index of the class of each level's first stage, ``[levels]``.
         level_follow: Number of stages that follow each level's first stage, ``[levels]``.
-        level_edges: Index of each level's first edge, then the number of edges, ``[levels + 1]``.
-        edge_from: Level of the next stage, to which each edge leads, ``[edges]``.
-        edge_kind: 1 if both stages of an edge are in one block of nodes, else 0, ``[edges]``.
-        held: Number of microbatches that a stage keeps in flight. The index is the number of stages
-            that follow the stage.
+        level_edges: Index of each level's first edge, followed by the number of edges, ``[levels +
+            1]``.
+        edge_from: Index of the level of the next stage for each edge, ``[edges]``.
+        edge_kind: 1 if both stages of an edge are in the same block of nodes, otherwise 0,
+            ``[edges]``.
+        held: Number of microbatches that a stage keeps in flight, indexed by the number of stages
+            that follow it.
         microbatches: Number of microbatches per step.
     """
 
@@ -135,18 +137,17 @@ class ShapeArrays(NamedTuple):
 
 
 class LevelBounds(NamedTuple):
-    """Lower bounds in seconds, ``[levels, n + 1]``, by level (set of nodes in use) and first layer.
+    """Lower bounds in seconds by level (set of nodes in use) and first layer, ``[levels, n + 1]``.
 
-    An entry is infinite if the layers from the first layer on do not fit in memory or take too
-    long.
+    An entry is infinite if the remaining layers do not fit into memory or take too long.
 
     Attributes:
-        ends: Lower bound of the time until the last backward pass of the level's first stage ends.
-            It is ``D`` of the module's docstring, and counts from the start of this stage.
+        ends: Lower bound of the time from the start of the level's first stage to the end of its
+            last backward pass (``D`` in the module's docstring).
         done: Lower bound of the time until all stages of the level have finished, including
-            gradient reductions and the optimizer step. It is ``Z`` of the module's docstring.
+            gradient reductions and optimizer (``Z`` in the module's docstring).
         trips: Time from the start of a forward pass in the level's first stage to the end of the
-            same microbatch's backward pass in that stage.
+            same microbatch's backward pass in this stage.
     """
 
     ends: Any
@@ -158,10 +159,11 @@ class BestPipeline(NamedTuple):
     """Output arrays for the fastest pipeline that :func:`search_level` finds.
 
     Attributes:
-        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
-        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``. It
-            describes this stage and all later ones.
-        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
+        cuts: Index of the first layer of each stage, followed by the number of layers, ``[stages +
+            1]``.
+        levels: Level (set of nodes in use) of each stage and all later stages, ``[stages]``.
+        kinds: 1 if a stage and the next stage are in the same block of nodes, otherwise 0,
+            ``[stages]``.
     """
 
     cuts: Any
@@ -172,31 +174,33 @@ class BestPipeline(NamedTuple):
 class Walk(NamedTuple):
     """State of the depth-first search: the stages chosen so far, and the choices for each stage.
 
-    The depth of the search is the index of a stage. A *child* of a stage is one choice of its last
+    The depth of the search is the index of a stage. A *child* of a stage is a choice of its last
     layer and of the edge to the next stage.
 
     Attributes:
-        bounds: Lower bound of the step time with each child, in seconds, ``[stages, children]``.
+        bounds: Lower bound of the step time for each child in seconds, ``[stages, children]``.
         edges: Index of the edge that each child takes, ``[stages, children]``.
-        nexts: Index of the next stage's first layer under each child, ``[stages, children]``.
-        order: Indices of the children by ascending bound, ``[stages, children]``.
+        nexts: Index of the next stage's first layer for each child, ``[stages, children]``.
+        order: Indices of the children in ascending order of their bound, ``[stages, children]``.
         count: Number of children of each stage, ``[stages]``.
-        taken: Number of children of each stage that the search has already followed, ``[stages]``.
-        levels: Level (set of nodes in use) at each stage of the pipeline, ``[stages]``.
-        cuts: Index of the first layer of each stage, then the number of layers, ``[stages + 1]``.
-        kinds: 1 if a stage and the next one are in the same block of nodes, else 0, ``[stages]``.
-        head: Earliest time in seconds at which each stage can start, ``[stages + 1]``.
-        reach: Time from each stage's last backward pass to the end of all earlier stages, in
-            seconds. The value of ``head`` is added, ``[stages + 1]``.
-        bound: Lower bound of the step time in seconds, from all earlier stages, ``[stages + 1]``.
-        seconds: Times of forward pass and backward pass, and end time, in seconds, ``[3, stages]``.
-            The end time is that of the stage's last backward pass.
+        taken: Number of children of each stage that have already been followed, ``[stages]``.
+        levels: Level (set of nodes in use) of each stage of the pipeline, ``[stages]``.
+        cuts: Index of the first layer of each stage, followed by the number of layers, ``[stages +
+            1]``.
+        kinds: 1 if a stage and the next stage are in the same block of nodes, otherwise 0,
+            ``[stages]``.
+        head: Earliest possible start of each stage in seconds, ``[stages + 1]``.
+        reach: Time from each stage's last backward pass to the end of all earlier stages, plus the
+            value of ``head``, in seconds, ``[stages + 1]``.
+        bound: Lower bound of the step time from all earlier stages in seconds, ``[stages + 1]``.
+        seconds: Time of forward pass, time of backward pass, and end of the last backward pass in
+            seconds, ``[3, stages]``.
         launch: Kernel launch times of forward and backward pass in seconds, ``[2, stages]``.
-        messages: Message times in seconds, ``[4, stages]``. The rows are latency after a forward
-            and after a backward pass, then link occupancy after each.
-        counters: Number of forward and of backward passes done, ``[2, stages]``.
-        arrive: Time in seconds at which each input arrives, ``[2, stages, m]``. The first index is
-            0 for forward and 1 for backward passes.
+        messages: Message times in seconds, ``[4, stages]``: latency after a forward pass, latency
+            after a backward pass, and link occupancy after each.
+        counters: Number of completed forward and backward passes, ``[2, stages]``.
+        arrive: Arrival time of each input in seconds, ``[2, stages, m]``. The first index is 0 for
+            forward and 1 for backward passes.
     """
 
     bounds: Any
@@ -228,10 +232,10 @@ def _fits(shape: Any, c: int, low: int, high: int, held: float) -> bool:
 
 @_compiled
 def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, link: float) -> float:
-    """Returns the least time from a stage's first input to the end of its last backward pass.
+    """Returns the minimum time from a stage's first input to the end of its last backward pass.
 
-    The bound is the larger of ``span`` and ``rounds`` of the module's docstring, and of the time on
-    a link that each microbatch keeps busy for ``link`` seconds.
+    The bound is the maximum of ``span`` and ``rounds`` in the module's docstring, and of the time
+    on a link that each microbatch occupies for ``link`` seconds.
     """
     m = shape.microbatches
     f, b = shape.forward[c, low, high], shape.backward[c, low, high]
@@ -247,9 +251,9 @@ def _span(shape: Any, c: int, low: int, high: int, w: int, round_trip: float, li
 
 @_compiled
 def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, float, float]:
-    """Returns the times of a message forward and a message back, and the longer link occupancy.
+    """Returns the times of a forward and a backward message, and the longer link occupancy.
 
-    All three are in seconds.
+    All three values are in seconds.
     """
     out = shape.occupancy[0, kind, c, d, cut]
     back = shape.occupancy[1, kind, d, c, cut]
@@ -259,9 +263,9 @@ def _transfer(shape: Any, kind: int, c: int, d: int, cut: int) -> tuple[float, f
 
 @_compiled
 def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> None:
-    """Lowers a level's bounds, so that they also hold for pipelines that continue over an edge.
+    """Lowers a level's bounds so that they are valid for pipelines that continue over an edge.
 
-    Each range of layers is tried as a stage in front of the rest of the pipeline, whose bounds are
+    Each range of layers is tried as a stage before the rest of the pipeline, whose bounds are
     known.
     """
     n = shape.forward.shape[1] - 1
@@ -274,8 +278,8 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
     for low in range(n - j):
         for high in range(low + 1, n - j + 1):
             f, b = shape.forward[c, low, high], shape.backward[c, low, high]
-            # Larger ranges are skipped, because a stage that is too slow or too large stays so with
-            # more layers.
+            # Adding layers to a stage that is too slow or too large does not help, so skip larger
+            # ranges.
             if m * (f + b) >= cap or not _fits(shape, c, low, high, held):
                 break
             if bounds.ends[after, high] == _INF:
@@ -296,12 +300,12 @@ def _bound_edge(shape: Any, level: int, edge: int, cap: float, bounds: Any) -> N
 
 @_compiled
 def bound_levels(shape: Any, cap: float, bounds: Any) -> None:
-    """Computes the lower bounds of every level, from the last stage of pipelines to the first.
+    """Computes the lower bounds of all levels, from the last stage of pipelines to the first.
 
     Args:
-        shape: Costs and graph of levels, a ``ShapeArrays``.
+        shape: Costs and graph of levels, as ``ShapeArrays``.
         cap: Time limit in seconds. Entries of slower pipelines stay infinite.
-        bounds: A ``LevelBounds`` to fill. All entries are infinite at first.
+        bounds: ``LevelBounds`` to fill. All entries are initially infinite.
     """
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
@@ -396,7 +400,7 @@ def leaf_s(shape: Any, walk: Any, p: int) -> float:
 def _list_children(
     shape: Any, walk: Any, depth: int, best: float, bounds: Any, tied: float
 ) -> None:
-    """Lists a stage's children with a bound below ``best`` seconds, lowest bound first."""
+    """Lists a stage's children whose bound is below ``best`` seconds, lowest bound first."""
     n = shape.forward.shape[1] - 1
     m = shape.microbatches
     level, low = walk.levels[depth], walk.cuts[depth]
@@ -434,7 +438,7 @@ def _list_children(
 
 @_compiled
 def _follow_child(shape: Any, walk: Any, depth: int, child: int, trips: Any, tied: float) -> None:
-    """Assigns a child's layers to its stage, and continues the search with the next stage."""
+    """Assigns a child's layers to its stage, and moves on to the next stage."""
     edge, high = walk.edges[depth, child], walk.nexts[depth, child]
     low, level = walk.cuts[depth], walk.levels[depth]
     after, kind = shape.edge_from[edge], shape.edge_kind[edge]
@@ -467,21 +471,21 @@ def _begin(walk: Any, goal: int) -> None:
 def search_level(
     shape: Any, walk: Any, goal: int, bounds: Any, cap: float, most_leaves: int, best: Any
 ) -> tuple[float, float, int]:
-    """Finds the fastest pipeline that begins with a level and holds all layers.
+    """Finds the fastest pipeline that begins with a level and contains all layers.
 
     Args:
-        shape: Costs and graph of levels, a ``ShapeArrays``.
-        walk: Search state to overwrite, a ``Walk`` with space for all stages of the level.
+        shape: Costs and graph of levels, as ``ShapeArrays``.
+        walk: Search state to overwrite, with space for all stages of the level.
         goal: Index of the level.
         bounds: Lower bounds of all levels, filled by :func:`bound_levels`.
         cap: Time limit in seconds. Slower pipelines are ignored.
-        most_leaves: Maximum number of pipelines to time. This number times the number of stages is
-            the maximum number of partial pipelines to extend.
-        best: A ``BestPipeline`` that receives the fastest pipeline, if there is one below ``cap``.
+        most_leaves: Maximum number of pipelines to time. Multiplied by the number of stages, it
+            also limits the number of partial pipelines to extend.
+        best: Output for the fastest pipeline, if a pipeline is faster than ``cap``.
 
     Returns:
         Step time of the fastest pipeline in seconds, or ``cap`` if there is none. Lowest bound of
-        the pipelines skipped because of ``most_leaves``, or infinity. Number of pipelines timed.
+        the pipelines skipped because of ``most_leaves``, or infinity. Number of timed pipelines.
     """
     p = shape.level_follow[goal] + 1
     first = shape.level_class[goal]
@@ -515,7 +519,8 @@ def search_level(
             is_over = leaves >= most_leaves or opened >= most_leaves * p
             is_spent = bound >= best_s or is_over
             if bound < best_s and is_over:
-                # Children are sorted by bound, so this is the lowest bound that the stage skips.
+                # Children are sorted by bound, so this is the lowest bound among the skipped
+                # children.
                 left_out = min(left_out, bound)
         if is_spent:
             depth -= 1
@@ -529,7 +534,7 @@ def search_level(
 
 
 def make_walk(shape: ShapeArrays, stages: int) -> Walk:
-    """Allocates the arrays for searching pipelines of up to ``stages`` stages."""
+    """Allocates arrays for searching pipelines with up to ``stages`` stages."""
     layers = shape.forward.shape[1] - 1
     width = layers * max(1, int(np.diff(shape.level_edges).max(initial=1)))
     return Walk(

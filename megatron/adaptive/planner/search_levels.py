@@ -1,10 +1,10 @@
-"""Enumerates the orders of nodes in a pipeline, as the graph that the search traverses.
+"""Enumerates the possible orders of nodes in a pipeline, as a graph that the search traverses.
 
-The search builds pipelines from their end (``search_kernel``). A *level* is one way in which the
-last stages of a pipeline can use the cluster's nodes. It contains the nodes in use and the class of
-its first stage, but not the layers. An example: two nodes of type a and one of type b, with one
-stage on each node. The class of a level's first stage is written in brackets. An arrow points to
-the level of the next stage::
+The search builds pipelines from their last stage (``search_kernel``). A *level* is a way in which
+the last stages of a pipeline can use the cluster's nodes. It describes the nodes in use and the
+class of the first of these stages, but not the layers. Example with two nodes of type a and one of
+type b, with one stage on each node. The class of a level's first stage is written in brackets. An
+arrow points to the level of the next stage::
 
     1 stage        2 stages           3 stages
     [a] a      <-  [a] 2a         <-  [b] 2a + b
@@ -12,10 +12,10 @@ the level of the next stage::
     [b] b      <-  [a] a + b      <-  [a] 2a + b
 
 Orders that use the same nodes and begin with the same class share a level: ``a a b`` and ``a b a``
-both lead to the level "[a] 2a + b". So a few levels represent many orders.
+both lead to the level "[a] 2a + b". So a small number of levels represents many orders.
 
 If several stages fit on a node, they form a block. A level then also contains the number of stages
-that its block still needs. Until the block is complete, no other node may be used.
+that its block still needs. Until the block is complete, no other node can be added.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import numpy as np
 from megatron.adaptive.planner.stage_classes import StageClass
 
 _FEW = 2000
-"""Maximum number of levels if some orders of nodes are skipped because there are too many."""
+"""Maximum number of levels if some orders of nodes are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DpStates:
-    """Levels and edges of the search. Each level comes after the levels that its edges lead to.
+    """Levels and edges of the search. Each level comes after the levels to which its edges lead.
 
     Attributes:
         arrays: Fields of ``search_kernel.ShapeArrays`` that describe levels and edges, by name.
         used: For each level, the number of nodes of each type in use.
-        complete: Indices of the levels in which no block of stages lacks a stage.
-        placements: Number of possible orders of nodes that the complete levels represent.
+        complete: Indices of the levels whose blocks of stages are complete.
+        placements: Number of orders of nodes that the complete levels represent.
         whole: Whether the levels cover every order of nodes.
     """
 
@@ -61,7 +61,7 @@ def make_dp_states(
 ) -> DpStates:
     """Finds the levels of all orders of nodes, or of some orders if there are too many levels.
 
-    If there are too many levels, blocks of stages on nodes of one type stand side by side in runs.
+    If there are too many levels, blocks of stages on nodes of the same type are grouped into runs.
     Runs of 2 blocks are tried first, then of 4, 8 and so on, until the number of levels is small
     enough.
 
@@ -69,7 +69,8 @@ def make_dp_states(
         classes: Stage classes (parallel sizes and node types) that a pipeline can use.
         counts: Number of nodes of each type in the cluster.
         most_stages: Maximum number of stages of a pipeline.
-        most_levels: Maximum number of levels. If all orders of nodes need more, some are skipped.
+        most_levels: Maximum number of levels. If all orders of nodes need more levels, some orders
+            are skipped.
     """
     run = 1
     most = most_levels
@@ -77,17 +78,17 @@ def make_dp_states(
         states = _states_of_runs(classes, counts, most_stages, most, run)
         if states is not None:
             return states
-        # If some orders are skipped, the search cannot prove optimality. More levels would then
-        # take more time than they are worth.
+        # If some orders are skipped, the search cannot prove optimality. Then more levels are not
+        # worth the time.
         run *= 2
         most = min(most, _FEW)
 
 
 class _Level(NamedTuple):
-    """One way in which the last stages of a pipeline use a cluster's nodes (a level of the search).
+    """State in the search: a way in which the last stages of a pipeline use the cluster's nodes.
 
     Attributes:
-        follow: Number of stages that follow the level's first stage.
+        follow: Number of stages after the level's first stage.
         used: Number of nodes of each type in use.
         stage_class: Index of the class of the level's first stage.
         left: Number of stages that must still be added to the first stage's block.
@@ -103,8 +104,8 @@ class _Level(NamedTuple):
 
 
 _Edges = dict[_Level, list[tuple[_Level | None, int]]]
-"""Edges of each level, as a list of pairs: the level of the next stage, or None at the end of the
-pipeline, and the kind of the edge (1 within a block of nodes, otherwise 0)."""
+"""Edges of each level, as a list of pairs. A pair contains the level of the next stage, or None at
+the end of the pipeline, and the kind of the edge (1 within a block of nodes, otherwise 0)."""
 
 
 def _states_of_runs(
@@ -114,9 +115,9 @@ def _states_of_runs(
     most_levels: int,
     run: int,
 ) -> DpStates | None:
-    """Finds the levels in which blocks of a class come in runs. Returns ``None`` if too many.
+    """Finds the levels in which equal blocks form runs, or returns ``None`` if there are too many.
 
-    A run is ``run`` blocks of one class side by side, or fewer if no more nodes are free.
+    A run consists of ``run`` adjacent blocks of one class, or fewer if no more nodes are free.
     """
     edges: _Edges = {}
     wave: dict[_Level, None] = {}
@@ -153,7 +154,7 @@ def _opened(
     follow: int,
     run: int,
 ) -> list[_Level]:
-    """Returns the levels that add a stage on nodes that are not used yet."""
+    """Returns the levels that add a stage on unused nodes."""
     levels = []
     for c, stage_class in enumerate(classes):
         room = min(
@@ -166,7 +167,7 @@ def _opened(
 
 
 def _count_orders(used: tuple[int, ...]) -> int:
-    """Returns the number of distinct node orderings, given the number of nodes of each type."""
+    """Returns the number of distinct node orders, given the number of nodes of each type."""
     orders = math.factorial(sum(used))
     for count in used:
         orders //= math.factorial(count)

@@ -1,4 +1,4 @@
-"""Defines a search's options, objective and result, and the collection of its best plans."""
+"""Defines options, objective and results of a search, and keeps its best plans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.adaptive.planner.model_description import RECOMPUTE
 from megatron.adaptive.planner.plan import Plan
 
 LEAST_TOKENS = 4096
-"""Minimum number of tokens per rank when a sequence is split across ranks (context parallelism). It
-applies only if the user does not choose the number of ranks."""
+"""Minimum number of tokens per rank if ranks share a sequence (context parallelism). It applies
+only if the user does not choose the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,33 +19,37 @@ class SearchOptions:
     """Settings that the search may choose, and its limits.
 
     Attributes:
-        tp: Tensor-parallel sizes to choose from. If empty, all that fit into a node.
-        dp: Data-parallel sizes (numbers of replicas) to choose from. If empty, all possible sizes.
-        pp: Numbers of pipeline ranks to choose from. If empty, all possible numbers.
-        micro_batch: Microbatch sizes in samples to choose from. If empty, all possible sizes.
+        tp: Tensor-parallel sizes to choose from. If empty, all sizes that fit into a node are
+            tried.
+        dp: Data-parallel sizes (numbers of replicas) to choose from; if empty, all possible sizes
+            are tried.
+        pp: Numbers of pipeline ranks to choose from; if empty, all possible numbers are tried.
+        micro_batch: Microbatch sizes in samples to choose from; if empty, all possible sizes are
+            tried.
         recompute: Kinds of activation recompute to choose from, a subset of ``RECOMPUTE``.
         distributed_optimizer: Settings of the distributed optimizer to try: off, on or both.
         overlap_reduce: Whether the training run overlaps gradient reduction with backward passes.
-        sequence_parallel: Settings of sequence parallelism to choose from, if ``tp`` is above 1.
-            For a model with experts, it is always on.
+        sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
+            is always enabled for models with experts.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
-            If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
-        slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
-            and a run-time rule cut them.
-        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
-            possible numbers.
-        partition: Number of layers of each stage, embedding and head included. Empty to choose it.
-        schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
+            If empty, numbers that leave at least ``LEAST_TOKENS`` tokens on each rank are tried.
+        slices: Numbers of slices per sequence to choose from. Only pipelines with several ranks and
+            a run-time rule support slices.
+        expert_ranks: Numbers of replicas over which experts are distributed, to choose from. If
+            empty, all possible numbers are tried.
+        partition: Number of layers in each stage, including embedding and head. If empty, it is
+            chosen.
+        schedules: Names of the pipeline schedules to choose from, a subset of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
-        unequal: Whether stages may have different parallel sizes. The trainer can run such plans
+        unequal: Whether stages may have different parallel sizes. The trainer supports such plans
             only if ``tp`` is 1.
         top: Number of plans to return.
-        most_leaves: Maximum number of pipelines to time per shape and set of nodes. A shape is a
-            combination of parallel sizes.
-        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If more
-            are needed, some orders of nodes are skipped.
-        most_cpu_s: Limit on CPU seconds per node type. After that, the search skips combinations of
-            parallel sizes, which enlarges the reported gap.
+        most_leaves: Maximum number of pipelines to time per shape (combination of parallel sizes)
+            and set of nodes.
+        most_levels: Maximum number of levels (sets of nodes with a first stage) per shape. If this
+            is not enough, some orders of nodes are skipped.
+        most_cpu_s: CPU seconds per node type after which the search skips combinations of parallel
+            sizes, which increases the reported gap.
     """
 
     tp: tuple[int, ...] = ()
@@ -71,14 +75,14 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Quantity to minimise, and limits that plans must keep.
+    """Quantity to minimise, and limits for plans.
 
     Attributes:
-        least: Quantity to minimise: ``time`` for seconds per step, ``cost`` for price per step.
+        least: Quantity to minimise: ``time`` for seconds per step, or ``cost`` for price per step.
         most_seconds_per_step: Maximum time per step, in seconds.
         most_price_per_hour: Maximum price per hour of the nodes in use.
-        most_price_per_step: Maximum price per step. It is a run's budget divided by its number of
-            steps.
+        most_price_per_step: Maximum price per step, which is a run's budget divided by its number
+            of steps.
     """
 
     least: Literal["time", "cost"] = "time"
@@ -91,16 +95,16 @@ class Objective:
         return seconds if self.least == "time" else seconds * price_per_hour / 3600
 
     def most_seconds(self, price_per_hour: float, worst_value: float) -> float:
-        """Returns the step time below which a plan keeps the limits and beats ``worst_value``.
+        """Returns the step time below which a plan satisfies all limits and beats ``worst_value``.
 
         Args:
             price_per_hour: Price per hour of the plan's nodes.
-            worst_value: Value (step time or price) that the plan has to beat.
+            worst_value: Value (step time or price) that the plan must beat.
         """
         if price_per_hour > self.most_price_per_hour:
             return 0.0
-        # A plan exactly at a limit is allowed, but the result is an exclusive bound. So the next
-        # larger number is returned.
+        # The result is an exclusive bound, but a plan exactly at a limit is allowed, so return the
+        # next larger number.
         most = math.nextafter(self.most_seconds_per_step, math.inf)
         hourly = price_per_hour / 3600
         if hourly:
@@ -132,12 +136,12 @@ class SearchResult:
     """Best plans of a search, and how far from optimal they may be.
 
     Attributes:
-        plans: Best plans, best first. Empty if no plan fits.
-        bound: Lower bound of the objective's value for every plan in the search space. If stages
-            can mix node types in too many ways, it holds only for the mixtures that were searched.
+        plans: Best plans, best first, or empty if no plan fits into memory.
+        bound: Lower bound of the objective's value for all plans in the search space. If stages can
+            mix node types in too many ways, it applies only to the mixtures that were searched.
         timed: Number of pipelines that were simulated exactly.
-        configurations: Number of levels (shape, number of stages and set of nodes) that were
-            bounded.
+        configurations: Number of levels (shape, number of stages and set of nodes) with a computed
+            bound.
     """
 
     plans: tuple[Found, ...]
@@ -147,18 +151,18 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Maximum fraction by which the best plan's value could be reduced, 0 if it is optimal."""
+        """Maximum possible reduction of the best value, as a fraction, or 0 if it is optimal."""
         if not self.plans or self.plans[0].value <= 0:
             return 0.0
         return max(0.0, 1 - self.bound / self.plans[0].value)
 
 
 class Best:
-    """Keeps the best plans so far, at most one per shape and set of nodes.
+    """Keeps the best plans so far, and at most one per shape and set of nodes.
 
     Args:
         top: Maximum number of plans to keep.
-        objective: Quantity to minimise, and limits that plans must keep.
+        objective: Quantity to minimise, and limits for plans.
     """
 
     def __init__(self, top: int, objective: Objective) -> None:
@@ -167,13 +171,13 @@ class Best:
         self._found: dict[Any, Found] = {}
 
     def worst_value(self) -> float:
-        """Returns the value (step time or price) that another plan has to beat to be kept."""
+        """Returns the value (step time or price) that another plan must beat to be kept."""
         if len(self._found) < self._top:
             return math.inf
         return max(entry.value for entry in self._found.values())
 
     def value(self, seconds: float, price: float) -> float:
-        """Returns the value by which plans are ordered: step time or price, lowest first."""
+        """Returns the value by which plans are ranked: step time or price; lower is better."""
         return self.objective.value(seconds, price)
 
     def most_seconds(self, price: float) -> float:
@@ -181,7 +185,7 @@ class Best:
         return self.objective.most_seconds(price, self.worst_value())
 
     def add(self, key: Any, plan: Plan, seconds: float, price: float) -> None:
-        """Keeps a plan if it is among the best. For equal keys, only the best is kept."""
+        """Keeps a plan if it is among the best plans, and the best plan for its key."""
         value = self.value(seconds, price)
         old = self._found.get(key)
         if old is not None and old.value <= value:
@@ -191,5 +195,5 @@ class Best:
             del self._found[max(self._found, key=lambda kept: self._found[kept].value)]
 
     def sorted(self) -> list[Found]:
-        """Returns the kept plans, lowest value first."""
+        """Returns the kept plans in ascending order of their value."""
         return sorted(self._found.values(), key=lambda entry: entry.value)

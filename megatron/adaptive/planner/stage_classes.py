@@ -1,18 +1,18 @@
-"""Prepares the search: classes of equivalent stages, and their costs for every range of layers.
+"""Prepares the search: classes of equivalent stages, and their costs for all ranges of layers.
 
-The number of plans of a cluster is huge, but most plans are equivalent, because nodes of one type
-are interchangeable. This module makes use of that in two steps:
+A cluster has a huge number of possible plans, but most of them are equivalent, because nodes of the
+same type are interchangeable. This module makes use of this in two steps:
 
-1. *Classes* (:func:`stage_classes`). A class describes the nodes of one stage: how many nodes of
+1. *Classes* (:func:`stage_classes`). A class describes the nodes of a stage: the number of nodes of
    each type, and the stage's parallel sizes, but not which nodes. If a stage needs only a part of a
-   node, the stages of a class come in *blocks* that fill a node: a node of 4 GPUs holds a block of
-   2 stages with 2 GPUs each.
+   node, the stages of a class form *blocks* that fill a node. For example, a node of 4 GPUs holds a
+   block of 2 stages with 2 GPUs each.
 2. *Arrays* (:class:`Tables`). A *shape* is a combination of parallel sizes, microbatch size,
-   recompute and optimizer. For one shape, the arrays contain the time and memory of a stage of
-   every class for every range of layers. They are computed by the same functions as a prediction,
-   so search and prediction agree on every plan.
+   recompute and optimizer. For a shape, the arrays contain the time and memory of stages of every
+   class for every range of layers. They are computed by the same functions as predictions, so
+   search and prediction agree on every plan.
 
-``search_levels`` enumerates the orders in which stages of these classes may follow each other.
+``search_levels`` enumerates the orders in which stages of these classes can follow each other.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _MOST_MIXED = 8
 
 @dataclass(frozen=True)
 class StageClass:
-    """A set of interchangeable stages: they have equal parallel sizes, on nodes of equal types.
+    """A set of interchangeable stages with equal parallel sizes, on nodes of the same types.
 
     Attributes:
-        nodes: Number of nodes of each type that a block of stages fills. Types are in the cluster's
-            order.
+        nodes: Number of nodes of each type that a block of stages fills, in the cluster's order of
+            types.
         tp: Tensor-parallel size, in GPUs per replica.
-        dp: Number of replicas. Ranks that share a sequence are each counted as a replica.
+        dp: Number of replicas. Each rank that shares a sequence counts as a replica.
         micro_batch: Number of samples per microbatch on each replica.
-        block: Number of stages in a block. A block is a group of stages that fill their nodes
-            together.
+        block: Number of stages in a block, which is a group of stages that together fill their
+            nodes.
     """
 
     nodes: tuple[int, ...]
@@ -79,9 +79,9 @@ class StageClass:
 def stage_classes(
     cluster: Cluster, *, tp: int, dp: int, micro_batch: int
 ) -> tuple[StageClass, ...]:
-    """Returns the classes of stages with given parallel sizes.
+    """Returns the classes of stages with the given parallel sizes.
 
-    A stage takes an equal part of one node, or several whole nodes, which may differ in type. If
+    A stage uses an equal part of a node, or several whole nodes, which may have different types. If
     node types can be mixed in many ways, only the mixtures with the fewest types are returned.
     """
     counts = [group.count for group in cluster.groups]
@@ -106,18 +106,18 @@ def stage_classes(
 
 
 def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[int]:
-    """Takes nodes of one type out of a list, from one island if an island is large enough.
+    """Takes nodes of a type from a list, using a single island if one is large enough.
 
     An island is a group of GPUs that are connected by faster links than other GPUs.
 
     Args:
-        free: Indices of the type's free nodes, ascending. The nodes taken are removed.
-        first: Index of the first node of the type in the cluster.
+        free: Indices of the type's free nodes, in ascending order. The taken nodes are removed.
+        first: Index of the first node of this type in the cluster.
         count: Number of nodes to take.
         kind: Type of the nodes.
 
     Returns:
-        Indices of the nodes taken, ascending.
+        Indices of the taken nodes, in ascending order.
     """
     taken = free[:count]
     if island := kind.island(count * kind.gpus) if count else None:
@@ -132,7 +132,7 @@ def take_nodes(free: list[int], first: int, count: int, kind: NodeType) -> list[
 
 
 def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yields every way to get exactly ``size`` GPUs, as the number of nodes of each type."""
+    """Yields all ways to get exactly ``size`` GPUs, as the number of nodes of each type."""
     if not gpus:
         if size == 0:
             yield ()
@@ -148,35 +148,35 @@ def _mixtures(size: int, gpus: Sequence[int], limits: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeChoice(StageSettings):
-    """Settings that all stages of a shape share, and the number of microbatches per step.
+    """Settings shared by all stages of a shape, and the number of microbatches per step.
 
     Attributes:
-        microbatches: Number of microbatches per step; the number of slices of all microbatches if
-            sequences are cut.
+        microbatches: Number of microbatches per step, or of slices of all microbatches if sequences
+            are cut into slices.
     """
 
     microbatches: int
 
     @property
     def of_plan(self) -> dict[str, Any]:
-        """Settings that stages share, by name, to pass to ``Plan`` as keyword arguments."""
+        """Settings shared by all stages, as keyword arguments for ``Plan``."""
         return {item.name: getattr(self, item.name) for item in fields(StageSettings)}
 
 
 class Totals(NamedTuple):
-    """Times and sizes summed over all layers, as if one stage on one node type held all layers.
+    """Times and sizes summed over all layers, as if a single stage on one node type held them.
 
     Attributes:
         work_s: Time of a microbatch's forward and backward pass, in seconds.
-        least_s: Time of the shortest forward pass of an inner layer, in seconds. The first and the
-            last layer are ignored.
-        way_s: Time from the start of a microbatch to the end of its backward pass, in seconds.
-            Weight gradients are not counted if the schedule runs them as a separate pass.
+        least_s: Time of the shortest forward pass of a layer in seconds, except for the first and
+            the last layer.
+        way_s: Time from the start of a microbatch to the end of its backward pass in seconds,
+            excluding weight gradients that are computed in a separate pass.
         after_s: Lower bound of the time of gradient reduction and optimizer, in seconds.
         held_bytes: Size in bytes of weights, gradients and optimizer state.
         kept_bytes: Size in bytes of the activations that a microbatch keeps for its backward pass.
-        stay: Lower bound of memory times duration per microbatch, in byte-seconds. It is the size
-            of the activations kept, multiplied by the time that they are kept.
+        stay: Lower bound of the size of the kept activations multiplied by the time for which they
+            are kept, per microbatch, in byte-seconds.
     """
 
     work_s: float
@@ -189,22 +189,22 @@ class Totals(NamedTuple):
 
 
 class LayerRanges(NamedTuple):
-    """Times and sizes of a stage with any range of layers, on one node type.
+    """Times and sizes of a stage for all ranges of layers, on one node type.
 
-    Each array has the shape ``[n + 1, n + 1]``, indexed by the first layer of a range and the layer
-    after its last one.
+    Each array has shape ``[n + 1, n + 1]``, indexed by the first layer of a range and the layer
+    after its last layer.
 
     Attributes:
         forward: Time of a forward pass in seconds.
-        backward: Time of a backward pass without weight gradients, in seconds.
+        backward: Time of a backward pass in seconds, excluding weight gradients.
         weight: Time of computing the weight gradients, in seconds.
-        launch: Time of kernel launches within ``forward``, in seconds. It is the same within
-            ``backward``.
-        parameters: Number of parameters per GPU, experts included.
+        launch: Part of ``forward`` that is kernel launches, in seconds. ``backward`` contains the
+            same time.
+        parameters: Number of parameters per GPU, including experts.
         experts: Number of parameters per GPU that belong to experts.
-        base: Memory that does not depend on microbatches, minus the memory limit, in bytes. It is
-            infinite if the layers may not share a stage.
-        kept: Size in bytes of the activations that one microbatch keeps.
+        base: Memory independent of microbatches minus the memory limit, in bytes. Infinite if the
+            layers must not share a stage.
+        kept: Size in bytes of the activations that a microbatch keeps.
     """
 
     forward: Any
@@ -218,7 +218,7 @@ class LayerRanges(NamedTuple):
 
 
 class Tables:
-    """Computes the costs of all possible stages as arrays, and caches arrays that shapes share.
+    """Computes the costs of all possible stages as arrays, and caches arrays shared by shapes.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -241,7 +241,7 @@ class Tables:
         self._sizes = [0.0, *(size * inputs.model.precision.element_bytes for size in outputs)]
 
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns the cached result of a computation; computes it if the key is new."""
+        """Returns the cached result for a key, or computes and caches it."""
         if key not in self._kept:
             self._kept[key] = compute()
         return self._kept[key]
@@ -251,10 +251,11 @@ class Tables:
 
         Args:
             stage_class: Class of the stage.
-            skip: Number of nodes of each type to skip at the beginning. If empty, none are skipped.
+            skip: Number of nodes of each type to skip at the beginning. If empty, no nodes are
+                skipped.
 
         Returns:
-            GPUs of the stage, or ``None`` if too few nodes are left.
+            GPUs of the stage, or ``None`` if there are not enough nodes.
         """
         nodes: list[int] = []
         for index, count in enumerate(stage_class.nodes):
@@ -276,10 +277,10 @@ class Tables:
         ]
 
     def layers(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerTable:
-        """Returns the times and memory sizes of every layer on one node type.
+        """Returns the times and memory sizes of all layers on a node type.
 
         Raises:
-            ConfigError: The profile lacks the time of a layer.
+            ConfigError: The profile does not contain the time of a layer.
         """
         others = self.types(stage_class) if stage_class.nodes else ()
         return layer_table(
@@ -294,14 +295,14 @@ class Tables:
     def totals(
         self, node: NodeType, stage_class: StageClass, choice: ShapeChoice, whole: bool = True
     ) -> Totals:
-        """Returns sums of time and memory over all layers, as if one stage held all layers.
+        """Sums up time and memory over all layers, as if a single stage held all layers.
 
         Args:
             node: Type of the stage's nodes.
             stage_class: Class of the stage.
             choice: Settings of the stage.
-            whole: Whether the backward pass also computes weight gradients. Otherwise, they are a
-                separate pass.
+            whole: Whether the backward pass also computes weight gradients. Otherwise, a separate
+                pass computes them.
         """
         table = self.layers(node, stage_class, choice)
         key = (
@@ -373,7 +374,7 @@ class Tables:
     def fits_split(self, classes: Sequence[StageClass], choice: ShapeChoice) -> bool:
         """Returns whether sequence parallelism never needs more memory than ``choice`` does.
 
-        If so, the search skips ``choice``, because sequence parallelism is never slower.
+        If it does not, the search skips ``choice``, because sequence parallelism is never slower.
         """
         parallel = replace(choice, sequence_parallel=True)
         for stage_class in classes:
@@ -397,8 +398,8 @@ class Tables:
         tables = max(len(row["base"]) for row in rows)
         for row in rows:
             for name in ("base", "kept"):
-                # All classes need the same number of tables in the array. A class with fewer
-                # repeats its first table, which changes nothing.
+                # All classes need the same number of tables in the array. A class with fewer tables
+                # repeats its first table, which does not change the result.
                 row[name] += row[name][:1] * (tables - len(row[name]))
         arrays = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         arrays["launch"] = arrays["launch"].swapaxes(0, 1)
@@ -414,8 +415,9 @@ class Tables:
         forward = np.maximum.reduce([row.forward for row in rows])
         inputs = np.maximum.reduce([row.backward for row in rows])
         weight = np.maximum.reduce([row.weight for row in rows])
-        # Launch time is computed as in a prediction, so that both agree: the slowest node type's
-        # time with kernel launches, minus the slowest node type's time without them.
+        # Compute the launch time as predictions do, so that both agree: the slowest node type's
+        # time including kernel launches, minus the slowest node type's time without kernel
+        # launches.
         forward_work = np.maximum.reduce([row.forward - row.launch for row in rows])
         inputs_work = np.maximum.reduce([row.backward - row.launch for row in rows])
         action_s = np.triu(np.ones_like(forward), 1) * action
@@ -433,7 +435,7 @@ class Tables:
         }
 
     def ranges(self, node: NodeType, stage_class: StageClass, choice: ShapeChoice) -> LayerRanges:
-        """Computes the times and sizes of every range of layers on one node type."""
+        """Computes the times and sizes of all ranges of layers on a node type."""
         table = self.layers(node, stage_class, choice)
         names = (
             "forward_s",
@@ -469,9 +471,9 @@ class Tables:
         experts: Any,
         backward: Any,
     ) -> Any:
-        """Returns the time of gradient reduction and optimizer for every range of layers.
+        """Returns the time of gradient reduction and optimizer for all ranges of layers.
 
-        The array contains seconds, ``[n + 1, n + 1]``.
+        The array has shape ``[n + 1, n + 1]`` and contains seconds.
         """
         ranks = choice.expert_ranks
 
@@ -481,8 +483,8 @@ class Tables:
             shared = parameters - experts if ranks > 1 else parameters
             whole = np.zeros_like(parameters)
             for part, stride in ((shared, 1), (experts, ranks))[: 1 + (ranks > 1)]:
-                # Many ranges of layers have equal sums, up to rounding. Each distinct sum is timed
-                # only once.
+                # Many ranges of layers have equal sums, up to rounding, so each distinct sum is
+                # timed only once.
                 values, where = np.unique(np.round(part, 3), return_inverse=True)
                 sizes = np.maximum(values, 0.0) * self.model.precision.reduce_bytes
                 times = list(map(reduction((stage_place,), 0, self.inputs, stride), sizes.tolist()))
@@ -500,7 +502,7 @@ class Tables:
         return whole + np.maximum(updated, 0.0) * self.inputs.optimizer_s(self.types(stage_class))
 
     def _between(self, classes: Sequence[StageClass], choice: ShapeChoice) -> tuple[Any, Any, Any]:
-        """Returns message latency, link occupancy and tied-embedding time between all classes."""
+        """Returns message latency, link occupancy and tied-embedding time between classes."""
         number = len(classes)
         sliced = choice.sequence_parallel
         latency, occupancy = np.zeros((2, 2, 2, number, number, len(self._sizes)))
@@ -514,7 +516,7 @@ class Tables:
                 continue  # stages of these two classes are never neighbours in this way
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
-                # are cut, a message has one slice.
+                # are cut into slices, a message contains one slice.
                 parts = [float(size) / choice.context_ranks / choice.slices for size in sizes]
                 rows = [
                     self._once(
@@ -523,8 +525,8 @@ class Tables:
                     )
                     for size in parts
                 ]
-                # A message takes equally long forward and backward, so both directions get the same
-                # values.
+                # A message takes the same time forward and backward, so both directions get the
+                # same values.
                 latency[:, kind, a, b], occupancy[:, kind, a, b] = np.array(rows)[where].T
             if self.model.tied_parameters:
                 # The cache key omits the microbatch size, because the embedding's size does not
@@ -538,7 +540,7 @@ class Tables:
 
 
 def only_partition(after: Any, partition: Sequence[int]) -> Any:
-    """Returns ``after`` with infinity for every layer range that is not a stage of a partition.
+    """Returns ``after`` with infinity for each layer range that is not a stage of a partition.
 
     Args:
         after: Time of reduction and optimizer in seconds, ``[..., n + 1, n + 1]``.
@@ -554,12 +556,12 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
     """Returns an upper bound of the total rate of a pipeline's stages.
 
     Fills the fastest node types first, as if a stage could be divided freely among nodes of its
-    type. A rate may also be another quantity that adds up, such as memory in bytes.
+    type. A rate may also be another additive quantity, such as memory in bytes.
 
     Args:
         rates: Index of the node type, rate of one stage, and number of stages on all nodes of the
-            type. A rate is in microbatches per second or bytes. A type may have several entries,
-            for different parallel sizes.
+            type. A rate is in microbatches per second or bytes. A type may have several entries for
+            different parallel sizes.
         most_stages: Maximum number of stages of a pipeline.
     """
     by_type: dict[int, tuple[float, float]] = {}
@@ -580,30 +582,29 @@ def most_rate(rates: Iterable[tuple[int, float, float]], most_stages: int) -> fl
 def capacity_bound(
     tables: Tables, cluster: Cluster, classes: Sequence[StageClass], choice: ShapeChoice
 ) -> float:
-    """Returns a lower bound of the step time in seconds on all nodes of a cluster.
+    """Returns a lower bound of the step time on all nodes of a cluster, in seconds.
 
     For a time T in seconds, the function computes how many layers all stages together can process
-    within T. If there are fewer than the model has, no plan takes T or less. Bisection finds the
-    largest such T. An example has 10 layers. Two stages of type a need 1 s per layer for the whole
-    step, and one stage of type b needs 2 s per layer::
+    within T. If this is less than the model's number of layers, no plan takes T or less. Bisection
+    finds the largest such T. Example with 10 layers. Two stages of type a need 1 s per layer for
+    the whole step, and one stage of type b needs 2 s per layer::
 
         T = 3 s    3 + 3 + 1 =  7 layers   too few
         T = 4 s    4 + 4 + 2 = 10 layers   enough, so the bound is 4 s
 
-    A stage holds at most the layers that fit into memory together with one microbatch. Its time
-    includes gradient reduction and optimizer. Each further stage of a node type starts later, by
-    one layer's forward pass, and has that much less time. A stage on several node types is counted
-    as a stage of its slowest type. If stages have different parallel sizes, there is no bound.
+    A stage holds at most the layers that fit into memory with one microbatch. Its time includes
+    gradient reduction and optimizer. Each additional stage of a node type starts one layer's
+    forward pass later, and has that much less time. A stage on several node types counts as a stage
+    of its slowest type. If stages have different parallel sizes, there is no bound.
 
     Args:
         tables: Times and memory sizes of the layers.
         cluster: Node types of the cluster, with the number of nodes.
         classes: Stage classes of the shape.
-        choice: Settings that all stages share.
+        choice: Settings shared by all stages.
 
     Returns:
-        Time in seconds, 0 if there is no bound, or infinity if the layers do not fit in memory at
-        all.
+        Time in seconds, 0 if there is no bound, or infinity if the layers do not fit into memory.
     """
     n = tables.model.num_layers - 2  # the first and the last layer may take almost no time
     if n < 1 or len({stage_class.widths for stage_class in classes}) != 1:
@@ -637,22 +638,22 @@ def capacity_bound(
 def _most_layers(seconds: float, types: Sequence[tuple[float, Any]], waits: float) -> int:
     """Returns the maximum number of layers that all stages can process within a time limit.
 
-    A stage is counted for its slowest node type. So a slow type may get stages whose nodes are
-    partly of faster types, but not the other way round: the k fastest types together have at most
-    as many stages as fit on their nodes. Under such nested limits, a greedy choice is optimal: take
-    the stages that process the most layers first (the sets of stages are a matroid).
+    A stage counts for its slowest node type. So a slow type may get stages whose nodes are partly
+    of faster types, but not vice versa: the k fastest types together have at most the number of
+    stages that fit on their nodes. Under such nested limits, a greedy choice is optimal, because
+    the sets of stages form a matroid: take the stages that process the most layers first.
 
     Args:
         seconds: Time limit per step, in seconds.
-        types: For each node type, the number of its stages and the result of ``_least_s``.
+        types: Number of stages and result of ``_least_s`` for each node type.
         waits: Delay in seconds between the starts of successive stages of a node type.
     """
     order = sorted(types, key=lambda entry: float(entry[1].min(initial=np.inf)))
     rooms = [int(each + 1e-9) for each in itertools.accumulate(stages for stages, _ in order)]
     gains = []
     for index, (_, row) in enumerate(order):
-        # The first stage may hold the model's first layer alone, which is ignored here. So the
-        # second stage need not wait for any layer.
+        # The first stage may hold only the model's first layer, which is ignored here. So the
+        # second stage does not need to wait for a layer.
         left = seconds - waits * np.maximum(np.arange(min(rooms[index], len(row) + 2)) - 1, 0)
         gains += [(int(each), index) for each in np.searchsorted(row, left, side="right")]
     total = 0
@@ -670,7 +671,7 @@ def _least_s(
     choice: ShapeChoice,
     sums: Sequence[Totals],
 ) -> Any:
-    """Returns the minimum step time in seconds for a stage of 1, 2, ... layers.
+    """Returns the minimum step time in seconds for a stage with 1, 2, ... layers.
 
     The first and the last layer of the model are ignored.
 
@@ -679,12 +680,12 @@ def _least_s(
         node: Type of the stage's nodes.
         stage_class: Parallel sizes of the stage.
         choice: Settings of the stage.
-        sums: Totals of the stage classes that use this node type. They give the time of reduction
-            and optimizer.
+        sums: Totals of the stage classes that use this node type, which provide the time of
+            reduction and optimizer.
 
     Returns:
-        Time in seconds by number of layers, ascending, ``[n - 2]``. Infinite if no stage with this
-        number of layers fits into memory.
+        Time in seconds by number of layers, in ascending order, ``[n - 2]``. Infinite if no stage
+        with this number of layers fits into memory.
     """
     ranges = tables.ranges(node, stage_class, choice)
     after_s = min(totals.after_s for totals in sums)

@@ -1,4 +1,4 @@
-"""Checks with the trainer's rules whether it accepts a plan and can cut sequences into slices."""
+"""Checks plans and sequence slices against the rules of the trainer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices to try by default."""
 _USUAL_TOKENS = 1024
-"""Smallest mean number of tokens in a slice by default. Shorter slices keep a GPU
-less busy, which estimated layer times do not take into account."""
+"""Minimum mean number of tokens per slice by default. Shorter slices use a GPU less efficiently,
+which estimated layer times do not take into account."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
-    """Returns the reason why the trainer refuses a model with a plan's flags, or an empty string.
+    """Returns the reason why the trainer rejects a model with a plan's flags, or an empty string.
 
     A model that was not described by the trainer's arguments cannot be checked, so it is accepted.
 
     Args:
         model: Model to train.
         flags: Flags of the plan.
-        world_size: Number of processes of the plan. ``None`` means 1.
+        world_size: Number of processes of the plan, or ``None`` for 1.
     """
     arguments = [
         argument for argument in model.arguments if argument not in ("--fp16", "--bf16", *FP8_FLAGS)
@@ -57,8 +57,9 @@ def slices_refusal(model: Model) -> str:
         return refusal
     if model.most_slices() < 2 or (model.has_experts and not model.arguments):
         return (
-            "slices need causal attention in the trainer's own layers, without multi-token"
-            f" prediction and balancing losses, and at least {2 * LEAST_TOKENS} tokens"
+            "sequence slices require causal attention in the trainer's own layers, no "
+            f"multi-token prediction, no load-balancing losses, and at least {2 * LEAST_TOKENS} "
+            "tokens"
         )
     return ""
 
@@ -75,7 +76,7 @@ def check_slices(options: SearchOptions, model: Model) -> None:
     """Checks the numbers of slices that the search may choose.
 
     Raises:
-        ConfigError: The model's sequences cannot be cut into that many slices, or none of the
+        ConfigError: The model's sequences cannot be cut into this number of slices, or none of the
             schedules supports slices.
     """
     numbers = ",".join(map(str, options.slices))
@@ -86,11 +87,12 @@ def check_slices(options: SearchOptions, model: Model) -> None:
         raise ConfigError(f"--sequence-slices {numbers} cannot be used for {model.name}: {refusal}")
     if most > model.most_slices():
         raise ConfigError(
-            f"--sequence-slices {most}: {model.name} has sequences of {model.sequence} tokens, and"
-            f" a slice has at least {LEAST_TOKENS}; use {model.most_slices()} slices or fewer"
+            f"--sequence-slices {most}: {model.name} has sequences of {model.sequence} tokens, "
+            f"but a slice needs at least {LEAST_TOKENS}; use {model.most_slices()} slices or "
+            "fewer"
         )
     if 1 not in options.slices and not any(is_rule(name) for name in options.schedules):
         raise ConfigError(
-            f"--sequence-slices {numbers} needs a run-time rule to order the slices; add adaptive"
-            " to --schedules"
+            f"--sequence-slices {numbers} requires a run-time rule that orders the slices; add "
+            "adaptive to --schedules"
         )

@@ -1,21 +1,20 @@
-"""Computes the parameters, operations and memory of transformer layers from their sizes.
+"""Computes parameters, FLOPs and memory of transformer layers from their sizes.
 
-:func:`build_model` makes a model from a :class:`TransformerShape`: a GPT, a BERT or a T5. The model
-may have experts, attention windows, latent attention, and layers that predict further tokens
-(multi-token prediction).
+:func:`build_model` builds a GPT, BERT or T5 model from a :class:`TransformerShape`. The model may
+have experts, attention windows, latent attention, and multi-token prediction layers.
 
-Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for operations; Korthikanti et al. 2022
+Source: Narayanan et al. 2021 (arXiv:2104.04473), appendix, for FLOPs; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4, for activations. Grouped queries and gated feed-forward blocks are
 added, and each element is counted with its own size. DeepSeek-AI 2024 (arXiv:2412.19437), section
-2, for latent attention and layers that predict further tokens.
+2, for latent attention and multi-token prediction.
 
-Attention without a fused kernel computes and keeps all scores. A fused kernel skips all scores
-outside of a window, and the masked half of a causal model. It keeps one number per row of scores.
+Attention without a fused kernel computes and stores all scores. A fused kernel skips scores outside
+of a window, and the masked half of a causal model. It stores one number per row of scores.
 
-A token's operations in expert layers are those of the experts that the token is routed to. If
+The FLOPs per token in expert layers are those of the experts to which the token is routed. If
 experts are distributed over ranks, the busiest rank has ``imbalance`` times the average work.
-Therefore, layers with experts have one kind for each number of ranks: ``experts/8`` is the kind for
-8 ranks.
+Therefore, layers with experts have a separate kind for each number of ranks. For example,
+``experts/8`` is the kind for 8 ranks.
 """
 
 from __future__ import annotations
@@ -39,43 +38,44 @@ class TransformerShape:
 
     Attributes:
         name: Name of the model.
-        family: Type of the model: ``gpt`` for a decoder, ``bert`` for an encoder, ``t5`` for both.
+        family: Type of the model: ``gpt`` for a decoder, ``bert`` for an encoder, or ``t5`` for
+            both.
         layers: Number of layers in the decoder, or in the encoder for ``bert`` and ``t5``.
         decoder_layers: Number of layers in T5's decoder.
-        hidden: Number of elements of a token's hidden state between layers.
+        hidden: Hidden size, which is the number of elements per token between layers.
         heads: Number of attention heads.
-        query_groups: Number of key and value heads. Without grouped queries, equal to ``heads``.
-        head_width: Number of elements of a head's queries and keys.
+        query_groups: Number of key and value heads, equal to ``heads`` without grouped queries.
+        head_width: Number of elements in a head's queries and keys.
         ffn: Inner width of the feed-forward block.
-        sequence: Number of tokens per sample. For ``t5``, in the encoder.
+        sequence: Number of tokens per sample, in the encoder for ``t5``.
         decoder_sequence: Number of tokens per sample in T5's decoder.
-        positions: Number of rows in the table of learned positions, 0 if there is none.
-        vocabulary: Number of rows in the embedding, padded as in Megatron.
+        positions: Number of rows in the table of learned positions, or 0 if there is no such table.
+        vocabulary: Number of rows in the embedding, with Megatron's padding.
         gated: Whether the feed-forward block has a gate (SwiGLU).
         biases: Whether linear layers have biases.
         norm_biases: Whether normalizations have biases (LayerNorm, but not RMSNorm).
         tied: Whether embedding and head share their weights.
-        dropout: Whether there is dropout. Its masks are kept for the backward pass.
-        fused_attention: Whether attention keeps no scores in memory, as in FlashAttention.
-        own_attention: Whether the trainer's own layers compute attention. They use torch's kernels,
-            rather than Transformer Engine.
-        precision: Size in bytes of each kind of number.
-        arguments: Megatron's command-line arguments for the same model. May be empty.
-        query_biases: Whether queries, keys and values have biases even if other layers have none.
+        dropout: Whether the model has dropout, whose masks are kept for the backward pass.
+        fused_attention: Whether attention does not store scores, as in FlashAttention.
+        own_attention: Whether the trainer's own layers compute attention with torch's kernels
+            instead of Transformer Engine.
+        precision: Sizes in bytes of the numbers in a training run.
+        arguments: Megatron's command-line arguments for the same model; may be empty.
+        query_biases: Whether queries, keys and values have biases even if other layers do not.
         query_norms: Whether queries and keys are normalized.
-        latent_rank: Width of the latent vector of keys and values, 0 without latent attention.
-        query_rank: Width of the latent vector of queries, 0 without such a vector.
-        rotary_width: Width of the part of a head with rotary positions, in latent attention.
-        value_width: Width of a head's values, in latent attention.
-        window: Number of tokens that a token attends to, 0 for all previous tokens.
-        window_layers: Whether each layer has the attention window. Empty if all layers have it.
-        experts: Number of experts per layer, 0 without experts.
-        expert_layers: Whether each layer has experts. Empty if all layers have them.
-        top_k: Number of experts that each token is routed to.
+        latent_rank: Width of the latent vector of keys and values, or 0 without latent attention.
+        query_rank: Width of the latent vector of queries, or 0 if there is no such vector.
+        rotary_width: Width of the part of a head with rotary positions in latent attention.
+        value_width: Width of a head's values in latent attention.
+        window: Number of tokens that a token attends to, or 0 for all previous tokens.
+        window_layers: Whether each layer has the attention window, or empty if all layers have it.
+        experts: Number of experts per layer, or 0 without experts.
+        expert_layers: Whether each layer has experts, or empty if all layers have them.
+        top_k: Number of experts to which each token is routed.
         expert_ffn: Inner width of an expert.
         shared_ffn: Inner width of the shared expert, which processes all tokens.
-        capacity: Maximum number of tokens per expert divided by the average, 0 for no limit.
-        padded: Whether each expert's input is padded to ``capacity``. Every expert then has the
+        capacity: Maximum number of tokens per expert divided by the average, or 0 for no limit.
+        padded: Whether each expert's input is padded to ``capacity``, so that all experts have the
             same work.
         imbalance: Number of tokens on the rank with the busiest experts, divided by the average.
         predictions: Number of multi-token prediction layers, which are on the last stage.
@@ -129,29 +129,29 @@ class TransformerShape:
             )
         if self.family == "t5" and not (self.decoder_layers and self.decoder_sequence):
             raise ConfigError(
-                f"model {self.name}: T5 also needs the decoder's layers and sequence length"
+                f"model {self.name}: T5 also requires decoder_layers and decoder_sequence"
             )
 
     @property
     def queries(self) -> int:
-        """Number of elements in one token's queries, over all heads."""
+        """Number of elements in a token's queries, over all heads."""
         return self.heads * self.head_width
 
     @property
     def outputs(self) -> int:
-        """Number of elements in one token's attention output, over all heads."""
+        """Number of elements in a token's attention output, over all heads."""
         return self.heads * (self.value_width or self.head_width)
 
     @property
     def keys_values(self) -> int:
-        """Number of elements in one token's keys and values, over all heads."""
+        """Number of elements in a token's keys and values, over all heads."""
         if self.latent_rank:
             return self.queries + self.outputs
         return 2 * self.query_groups * self.head_width
 
     @property
     def attention_weights(self) -> tuple[int, int]:
-        """Number of attention weights that tensor parallelism divides, and number on every rank."""
+        """Number of attention weights divided by tensor parallelism, and number replicated."""
         if not self.latent_rank:
             return self.hidden * (self.queries + self.keys_values + self.outputs), 0
         unrotated = self.heads * (self.head_width - self.rotary_width)
@@ -161,10 +161,10 @@ class TransformerShape:
         return split, self.hidden * down
 
     def load(self, spread: int) -> float:
-        """Returns the expert work of the busiest rank, divided by the average.
+        """Returns the expert work of the busiest rank, relative to the average.
 
         Args:
-            spread: Number of ranks that the experts are distributed over.
+            spread: Number of ranks over which the experts are distributed.
         """
         if self.padded:
             return self.capacity
@@ -172,12 +172,12 @@ class TransformerShape:
 
 
 def build_model(shape: TransformerShape) -> Model:
-    """Makes a model from the sizes of a transformer.
+    """Builds a model from the sizes of a transformer.
 
-    The model's kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with
-    experts) and ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``,
-    ``decoder`` and ``head``. If only some layers have an attention window, the names of their kinds
-    end with ``-window``.
+    The kinds of layers are ``embedding``, ``transformer`` (``experts`` for layers with experts) and
+    ``head``. For T5, they are ``embedding``, ``encoder``, ``decoder_embedding``, ``decoder`` and
+    ``head``. If only some layers have an attention window, the names of their kinds end with
+    ``-window``.
     """
     windowed = shape.window_layers or (False,) * shape.layers
     with_experts = shape.expert_layers or (shape.experts > 0,) * shape.layers
@@ -222,7 +222,7 @@ def build_model(shape: TransformerShape) -> Model:
 
 
 def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
-    """Returns the kinds of layers of a T5 in order, with the number of layers of each.
+    """Returns T5's kinds of layers in order, with the number of layers of each kind.
 
     The decoder's layers also pass the encoder's output on to the next layer.
     """
@@ -243,13 +243,13 @@ def _t5_kinds(shape: TransformerShape) -> list[tuple[LayerKind, int]]:
 def _add_kinds(
     kinds: dict[str, LayerKind], shape: TransformerShape, names: Sequence[str], spread: int
 ) -> None:
-    """Adds kinds of layers whose experts are distributed over a number of ranks, and the head.
+    """Adds layer kinds with experts distributed over a number of ranks, and the head.
 
     Args:
-        kinds: Kinds of layers by name. The new kinds are added to it.
+        kinds: Kinds of layers by name, to which the new kinds are added.
         shape: Sizes of the model.
         names: Name of each layer's kind, without the number of ranks.
-        spread: Number of ranks that the experts are distributed over. With 1, the kinds without
+        spread: Number of ranks over which the experts are distributed. With 1, kinds without
             experts are added too.
     """
     tokens = shape.sequence
@@ -295,8 +295,8 @@ def _embedding(
         replicated_activation_bytes=tokens * 8.0 + (width if shape.dropout else 0),
         input_bytes=tokens * 8.0,
         workspace_bytes=0.0,
-        # Only the forward pass has an all-reduce, but ``tp_bytes`` is counted for both directions,
-        # so halve it.
+        # Only the forward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
+        # halve it.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,
@@ -316,13 +316,14 @@ def _layer(
     """Returns a layer kind with the costs of a transformer layer.
 
     Args:
-        shape: Sizes of the model, with experts only if the layer has them.
+        shape: Sizes of the model, with experts only if the layer has experts.
         name: Name of the kind of layer.
         tokens: Number of tokens per sample.
         causal: Whether tokens attend only to previous tokens.
         group: Group of the kind, ``encoder`` or ``decoder`` in a T5.
-        crossed: Number of tokens of the encoder's output for cross-attention, 0 for none.
-        spread: Number of ranks that the layer's experts are distributed over.
+        crossed: Number of tokens of the encoder's output for cross-attention, or 0 without
+            cross-attention.
+        spread: Number of ranks over which the layer's experts are distributed.
     """
     element = shape.precision.element_bytes
     mask = 1 if shape.dropout else 0
@@ -335,10 +336,10 @@ def _layer(
     blocks = 3 if crossed else 2  # attention, cross-attention and feed-forward blocks
     width = tokens * hidden
     score_area = 0 if shape.fused_attention else shape.heads * tokens * (tokens + crossed)
-    # Dropout keeps the probabilities before and after it, and its mask, for the backward pass.
+    # For the backward pass, dropout keeps its mask, and the probabilities before and after dropout.
     attention_bytes = float(score_area * ((2 if mask else 1) * element + mask))
     # The backward pass needs the gradients of scores before and after the softmax in memory. In 16
-    # bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask needs a third
+    # bits, the softmax kernel applies the causal mask. In 32 bits, a separate mask requires a third
     # copy.
     is_masked = causal and not shape.fused_attention and element > 2
     attention_work = tokens * (queries + pairs) + (3 if is_masked else 2) * score_area
@@ -369,10 +370,9 @@ def _layer(
 
 
 def _products(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the number of multiply-adds in a layer's matmuls, without attention scores.
+    """Returns the number of multiply-adds in a layer's matmuls, excluding attention scores.
 
-    The arguments are those of :func:`_divided_bytes`: tokens of the layer and of the encoder's
-    output, and inner width.
+    The arguments are the same as for :func:`_divided_bytes`.
     """
     hidden, (attention, latent) = shape.hidden, shape.attention_weights
     gates = 3 if shape.gated else 2
@@ -393,9 +393,9 @@ class _LayerWeights(NamedTuple):
     """Numbers of parameters in a transformer layer.
 
     Attributes:
-        divided: Number of parameters that tensor parallelism divides.
+        divided: Number of parameters divided by tensor parallelism.
         replicated: Number of parameters that every tensor-parallel rank holds.
-        experts: Number of parameters in ``divided`` that belong to experts.
+        experts: Part of ``divided`` that belongs to experts.
     """
 
     divided: float
@@ -404,13 +404,13 @@ class _LayerWeights(NamedTuple):
 
 
 def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _LayerWeights:
-    """Returns the numbers of parameters in a layer. The arguments are those of :func:`_layer`."""
+    """Returns a layer's numbers of parameters. See :func:`_layer` for the arguments."""
     hidden, queries, pairs = shape.hidden, shape.queries, shape.keys_values
     attention, latent = shape.attention_weights
     ffn = shape.shared_ffn if shape.experts else shape.ffn
     gates = 3 if shape.gated else 2
     norms = (3 if crossed else 2) * hidden * (2 if shape.norm_biases else 1)
-    # Latent attention normalizes the latent vectors instead of queries and keys, so count those
+    # Latent attention normalizes the latent vectors instead of queries and keys. They are counted
     # below.
     norms += 2 * shape.head_width * shape.query_norms if not latent else 0
     norms += shape.query_rank + shape.latent_rank
@@ -435,13 +435,13 @@ def _layer_weights(shape: TransformerShape, crossed: int, spread: int) -> _Layer
 
 
 def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: float) -> float:
-    """Returns the size in bytes of activations that tensor parallelism divides, without scores.
+    """Returns the bytes of activations divided by tensor parallelism, excluding scores.
 
     Args:
         shape: Sizes of the model.
         tokens: Number of tokens per sample.
         crossed: Number of tokens of the encoder's output that the layer also attends to.
-        inner: Inner width of the feed-forward block, plus the width of each token's experts.
+        inner: Inner width of the feed-forward block, plus the inner width of each token's experts.
     """
     element = shape.precision.element_bytes
     pairs = shape.keys_values
@@ -450,14 +450,13 @@ def _divided_bytes(shape: TransformerShape, tokens: int, crossed: int, inner: fl
     kept: float = attentions * tokens * query_width * element + tokens * pairs * element
     kept += crossed * pairs * element + (3 if shape.gated else 2) * tokens * inner * element
     if shape.fused_attention:
-        # The kernel keeps one number per row of scores for the backward pass: the logarithm of the
-        # row's sum.
+        # For the backward pass, the kernel keeps the logarithm of the sum of each row of scores.
         kept += attentions * shape.heads * tokens * _FLOAT_BYTES
     return kept
 
 
 def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name: str) -> LayerKind:
-    """Returns a layer kind for the head together with layers that predict further tokens.
+    """Returns a layer kind for the head together with multi-token prediction layers.
 
     Each of these layers takes the hidden state and the next token's embedding, and computes its own
     logits. The last stage therefore has a copy of the embedding.
@@ -465,8 +464,8 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
     Args:
         shape: Sizes of the model.
         head: Costs of the head without multi-token prediction.
-        layer: Costs of the transformer layer in each multi-token prediction layer.
-        name: Name of the new kind.
+        layer: Costs of the transformer layer within each multi-token prediction layer.
+        name: Name of the combined kind.
     """
     count, hidden, tokens = shape.predictions, shape.hidden, shape.sequence
     element = shape.precision.element_bytes
@@ -496,7 +495,7 @@ def _predicting(shape: TransformerShape, head: LayerKind, layer: LayerKind, name
 
 
 def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: bool) -> float:
-    """Returns the number of operations for the scores of a layer's self- and cross-attention."""
+    """Returns the FLOPs for the scores of a layer's self-attention and cross-attention."""
     scores = _scores(shape, tokens, tokens, causal=causal)
     if crossed:
         scores += _scores(shape, tokens, crossed, causal=False)
@@ -504,7 +503,7 @@ def _all_scores(shape: TransformerShape, tokens: int, crossed: int, *, causal: b
 
 
 def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) -> float:
-    """Returns the number of operations for queries times keys, and for scores times values.
+    """Returns the FLOPs for multiplying queries with keys, and scores with values.
 
     Args:
         shape: Sizes of the model.
@@ -515,14 +514,13 @@ def _scores(shape: TransformerShape, tokens: int, others: int, *, causal: bool) 
     whole = float(_MULTIPLY_ADD * tokens * others * (shape.queries + shape.outputs))
     if not (causal and shape.fused_attention):
         return whole
-    # A row has as many scores as the window is wide. The first rows have fewer, which cuts off a
-    # triangle.
+    # A row has as many scores as the window is wide, except for the first rows, which have fewer.
     window_share = min(shape.window or others, others) / others
     return whole * window_share * (1 - window_share / 2)
 
 
 def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind:
-    """Returns a layer kind with the costs of the head: last normalization, logits and loss."""
+    """Returns a layer kind with the costs of the head: final normalization, logits and loss."""
     element = shape.precision.element_bytes
     width, logits = tokens * shape.hidden, tokens * shape.vocabulary
     extra = shape.hidden * (shape.hidden + 3) if shape.family == "bert" else 0
@@ -536,8 +534,8 @@ def _head(shape: TransformerShape, tokens: int, *, group: str = "") -> LayerKind
         replicated_activation_bytes=2.0 * width * element,
         input_bytes=2.0 * width * element,
         workspace_bytes=logits * float(element + _FLOAT_BYTES),
-        # Only the backward pass has an all-reduce, but ``tp_bytes`` is counted for both directions,
-        # so halve it.
+        # Only the backward pass has an all-reduce, but ``tp_bytes`` counts for both directions, so
+        # halve it.
         tp_bytes=width * element / 2,
         group=group,
         counted=False,

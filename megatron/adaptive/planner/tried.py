@@ -1,14 +1,14 @@
-"""Stores measurements of ``plan --try`` in a plan file, and predicts the plan from them.
+"""Stores measurements from ``plan --try`` in a plan file, and predicts the plan from them.
 
 The entry ``tried`` of a plan file contains the tried ranks and a profile. The profile starts with
-layers that were measured alone. Its values are then adjusted so that the planner's predictions for
-the tried ranks equal their measurements::
+layers that were measured in isolation. Its values are then adjusted so that the planner's
+predictions for the tried ranks match their measurements::
 
     forward, backward, weight gradients   multiplied by measured / predicted time of the ranks
     optimizer, rest of a step             as measured
     memory besides tensors                plus measured - predicted memory
 
-Messages and collectives are not measured, because a rank is tried without any other ranks.
+Messages and collectives are not measured, because a rank is tried without other ranks.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _INPUT_S, _WEIGHT_S = "backward_input_s", "backward_weight_s"
 
 @dataclass(frozen=True, kw_only=True)
 class TriedRank:
-    """Holds the measurements of one tried rank.
+    """Measurements of a tried rank.
 
     Attributes:
         rank: Global rank.
         pp_rank: Position of the rank in the pipeline.
         device: Name of the device, as in profile files.
-        memory_bytes: Peak memory of the rank in bytes. On a CPU, it is the resident memory of the
-            process. On a GPU, it is the memory of tensors and of the CUDA context.
-        busy_s: Median time for which the rank is busy in a step, in seconds.
-        optimizer_s: Median time of the optimizer in a step, in seconds.
-        beside_s: Median time of a step outside of actions and optimizer, in seconds.
+        memory_bytes: Peak memory of the rank in bytes: the resident memory of the process on a CPU,
+            or the memory of tensors and the CUDA context on a GPU.
+        busy_s: Median busy time of the rank per step, in seconds.
+        optimizer_s: Median time of the optimizer per step, in seconds.
+        beside_s: Median time per step outside of actions and optimizer, in seconds.
         forward_s: Median time of a forward pass in seconds, for each chunk of the rank.
-        backward_s: Median time of a backward pass in seconds, for each chunk. It includes weight
-            gradients unless they are separate actions.
-        weight_s: Median time of the weight gradients of a microbatch in seconds, for each chunk. It
-            is 0 if weight gradients are not separate actions.
-        sigma: Relative standard deviation of the times of equal actions within a step.
+        backward_s: Median time of a backward pass in seconds, for each chunk of the rank. It
+            includes weight gradients unless they are separate actions.
+        weight_s: Median time of computing a microbatch's weight gradients in seconds, for each
+            chunk, or 0 if they are not separate actions.
+        sigma: Relative standard deviation of the times of equal actions in a step.
     """
 
     rank: int
@@ -69,10 +69,10 @@ class TriedRank:
 
 
 def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
-    """Returns the tried ranks of a plan file by global rank. Empty if no rank was tried.
+    """Returns the tried ranks in a plan file by global rank, or empty if no rank was tried.
 
     Raises:
-        ConfigError: The entry ``tried`` is damaged.
+        ConfigError: The entry ``tried`` is invalid.
     """
     names = {entry.name for entry in fields(TriedRank)}
     rows = content.get("tried", {}).get("ranks", [])
@@ -86,12 +86,13 @@ def tried_ranks(content: Mapping[str, Any], where: str) -> dict[int, TriedRank]:
 
 
 def cluster_of(content: Mapping[str, Any], device: str, memory_bytes: float = 0.0) -> Cluster:
-    """Returns a cluster for a plan, with one node whose links take no time.
+    """Returns a cluster for a plan, with a single node whose links take no time.
 
-    The node is named like its device, so that a profile of this machine may have its links.
+    The node has the same name as its device, so that links in a profile of this machine apply to
+    it.
 
     Args:
-        content: Content of the plan file, which contains the parallel sizes.
+        content: Contents of the plan file, which include the parallel sizes.
         device: Name of the device, as in profile files.
         memory_bytes: Memory of each device in bytes.
     """
@@ -106,20 +107,22 @@ _AXES = ("tensor", "pipeline", "data", "context")
 
 
 def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: str) -> Plan:
-    """Returns the plan of a plan file whose stages have equal parallel sizes.
+    """Returns the plan in a plan file whose stages have equal parallel sizes.
 
     Args:
-        content: Content of the plan file, which contains the parallel sizes.
+        content: Contents of the plan file, which include the parallel sizes.
         model: Model of the plan.
         cluster: Cluster from :func:`cluster_of`.
         where: Path of the plan file, for error messages.
 
     Raises:
-        ConfigError: A necessary key is missing, or the partition does not fit the model.
+        ConfigError: A required key is missing, or the partition does not match the model.
     """
     for key in ("micro_batch_size", "global_batch_size", "schedule"):
         if key not in content:
-            raise ConfigError(f"{where}: {key} is missing; write a whole plan with plan --output")
+            raise ConfigError(
+                f"{where}: {key} is missing; write a complete plan with plan --output"
+            )
     degrees = {name: content["degrees"].get(name, 1) for name in (*_AXES, "chunks", "expert")}
     tp, pp, dp = degrees["tensor"], degrees["pipeline"], degrees["data"]
     context, size = degrees["context"], content["micro_batch_size"]
@@ -153,7 +156,7 @@ def plan_of(content: Mapping[str, Any], model: Model, cluster: Cluster, where: s
 
 
 def needed_bytes(plan: Plan, model: Model, cluster: Cluster) -> list[float]:
-    """Returns the memory that the planner expects each pipeline rank to need, in bytes."""
+    """Returns the memory that the planner predicts for each pipeline rank, in bytes."""
     no_time = LayerTimes(forward_s=0.0, backward_input_s=0.0)
     profile = Profile(estimator=lambda *key: no_time, context_bytes={cluster.types[0].gpu: 0.0})
     stages = StageSums.of(plan, PlanInputs(model, cluster, profile), OURS)
@@ -168,19 +171,20 @@ def fit_profile(
     tried: Sequence[TriedRank],
     links: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Adjusts a profile so that its predictions for the tried ranks equal their measurements.
+    """Adjusts a profile so that its predictions for the tried ranks match their measurements.
 
     Args:
         plan: Plan whose ranks were tried.
         model: Model of the plan.
         cluster: Cluster whose links take no time, from :func:`cluster_of`.
-        document: Content of a profile file, in which a layer of each kind was measured alone.
+        document: Contents of a profile file, with a layer of each kind measured in isolation.
         tried: Measured ranks, all on the same device.
-        links: Entries ``links`` and ``all_reduce`` of the profile; empty if they take no time. The
-            tried ranks sent nothing, so they do not influence the other entries.
+        links: Entries ``links`` and ``all_reduce`` of the profile, or empty if communication takes
+            no time. They do not affect the other entries, because the tried ranks did not
+            communicate.
 
     Returns:
-        Content of a profile file.
+        Contents of a profile file.
     """
     fit = _Fit(plan, PlanInputs(model, cluster, Profile()), dict(document), tuple(tried))
     rows = fit.layers()
@@ -214,7 +218,7 @@ def predicted_step_s(
 ) -> float:
     """Returns the predicted step time of a plan in seconds.
 
-    Messages and all-reduces take no time unless the profile has measured links.
+    Messages and all-reduces take no time unless the profile contains measured links.
     """
     profile = profile_file.make_profile(document)
     return predict(plan, PlanInputs(model, cluster, profile)).seconds
@@ -227,7 +231,7 @@ class _Fit:
     Attributes:
         plan: Plan whose ranks were tried.
         inputs: Model and cluster.
-        document: Profile with layers measured alone.
+        document: Profile with layers measured in isolation.
         tried: Measured ranks.
     """
 
@@ -237,7 +241,7 @@ class _Fit:
     tried: tuple[TriedRank, ...]
 
     def layers(self) -> list[dict[str, Any]]:
-        """Returns the rows of layer times, scaled by the ranks' measured / predicted times."""
+        """Returns the layer times multiplied by the ratio of measured to predicted time."""
         forward, _, _ = self._predicted_s(self.document)
         measured = [sum(sum(getattr(r, n)) for r in self.tried) for n in _MEASURED]
         rate = _ratio(measured[0], forward)
@@ -260,14 +264,14 @@ class _Fit:
         ]
 
     def optimizer_s(self) -> float:
-        """Returns the time of the optimizer per updated parameter, in seconds."""
+        """Returns the optimizer time per updated parameter, in seconds."""
         gpu = self.inputs.cluster.types[0].gpu
         stages = self._stages({**self.document, "optimizer_s_per_parameter": {gpu: 1.0}})
         updated = sum(stages.optimizer_s[rank.pp_rank] for rank in self.tried)
         return _ratio(sum(rank.optimizer_s for rank in self.tried), updated, otherwise=0.0)
 
     def missing_bytes(self, document: Mapping[str, Any]) -> float:
-        """Returns the largest excess of a rank's measured over predicted memory, in bytes."""
+        """Returns the maximum of measured minus predicted memory over the tried ranks, in bytes."""
         memory = self._stages(document).memory
         return max(rank.memory_bytes - memory[rank.pp_rank].total_bytes for rank in self.tried)
 
@@ -276,7 +280,7 @@ class _Fit:
         return StageSums.of(self.plan, replace(self.inputs, profile=profile), OURS)
 
     def _predicted_s(self, document: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Returns predicted seconds of F, B and W of a microbatch, summed over tried ranks."""
+        """Returns the predicted seconds of F, B and W per microbatch, over all tried ranks."""
         plan = self.plan
         placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
         held = [

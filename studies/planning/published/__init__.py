@@ -1,1 +1,1 @@
-"""Readers of published profiles, clusters and measured runs, each from a folder of files."""
+"""Reads published profiles, clusters and measured runs, each from a folder of files."""

@@ -1,12 +1,12 @@
-"""Times 1F1B as in DeepSpeed, where sends and receives are calls in the stream of the device.
+"""Times 1F1B as in DeepSpeed, whose sends and receives are calls in the device's stream.
 
-DeepSpeed was used for the published runs. Every rank calls sends and receives one after the other,
-between its forwards and backwards. A message that fits into the library's buffers is transferred as
-soon as it is sent. A larger message is transferred when both ranks have reached it, and blocks
-both. The engine alternates forwards and backwards. Before a forward a rank sends a gradient to the
-previous rank and receives an activation. Before a backward it receives a gradient from the next
-rank and sends an activation to it. Since 2023 the gradient goes first; before that the activation
-went first:
+The published runs used DeepSpeed. Every rank calls sends and receives sequentially, between its
+forward and backward passes. A message that fits into the library's buffers is transferred as soon
+as it is sent. A larger message is transferred when both ranks have reached the call, and blocks
+both ranks. The engine alternates between forward and backward passes. Before a forward pass, a rank
+sends a gradient to the previous rank and receives an activation from it. Before a backward pass, a
+rank receives a gradient from the next rank and sends an activation to it. Since 2023 gradients are
+sent first; earlier versions sent activations first:
 
 ::
 
@@ -35,18 +35,18 @@ from megatron.adaptive.planner.order_timing import ScheduleTimes
 from megatron.adaptive.planner.plan import Plan
 
 _TURNED = 2023
-"""Year since which gradients go before activations."""
+"""Year since which gradients are sent before activations."""
 
 _BUFFER_BYTES = 4 * 2**20
-"""Size up to which a message does not wait for its receiver: NCCL's buffers (``NCCL_BUFFSIZE``)."""
+"""Maximum size of a message that does not wait for its receiver: NCCL's ``NCCL_BUFFSIZE``."""
 
 
 def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleTimes | None:
-    """Times a plan's pipeline; returns None for schedules other than 1F1B.
+    """Times a plan's pipeline, or returns ``None`` for schedules other than 1F1B.
 
-    With tensor parallelism the output of a stage is sent in as many parts, together with their
-    sizes. The receiver's CPU reads the sizes before it launches kernels, so launching is not
-    hidden.
+    With tensor parallelism, each rank sends its slice of the stage's output together with the
+    sizes. The receiver's CPU reads the sizes before it launches kernels, so nothing hides the
+    launch time.
     """
     if plan.schedule != "1f1b":
         return None
@@ -65,9 +65,10 @@ def _pipeline(gradients_first: bool, plan: Plan, stages: StageSums) -> ScheduleT
 
 
 def runtime_of(document: Mapping[str, Any]) -> Runtime:
-    """Returns DeepSpeed's pipeline engine in the year of the paper named by a set's JSON file.
+    """Returns DeepSpeed's pipeline engine as of the publication year of a data set.
 
-    Tensor-parallel ranks send slices of a stage's output (``PartitionedTensor.from_meta``).
+    The document of a data set names the paper and its year. Tensor-parallel ranks send slices of a
+    stage's output (``PartitionedTensor.from_meta``).
     """
     years = re.findall(r"\b20\d\d\b", str(document.get("source", {}).get("paper", "")))
     newest = not years or int(years[0]) >= _TURNED
@@ -75,7 +76,7 @@ def runtime_of(document: Mapping[str, Any]) -> Runtime:
 
 
 class _Call(NamedTuple):
-    """One call of a rank: compute, or a message with ``peer``; direction 0 forward, 1 backward."""
+    """A computation or message of a rank; direction is 0 for forward and 1 for backward."""
 
     what: Literal["compute", "send", "receive"]
     peer: int
@@ -96,11 +97,11 @@ def rendezvous_times(
 
     Args:
         num_microbatches: Number of microbatches of the step.
-        durations_s: Seconds of forward and backward, ``[2, stages]``.
-        message_s: Seconds of the message after each stage's forward and backward, ``[2, stages]``.
+        durations_s: Seconds of forward and backward passes, ``[2, stages]``.
+        message_s: Seconds of the message after each forward and backward pass, ``[2, stages]``.
         launch_s: Part of the durations that is hidden while a rank waits, ``[2, stages]``.
-        buffered: Whether that message does not wait for its receiver, ``[2, stages] bool``.
-        gradients_first: Whether gradients go before activations.
+        buffered: Whether the message does not wait for its receiver, ``[2, stages] bool``.
+        gradients_first: Whether gradients are sent before activations.
     """
     run = _Run(num_microbatches, durations_s, message_s, launch_s, buffered, gradients_first)
     while any(run.advance(rank) for rank in range(durations_s.shape[1])):
@@ -109,7 +110,7 @@ def rendezvous_times(
 
 
 class _Run:
-    """State of all ranks while they run their calls."""
+    """Simulates the calls of all ranks."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class _Run:
         self.arrived: dict[tuple[int, int, int], float] = {}
 
     def advance(self, rank: int) -> bool:
-        """Runs calls of a rank until it must wait; returns whether it ran any call."""
+        """Runs calls of a rank until it must wait; returns whether any call was run."""
         begin = self.at[rank]
         while self.at[rank] < len(self.calls[rank]):
             call = self.calls[rank][self.at[rank]]
@@ -170,7 +171,7 @@ class _Run:
         return True
 
     def _meets(self, rank: int, call: _Call) -> bool:
-        """Returns whether the peer has reached the other side of this message."""
+        """Returns whether the peer has reached its call for this message."""
         if self.at[call.peer] >= len(self.calls[call.peer]):
             return False
         other = self.calls[call.peer][self.at[call.peer]]
@@ -196,9 +197,10 @@ def _calls(
 def _program(
     stages: int, stage: int, num_microbatches: int
 ) -> Iterator[tuple[list[_Call], list[_Call]]]:
-    """Yields the compute call of a rank in each slot, and the messages before it.
+    """Yields the computation of a rank in each slot, and the messages before it.
 
-    Forwards are in slots with the rank's parity, backwards are in between.
+    Forward passes are in slots with the same parity as the rank, backward passes in the other
+    slots.
     """
     before = -1
     for slot in range(2 * (num_microbatches + stages - 1)):

@@ -1,9 +1,9 @@
-"""Reads FASOP's published inputs: profiles of three models on two GPUs, and its best plans.
+"""Reads FASOP's published inputs and best plans: profiles of three models on two GPUs.
 
 Source: Hwang, Lee, Oh, Yi, FASOP, HPDC 2024; github.com/AvatarHwang/FASOP at 93cb38b. Times are for
-a forward at microbatch size 1 in fp16. FASOP doubles them for the backward, and scales both with
-the microbatch size by a table. Sizes of layers follow its memory rule, which is that of Korthikanti
-et al., arXiv 2205.05198, equation 1, without sequence parallelism.
+a forward pass at microbatch size 1 in fp16. FASOP doubles these times for the backward pass,
+and uses a table to scale both with the microbatch size. The memory of layers follows FASOP's
+rule, which is equation 1 of Korthikanti et al., arXiv 2205.05198, without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FasopPlan:
     """A plan in FASOP's format.
 
     Attributes:
-        tp: Tensor-parallel width.
-        dp: Number of replicas.
-        pp: Number of stages.
-        micro_batch: Number of samples of a microbatch.
+        tp: Tensor-parallel size.
+        dp: Number of data-parallel replicas.
+        pp: Number of pipeline stages.
+        micro_batch: Number of samples in a microbatch.
         placement: Type of each node, ``A`` or ``B``.
-        partition: Layers of each stage, including embedding and head.
-        out_of_memory: Whether the plan breaks FASOP's memory rule.
+        partition: Number of layers of each stage, including embedding and head.
+        out_of_memory: Whether the plan exceeds memory according to FASOP's rule.
     """
 
     tp: int
@@ -54,8 +54,8 @@ class FasopRun(PlanInputs):
 
     Attributes:
         name: Name such as ``gpt2XL-het``.
-        global_batch: Number of samples of a step.
-        plans: FASOP's best plans in order.
+        global_batch: Number of samples in a step.
+        plans: FASOP's plans, best first.
     """
 
     name: str
@@ -63,7 +63,7 @@ class FasopRun(PlanInputs):
     plans: tuple[FasopPlan, ...]
 
     def plan(self, one: FasopPlan) -> Plan:
-        """Converts one of FASOP's plans to a plan of this project."""
+        """Converts a plan of FASOP to a plan of this project."""
         free = {
             name: [i for i, node in enumerate(self.cluster.nodes) if node.name == name]
             for name in "AB"
@@ -82,18 +82,18 @@ class FasopRun(PlanInputs):
         )
 
     def searcher(self, options: SearchOptions) -> Searcher:
-        """Returns this project's search for the same problem."""
+        """Returns this project's searcher for the same problem."""
         return Searcher(self, global_batch=self.global_batch, options=options)
 
 
 class Fasop:
-    """The data set in a folder.
+    """FASOP's data set, read from a folder.
 
     Args:
         folder: Folder that contains ``layer_times.csv`` and the other files.
 
     Raises:
-        ConfigError: A file is missing or broken.
+        ConfigError: A file is missing or invalid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +105,7 @@ class Fasop:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of FASOP's searches on one cluster each."""
+        """Names of FASOP's searches, except its Pareto run over many clusters."""
         return tuple(name for name in self._clusters["runs"] if not name.endswith("pareto"))
 
     def run(self, name: str, counts: dict[str, int] | None = None) -> FasopRun:
@@ -113,10 +113,10 @@ class Fasop:
 
         Args:
             name: Name of the search.
-            counts: Number of nodes of each type, for the search over many clusters.
+            counts: Number of nodes of each type; defaults to the nodes of the search.
 
         Raises:
-            ConfigError: There is no search with that name.
+            ConfigError: There is no search with this name.
         """
         if name not in self._clusters["runs"]:
             raise ConfigError(
@@ -135,10 +135,10 @@ class Fasop:
         )
 
     def model(self, name: str) -> Model:
-        """Returns a model: the layers of its profile, including embedding and head."""
+        """Returns a model with the layers of its profile, including embedding and head."""
         told = self._models[name]
         rows = [(kind, count) for kind, count in told["layer_kinds"]]
-        # Models with two embeddings have an encoder and a decoder, each with separate layers.
+        # A model with two embeddings has an encoder and a decoder with separate layers.
         two = sum(kind == "embedding" for kind, _ in rows) == 2
         kinds: dict[str, LayerKind] = {}
         layers: list[str] = []
@@ -149,7 +149,7 @@ class Fasop:
             unique = f"{kind} of {half}" if kind == "embedding" and half else kind
             names = [unique] * count
             if two and kind != "embedding":
-                # The last layer of each half includes the layers that follow it.
+                # The last layer of each half also represents the layers that follow it.
                 names[-1] = f"last {kind}"
             for one in names:
                 kinds[one] = _kind(one, told, kind, half)
@@ -163,15 +163,15 @@ class Fasop:
             tied_parameters=0.0 if two else table,
             tied_layers=() if two else (0, len(layers) - 1),
             max_tp=told["attention_heads"],
-            # FASOP counts 18 bytes per parameter, of which 12 may be sharded, and reduces gradients
-            # in fp16.
+            # FASOP assumes 18 bytes per parameter, of which 12 may be sharded, and reduces
+            # gradients in fp16.
             precision=Precision(
                 name="fp16", parameter_bytes=4, gradient_bytes=2, optimizer_bytes=12, reduce_bytes=2
             ),
         )
 
     def profile(self, name: str) -> Profile:
-        """Returns the durations of a model; a backward takes twice as long as a forward."""
+        """Returns the durations of a model; backward passes take twice the forward time."""
         scale = {
             (row["gpu"], row["layer_kind"], int(row["microbatch_size"])): float(
                 row["time_multiplier"]
@@ -205,7 +205,7 @@ class Fasop:
 
 
 def _node(told: dict[str, Any]) -> NodeType:
-    """Returns a node type. Its bandwidths are in bits; links within a node are not shared."""
+    """Returns a node type with bandwidths in bytes; links within a node are not shared."""
     return NodeType(
         name=told["symbol"],
         gpu=told["gpu"],

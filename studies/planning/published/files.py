@@ -1,4 +1,4 @@
-"""Reads the files of published data sets, and defines the runs in them."""
+"""Reads the files of published data sets, and defines their measured runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.adaptive.planner.profile import PlanInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun(PlanInputs):
-    """A measured run and all inputs of its prediction; its profile was measured separately.
+    """A measured run and the inputs of its prediction; the profile was measured separately.
 
     Attributes:
         plan: Plan of the run.
-        seconds: Seconds of one step; ``None`` if only memory is known.
-        peak_bytes: Peak memory of the fullest GPU; ``None`` if unknown.
-        runtime: Behaviour of the training program.
+        seconds: Duration of a step, or ``None`` if only the memory is known.
+        peak_bytes: Maximum peak memory of a GPU, or ``None`` if it is unknown.
+        runtime: Properties of the training program that affect the prediction.
     """
 
     plan: Plan
@@ -33,12 +33,12 @@ class MeasuredRun(PlanInputs):
     runtime: Runtime = OURS
 
     def predicted(self) -> Prediction:
-        """Predicts the run."""
+        """Predicts the duration and memory of the run."""
         return predict(self.plan, self, self.runtime)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file by column; raises the errors of :func:`_read`."""
+    """Returns the rows of a CSV file as dictionaries; raises the errors of :func:`_read`."""
     return _read(path, lambda file: list(csv.DictReader(file)))
 
 
@@ -58,7 +58,7 @@ def _read(path: Path, parse: Callable[[TextIO], Any]) -> Any:
             return parse(file)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error}); give the folder of the data set"
+            f"{path}: cannot be read ({error}); pass the folder of the data set"
         ) from error
 
 

@@ -1,15 +1,16 @@
-"""Reads sets of measured runs in which each run is a row.
+"""Reads data sets of measured runs in which each row is a run.
 
 A folder in this format contains
 
-* ``measured_NAME.csv``: a run in each row: ``tp``, ``dp``, ``pp``, ``microbatch_size``,
-  ``num_microbatches``, ``partition``, ``measured_s``, ``status`` (``ok`` if the run has a time),
-  and ``model`` if partition and batch do not identify it.
-* ``cluster.json``: the nodes of ``NAME`` in the order of their ranks.
-* ``model.json``: layers, sizes and batch of every model.
-* ``layer_times.csv``: the forward of one sample for each layer, by model, GPU and width.
+* ``measured_NAME.csv``: one run per row, with columns ``tp``, ``dp``, ``pp``,
+  ``microbatch_size``, ``num_microbatches``, ``partition``, ``measured_s``, ``status`` (``ok`` if
+  the run has a time), and ``model`` if partition and batch do not identify the model;
+* ``cluster.json``: the nodes of cluster ``NAME`` in the order of their ranks;
+* ``model.json``: layers, sizes and batch size of every model;
+* ``layer_times.csv``: the forward time of one sample for each layer, by model, GPU and
+  tensor-parallel size.
 
-Times of larger microbatches and of backwards are derived from the parts of a forward:
+Times of larger microbatches and of backward passes are derived from the parts of a forward pass:
 
 ::
 
@@ -17,13 +18,13 @@ Times of larger microbatches and of backwards are derived from the parts of a fo
     forward(b)   = launch + b * (work * sharded + exchange)
     backward(b)  = launch + b * (2 * work * sharded + exchange)
 
-* launch: time in which the CPU launches a transformer layer. It is the shortest time of the set's
-  transformer layers, if matmuls explain almost nothing of it. All models of a set are run by the
-  same program.
-* work: the remaining time at width 1. A backward computes twice as much.
-* sharded: 1 divided by the width, as long as a rank keeps whole matmul tiles of 64 columns.
-* exchange: the remaining time at larger widths, for all-reduces of activations. A backward has as
-  many.
+* launch: the time in which the CPU launches a transformer layer. It is estimated as the shortest
+  time of the data set's transformer layers whose matrix multiplications take almost none of the
+  time. The same program ran all models of a data set.
+* work: the remaining time at tensor-parallel size 1. A backward pass takes twice this time.
+* sharded: 1 divided by the tensor-parallel size, rounded up to whole tiles of 64 columns per rank.
+* exchange: the remaining time at larger sizes, for all-reduces of activations. A backward pass has
+  the same number of all-reduces.
 
 Source of the first set in this format: Li, Wang, Xing, Zhang: AMP, NeurIPS 2022 (arXiv 2210.07297).
 """
@@ -56,26 +57,26 @@ from studies.planning.published.files import MeasuredRun, part, read_csv, read_j
 _TILE = 64
 
 _ETHERNET = 0.92
-"""Part of the nominal speed that NCCL reaches over Ethernet: 0.115 of 0.125 GB/s and 2.86 of 3.125
+"""Share of the nominal speed that NCCL reaches over Ethernet: 0.115 of 0.125 GB/s and 2.86 of 3.125
 GB/s in the measurements published with Sailor (SOSP 2025)."""
 
 _REACHED = 0.8
-"""Share of a GPU's memory bandwidth that is reached by passes over long vectors."""
+"""Share of a GPU's memory bandwidth that passes over long vectors reach."""
 
 _OPTIMIZER_BYTES = 52
-"""Bytes per parameter that a mixed-precision Adam step reads and writes: gradient to fp32 (2 + 4),
-norm (4), clipping (8), Adam (reads gradient, weight and two moments, writes three: 28), weight to
-fp16 (4 + 2)."""
+"""Bytes per parameter that a mixed-precision Adam step reads and writes: conversion of the gradient
+to fp32 (2 + 4), norm (4), clipping (8), Adam (28: reads gradient, weight and two moments, writes
+weight and moments), conversion of the weight to fp16 (4 + 2)."""
 
 _LAUNCHED = 0.05
-"""Share of a forward that matmuls may explain if the rest counts as launching."""
+"""Maximum share of matrix multiplications in a forward pass that is treated as launch time."""
 
 
 def read_rows(folder: Path, name: str) -> list[MeasuredRun]:
     """Reads the runs of ``measured_NAME.csv`` that have a time.
 
     Raises:
-        ConfigError: A file is missing, cannot be read or does not describe the runs.
+        ConfigError: A file is missing, cannot be read, or does not describe the runs.
     """
     rows = read_csv(folder / f"measured_{name}.csv")
     models = read_json(folder / "model.json")
@@ -116,7 +117,7 @@ def _batch(row: Mapping[str, str]) -> int:
 
 
 def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, folder: Path) -> str:
-    """Returns the model that has this number of layers and this batch."""
+    """Returns the name of the model with this number of layers and this batch size."""
     layers = sum(map(int, row["partition"].split("-")))
     counts = {name: len(found) for (name, _, _), found in times.items()}
     fits = [
@@ -133,7 +134,7 @@ def _model_of(row: Mapping[str, str], models: Mapping[str, Any], times: Times, f
 
 
 Times = Mapping[tuple[str, str, int], list[tuple[str, float]]]
-"""Kind and forward of every layer, by model, GPU and tensor-parallel width."""
+"""Kind and forward time of every layer, by model, GPU and tensor-parallel size."""
 
 
 def _times(folder: Path) -> Times:
@@ -145,10 +146,10 @@ def _times(folder: Path) -> Times:
 
 
 class _SetTimes:
-    """Separates launching, computing and all-reduces of one model's layers.
+    """Separates the times of one model's layers into launching, computing and all-reduces.
 
     Args:
-        models: All models of the set.
+        models: All models of the data set.
         model: Name of the model.
         times: Times of all models.
     """
@@ -157,7 +158,7 @@ class _SetTimes:
         self.models, self.model, self.times = models, model, times
 
     def of(self, gpu: str, tp: int) -> Iterator[tuple[str, float, float, float]]:
-        """Yields kind and forward of each layer, and its time for launching and for all-reduces."""
+        """Yields kind, forward time, launch time and all-reduce time of each layer."""
         launch = self._launch(tp)
         for kind, seconds in self.times[self.model, gpu, tp]:
             fixed = exchange = 0.0
@@ -170,7 +171,7 @@ class _SetTimes:
         return fmean(seconds for one, seconds in self.times[model, gpu, tp] if one == kind)
 
     def _launch(self, tp: int) -> float:
-        """Returns the shortest forward that consists of launching only; 0 if there is none."""
+        """Returns the shortest forward time that is launch time only, or 0 if there is none."""
         found = []
         for (model, gpu, width), layers in self.times.items():
             described, card = self.models[model], known_gpu(gpu)
@@ -186,7 +187,7 @@ class _SetTimes:
         return min(found, default=0.0)
 
     def _exchange(self, gpu: str, tp: int, kind: str, hidden: int) -> float:
-        """Returns the time of a forward that is not explained by launching and computing."""
+        """Returns the part of a forward pass that launching and computing do not explain."""
         sharded = math.ceil(hidden / tp / _TILE) / math.ceil(hidden / _TILE)
 
         def left(width: int) -> float:
@@ -196,7 +197,7 @@ class _SetTimes:
 
 
 def _width(described: Mapping[str, Any], kind: str) -> int:
-    """Returns the hidden size of a kind of transformer layers, 0 for other layers."""
+    """Returns the hidden size of a kind of transformer layer, or 0 for other layers."""
     if not kind.startswith("transformer"):
         return 0
     return int(described["hidden_size" + kind.removeprefix("transformer")])
@@ -226,7 +227,7 @@ def _name(index: int, kind: str) -> str:
 def _model(name: str, described: Mapping[str, Any], layers: list[tuple[str, float]]) -> Model:
     sizes = _parameters(described)
     replicated = described.get("parameters_per_layer_from_shapes", {})
-    # Each tensor-parallel rank has the whole projection.
+    # Each tensor-parallel rank has a complete copy of these projections.
     whole = {key: float(value) for key, value in replicated.items() if key != "note"}
     sent = _sent(described, [kind for kind, _ in layers])
     kinds = {}
@@ -257,7 +258,7 @@ _SENT = "boundary_activation_elements_per_sample"
 
 
 def _sizes(described: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Returns the numbers under a key, or the numbers derived from shapes if shapes are given."""
+    """Returns the numbers under a key, preferring numbers that were derived from shapes."""
     given = described.get(f"{key}_from_shapes") or described[key]
     return {name: float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
@@ -271,9 +272,9 @@ def _parameters(described: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
-    """Returns the elements that each layer sends; layers without description send their input."""
+    """Returns the number of elements that each layer sends; undescribed layers keep the size."""
     sizes, sent = _sizes(described, _SENT), []
-    # The image of a generator grows in some layer; all of its layers are given the final size.
+    # The image of a generator grows in an undescribed layer; all such layers get the final size.
     last = sizes.get(kinds[0], min(sizes.values()))
     for i, kind in enumerate(kinds):
         if kind == "other":
@@ -285,7 +286,7 @@ def _sent(described: Mapping[str, Any], kinds: list[str]) -> list[float]:
 
 
 def _cluster(nodes: Sequence[Mapping[str, Any]]) -> tuple[Cluster, list[int]]:
-    """Returns the cluster, and its node numbers in the order of the file."""
+    """Returns the cluster, and its node indices in the order of the file."""
     kinds: list[Mapping[str, Any]] = []
     members: list[list[int]] = []
     for number, node in enumerate(nodes):

@@ -1,17 +1,18 @@
-"""Reads sets of measured runs that list stages and replicas, on nodes of different types.
+"""Reads data sets of measured runs that list stages and replicas on nodes of different types.
 
 A folder in this format contains
 
-* ``measured_NAME.json``: plans with their stages, each with its layers and its replicas by GPU and
-  width, time, peak memory and doubts; ``cluster`` and each plan's ``model`` refer to other files.
-* ``clusters.json``: nodes of each type; ``network.json``: fitted curves of the links by the number
-  of simultaneous pairs; ``model.json``: sizes and precision.
-* ``profiles.csv`` and ``layer_memory.csv``: forward, backward, parameters and kept bytes of each
-  layer by GPU, width and microbatch size.
+* ``measured_NAME.json``: plans with stages (layers, and replicas by GPU and tensor-parallel size),
+  time, peak memory and doubts; ``cluster`` and each plan's ``model`` are defined in other files;
+* ``clusters.json``: nodes of each type;
+* ``network.json``: fitted speed curves of the links by the number of simultaneous pairs;
+* ``model.json``: sizes and precision;
+* ``profiles.csv`` and ``layer_memory.csv``: forward and backward times, parameters, and bytes of
+  kept activations of each layer by GPU, tensor-parallel size and microbatch size.
 
-Links that the set marks as doubtful are ignored if other links of the same types are known; the
-next smaller number of pairs is used instead. The doubt ``leave out of error figures`` excludes a
-run, and the doubt ``leave the memory out`` excludes its memory.
+Links that the data set marks as doubtful are ignored if other links between the same types are
+known. In that case the next smaller number of pairs is used. The doubt ``leave out of error
+figures`` excludes a run, and the doubt ``leave the memory out`` excludes its memory.
 
 Source of the first set in this format: Strati et al.: Sailor, SOSP 2025 (arXiv 2504.17096).
 """
@@ -34,22 +35,24 @@ from studies.planning.published.deepspeed import runtime_of
 from studies.planning.published.files import MeasuredRun, part, read_csv, read_json
 
 _SIZES_BYTES = tuple(2.0**power * 1e6 for power in range(10))
-"""Sizes at which the fitted curves are evaluated, 1 to 512 MB; they are invalid below 1 MB."""
+"""Message sizes at which the fitted curves are evaluated, 1 to 512 MB; the curves are invalid below
+1 MB.
+"""
 
 _MEMORY = {"parameter_copies_bytes": 8.0, "context_bytes": 3e9}
-"""Memory by the first set's own rule: 24 bytes per parameter in fp32, 16 of which are weight,
-gradient and two moments, and about 3 GB for the platform: contexts, libraries, NCCL's buffers and
-fragmentation. This is the only number here that comes from measured runs."""
+"""Memory according to the first data set's rule: 24 bytes per parameter in fp32, of which 16 are
+weight, gradient and two moments, and about 3 GB for contexts, libraries, NCCL's buffers and
+fragmentation. This is the only number in this module that comes from measured runs."""
 
 _LOSS_COPIES = 3
-"""Copies of the logits while the loss is computed: shifted logits, softmax, and gradient."""
+"""Number of copies of the logits during the loss: shifted logits, softmax, and gradient."""
 
 
 def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
-    """Reads the runs of ``measured_NAME.json``, without figures that the set marks as unsound.
+    """Reads the runs of ``measured_NAME.json``, except values that the data set marks as unsound.
 
     Raises:
-        ConfigError: A file is missing, cannot be read or does not describe the runs.
+        ConfigError: A file is missing, cannot be read, or does not describe the runs.
     """
     document = read_json(folder / f"measured_{name}.json")
     models = read_json(folder / "model.json")
@@ -64,7 +67,7 @@ def read_staged(folder: Path, name: str) -> list[MeasuredRun]:
     )
     precision = Precision.named(part(models, ("training", "precision"), folder))
     runtime = replace(runtime_of(models), **_MEMORY)
-    # An excluded run may be incomplete.
+    # Excluded runs may be incomplete, so they are removed before they are read.
     plans = [plan for plan in part(document, ("plans",), folder) if not _is_left_out(plan)]
     made = {}
     for key in dict.fromkeys(plan["model"] for plan in plans):
@@ -98,7 +101,7 @@ def _run(
 def _model(
     name: str, tokens: int, precision: Precision, memory: Sequence[Mapping[str, str]]
 ) -> Model:
-    """Returns a model; parameters of different widths show which part is tensor-parallel."""
+    """Returns a model; comparing parameters of two sizes shows which part is tensor-parallel."""
     counted = {(int(row["tp"]), int(row["layer_index"])): row for row in memory}
     widths = sorted({tp for tp, _ in counted})
     low, high = widths[0], widths[min(1, len(widths) - 1)]
@@ -141,7 +144,7 @@ def _profile(
             kept_bytes=kept[tp, index] * size,
         )
         if index == 0:
-            # The profile was measured on embedding, two transformer layers and head.
+            # The update time was measured on embedding, two transformer layers and head.
             profiled = (0, 1, 2, model.num_layers - 1)
             parts = sum(model.layer(i).held_parameters(tp) for i in profiled)
             update.setdefault(row["gpu"], []).append(float(row["optimizer_step_s"]) / parts)
@@ -159,7 +162,7 @@ def _cluster(
         pair = {(one, other), (other, one)}
         known = [x for x in links if x["scope"] == scope and (x["from_gpu"], x["to_gpu"]) in pair]
         if not known and scope == "inter_node" and one == other and one in single:
-            return found(one, one, "intra_node")  # the cluster has no second node of this type
+            return found(one, one, "intra_node")  # the cluster has only one node of this type
         if not known:
             raise ConfigError(
                 f"{folder}: network.json has no {scope} link between {one} and {other}; add"
@@ -189,7 +192,7 @@ def _cluster(
 
 
 def _link(found: Iterable[Mapping[str, Any]]) -> LinkSpeed:
-    """Combines both directions of a link; the slower direction counts at each number of pairs."""
+    """Combines both directions of a link, using the slower direction for each number of pairs."""
     by_pairs: dict[int, LinkSpeed] = {}
     for one in found:
         speed = _curve(one["log2_poly"])
@@ -213,7 +216,7 @@ def _curve(poly: list[float]) -> LinkSpeed:
 
 def _plan(given: Mapping[str, Any], cluster: Cluster) -> Plan:
     size, pp = int(given["microbatch_size"]), int(given["pp"])
-    # Nodes of a type are assigned in order over all stages; each replica has its own node.
+    # Nodes of a type are assigned to stages in order, and each replica gets a separate node.
     free = {
         one.name: [i for i, node in enumerate(cluster.nodes) if node.name == one.name]
         for one in cluster.types

@@ -2,7 +2,7 @@
 
 Each family is a subclass of :class:`Family`, in a file of this folder or elsewhere. To use a family
 from elsewhere, pass ``--hf-family package.module:Class``, or publish the class as an entry point of
-the group ``megatron_adaptive.families``, with the model's ``model_type`` as its name.
+the group ``megatron_adaptive.families`` that is named after the model's ``model_type``.
 """
 
 from megatron.adaptive.config.families.base_family import Family

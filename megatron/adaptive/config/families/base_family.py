@@ -1,7 +1,7 @@
-"""Defines :class:`Family`, the base class that describes a family of Hugging Face models.
+"""Defines :class:`Family`, the base class for families of Hugging Face models.
 
-A family is a subclass in a file of this folder, which ``registry.py`` finds. Its attributes are
-tables for keys, settings and weights; :meth:`Family.adjust` is for settings that no table can
+A family is a subclass in a file of this folder, where ``registry.py`` finds it. Its attributes are
+tables of keys, settings and weights. :meth:`Family.adjust` computes settings that no table can
 express.
 """
 
@@ -41,46 +41,46 @@ from megatron.adaptive.config.own_code import line_of_error
 from megatron.adaptive.errors import ConfigError
 
 _LONGEST = 4096
-"""Default of ``--seq-length`` in tokens, unless the model supports only shorter sequences."""
+"""Maximum default of ``--seq-length`` in tokens."""
 
 
 class Family:
-    """Describes the Hugging Face models of one architecture.
+    """Describes the Hugging Face models of an architecture.
 
-    A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and
-    ``outer_weights``, or inherits them from another family.
+    A subclass sets at least ``model_types``, ``settings``, ``layer_weights`` and ``outer_weights``,
+    or inherits them from another family.
 
     Attributes:
         model_types: Values of ``model_type`` in ``config.json`` that belong to the family. They are
             not inherited.
-        settings: Settings of the trainer that all models of the family have, by the names of their
-            fields in ``config/model.py`` or in megatron-core.
-        needed: Maps settings to additional keys in the file, which every model of the family has.
-        keys: Maps settings to additional keys, which a model of the family may have. They replace
-            the setting's usual keys (``config_keys.py``).
-        attention_keys: Maps each attention-size setting to its key in the config file; the keys are
-            optional.
+        settings: Trainer settings of all models of the family, by the names of their fields in
+            ``config/model.py`` or in megatron-core.
+        needed: Maps settings to additional keys that all models of the family must have.
+        keys: Maps settings to additional keys that models of the family may have. They replace the
+            setting's usual keys (``config_keys.py``).
+        attention_keys: Maps each setting of attention sizes to its optional key in the file.
         other_keys: Additional keys that :meth:`adjust` reads, or that have no effect.
-        defaults: Values of absent keys that ``transformers`` assumes for the family.
+        defaults: Values that ``transformers`` uses for the family if keys are absent.
         window_period: Number n if every n-th layer attends to all tokens and the other layers have
-            a sliding window; 0 if all layers have the window. It is used if the file does not say
-            which layers have the window.
-        refuse: Maps each key that supports only some values to a function that checks its value.
-        missing_feature: Feature that the trainer's layers lack; empty if the trainer can build
-            these models. The planner accepts them in either case.
-        nearest: ``model_type`` of the most similar family that the trainer can build; the error
-            message about ``missing_feature`` names it.
-        layer_prefix: Prefix of the names of a layer's modules in the folder's files, with ``{}``
-            for the number of the layer.
-        layer_weights: Maps the names of a layer's modules in the folder's files to their names in
-            megatron-core, in the order of the model. If several modules map to the same name, their
-            matrices are stacked by rows. ``{}`` is the number of an expert.
+            a sliding window, or 0 if all layers have the window. It is used if the file does not
+            specify which layers have the window.
+        refuse: Maps each key for which only some values are supported to a function that checks the
+            value.
+        missing_feature: Feature that the trainer's layers do not support, or empty if the trainer
+            can build these models. The planner accepts the models in both cases.
+        nearest: ``model_type`` of the most similar family that the trainer can build, for the error
+            message about ``missing_feature``.
+        layer_prefix: Prefix of the module names of a layer in the folder's files, with ``{}`` for
+            the index of the layer.
+        layer_weights: Maps the module names of a layer in the folder's files to their names in
+            megatron-core, in model order. If several modules have the same name in megatron-core,
+            their matrices are stacked by rows. ``{}`` is the index of an expert.
         outer_weights: Maps the names of modules outside of layers in the folder's files to their
             names in megatron-core.
-        predicts: Whether layers for multi-token prediction may follow the other layers.
+        predicts: Whether multi-token prediction layers may follow the other layers.
         is_transposed: Whether matrices of linear layers are stored as ``[inputs, outputs]``.
-        is_grouped: Whether one matrix has the rows of queries, keys and values, sorted by groups of
-            heads as in megatron-core.
+        is_grouped: Whether a single matrix contains the rows of queries, keys and values, sorted by
+            groups of heads as in megatron-core.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -102,41 +102,41 @@ class Family:
     is_grouped: ClassVar[bool] = False
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Changes settings that depend on several keys, or on the value of a key.
+        """Adjusts settings that depend on several keys, or on the value of a key.
 
         Args:
-            config: Content of the file, with ``defaults`` for absent keys.
-            settings: Settings that were read from the file; this method changes them.
+            config: Contents of the file, with ``defaults`` for absent keys.
+            settings: Settings read from the file, which this method modifies.
         """
 
     def rotation(self, config: Mapping[str, Any]) -> Settings:
         """Returns the settings that scale rotary frequencies.
 
         Args:
-            config: Content of the file, with ``defaults`` for absent keys.
+            config: Contents of the file, with ``defaults`` for absent keys.
         """
         return scaled_rotation(config)
 
     @functools.cached_property
     def layer_modules(self) -> Mapping[str, list[str]]:
-        """Maps megatron-core's name of a layer's module to names of tensors in the folder."""
+        """Maps module names of a layer in megatron-core to tensor names in the folder's files."""
         return _inverted(self.layer_weights)
 
     @functools.cached_property
     def outer_modules(self) -> Mapping[str, list[str]]:
-        """Maps megatron-core's names of modules outside of layers to names in the folder's files.
+        """Maps module names outside of layers in megatron-core to names in the folder's files.
 
-        Each list has one name.
+        Each list contains one name.
         """
         return _inverted(self.outer_weights)
 
     def is_in_layer(self, name: str) -> bool:
-        """Returns whether a tensor of the folder's files belongs to a layer, by its name."""
+        """Returns whether the name of a tensor in the folder's files belongs to a layer."""
         return name.startswith(self.layer_prefix.partition("{}")[0])
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys that are read or have no effect. Other keys are refused unless they are ``null``."""
+        """Keys that are read or have no effect. Other keys are rejected unless ``null``."""
         return (READ | WITHOUT_EFFECT).union(self._own_keys, self.other_keys)
 
     @property
@@ -148,20 +148,20 @@ class Family:
         """Adds ``defaults``, and copies keys of the rotary embedding to the top level.
 
         Args:
-            config: Content of the file.
+            config: Contents of the file.
         """
         rotation = scaling_of(config)
         if "full_attention" in rotation:
-            # Layers with a sliding window have separate rotation settings. Copy only the base,
-            # because the trainer's layers support no other difference.
+            # Layers with a sliding window have separate rotation settings. The trainer's layers
+            # support only a different base, so copy only the base.
             in_windows = rotation.get("sliding_attention") or {}
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             rotation = rotation["full_attention"] or {}
             config = {**config, key: rotation}
             if base := in_windows.get("rope_theta"):
                 config["rope_local_base_freq"] = base
-        # If a key is both at the top level and in the rotation's settings, transformers uses the
-        # one in the rotation's settings.
+        # If a key is both at the top level and in the rotation settings, transformers uses the
+        # value in the rotation settings.
         inner_keys = ("rope_theta", "partial_rotary_factor")
         inner = {key: rotation[key] for key in inner_keys if rotation.get(key) is not None}
         return {**self.defaults, **config, **inner}
@@ -170,10 +170,10 @@ class Family:
         """Returns the settings of a model.
 
         Args:
-            config: Content of ``config.json``.
-            where: Path of the file; error messages name it.
-            sequence: Number of tokens per sample; ``None`` for the longest sequence that the model
-                supports, but at most 4,096.
+            config: Contents of ``config.json``.
+            where: Path of the file, for error messages.
+            sequence: Number of tokens per sample, or ``None`` for the longest sequence that the
+                model supports, but at most 4,096.
 
         Raises:
             ConfigError: A key is missing, or its value is not supported.
@@ -219,7 +219,7 @@ class Family:
             ) from error
 
     def _read_keys(self, config: Mapping[str, Any], has_experts: bool, where: str) -> Settings:
-        """Returns the settings that each derive from a single key."""
+        """Returns the settings that are derived from a single key each."""
         needed = {**SIZES, **(EXPERTS if has_experts else {}), **self.needed}
         optional = {**COMMON, **self.keys, **(ROUTER if has_experts else {}), **self.attention_keys}
         settings: Settings = {}
@@ -236,7 +236,7 @@ class Family:
         return settings
 
     def _add_attention(self, config: Mapping[str, Any], settings: Settings, where: str) -> None:
-        """Adds the settings of grouped queries, of biases and of the output layer."""
+        """Adds the settings of grouped queries, biases and the output layer."""
         heads = count_of(config, {**SIZES, **self.keys}["num_attention_heads"], where)
         groups = config.get("num_key_value_heads")
         is_latent = settings.get("multi_latent_attention")
@@ -248,16 +248,16 @@ class Family:
             settings["untie_embeddings_and_output_weights"] = True
 
     def check(self, document: Mapping[str, Any], settings: Settings, where: str) -> None:
-        """Checks that the trainer's layers have all features of a model.
+        """Checks that the trainer's layers support all features of a model.
 
         Args:
-            document: Content of ``config.json``.
-            settings: Settings that were read from it.
-            where: Path of the file; error messages name it.
+            document: Contents of ``config.json``.
+            settings: Settings read from the file.
+            where: Path of the file, for error messages.
 
         Raises:
-            ConfigError: A feature is missing; the message names the key, its value and the nearest
-                value that is supported.
+            ConfigError: A feature is not supported. The message contains the key, its value and the
+                nearest supported value.
         """
         config = self.complete(document)
         accepted = self.known_keys.union(self.refuse)

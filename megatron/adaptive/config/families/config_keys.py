@@ -1,7 +1,7 @@
-"""Lists keys of ``config.json`` that several families share, and checks their values.
+"""Lists keys of ``config.json`` that several families share, and validates their values.
 
-A table maps each setting of the trainer to the keys that may give its value. The first key that the
-file has is used.
+Each table maps settings of the trainer to the keys that may contain their values. The first key
+that is present in the file is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.adaptive.errors import ConfigError
 
 Keys = Mapping[str, tuple[str, ...]]
 Settings = dict[str, Any]
-"""Values of the trainer's settings, by the names of their fields."""
+"""Values of the trainer's settings, by field name."""
 
 SIZES: Keys = {
     "num_layers": ("num_hidden_layers", "n_layer"),
@@ -25,7 +25,7 @@ SIZES: Keys = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
 }
-"""Keys that every model needs."""
+"""Keys that every model must have."""
 COMMON: Keys = {
     "ffn_hidden_size": ("intermediate_size", "n_inner"),
     "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
@@ -44,13 +44,13 @@ LATENT: Keys = {
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-"""Keys that a model with latent attention needs."""
+"""Keys that a model with latent attention must have."""
 EXPERTS: Keys = {
     "num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_router_topk": ("num_experts_per_tok",),
     "moe_ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Keys that an MoE model needs."""
+"""Keys that an MoE model must have."""
 ROUTER: Keys = {
     "moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
     "moe_router_score_function": ("scoring_func",),
@@ -61,7 +61,7 @@ ROUTER: Keys = {
 """Keys that an MoE model may have."""
 _SHARED = (SIZES, COMMON, HEADS, LATENT, EXPERTS, ROUTER)
 READ = frozenset(key for table in _SHARED for keys in table.values() for key in keys)
-"""All keys of the tables above."""
+"""All keys in the tables above."""
 SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
     """
     q_lora_rank group_query_attention num_query_groups add_qkv_bias openai_gelu
@@ -71,12 +71,12 @@ SETTINGS = frozenset(setting for table in _SHARED for setting in table).union(
     use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor
     """.split()
 ) - {"attention_dropout", "hidden_dropout"}
-"""Settings that describe a model and that any family may determine."""
+"""Settings that describe a model and that a family may determine."""
 DEFAULTS: Settings = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""Defaults of settings whose keys are absent, where they differ from the trainer's defaults."""
+"""Defaults of settings with absent keys, if they differ from the trainer's defaults."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of the GELU that is approximated with a hyperbolic tangent."""
+"""Names of GELU approximated by a hyperbolic tangent."""
 
 # Integer settings whose values may have a decimal point in a file, such as 10000.0.
 _BASES = ("rotary_base", "window_rotary_base")
@@ -136,7 +136,7 @@ def whole_keys(*tables: Keys) -> frozenset[str]:
     """Returns the keys whose values must be integers.
 
     Args:
-        tables: Tables of the model's family, to be combined with those of this module.
+        tables: Tables of the model's family, which are added to those of this module.
     """
     return _OTHER_WHOLE.union(
         key
@@ -156,13 +156,13 @@ def plain_value(config: Mapping[str, Any], key: str) -> Any:
 def read_key(
     config: Mapping[str, Any], setting: str, keys: tuple[str, ...], where: str
 ) -> int | float | str | None:
-    """Returns the value of a setting, ``None`` if the file does not have it.
+    """Returns the value of a setting, or ``None`` if the file does not contain it.
 
     Args:
-        config: Content of the file.
+        config: Contents of the file.
         setting: Name of the setting.
-        keys: Keys that may give its value.
-        where: Path of the file; error messages name it.
+        keys: Keys that may contain the value.
+        where: Path of the file, for error messages.
 
     Raises:
         ConfigError: The value is not a number, would have to be rounded, or is out of range.
@@ -189,7 +189,7 @@ def _checked(value: Any, setting: str, key: str, where: str) -> int | float:
 
 
 def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
-    """Returns a number of heads or layers: the value of the first key that the file has.
+    """Returns a number of heads or layers, from the first key that is present in the file.
 
     Raises:
         ConfigError: The value is not an integer from 1 to 10,000.
@@ -201,22 +201,22 @@ def count_of(config: Mapping[str, Any], keys: tuple[str, ...], where: str) -> in
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number; a boolean is not."""
+    """Returns whether a value is a finite number and not a boolean."""
     is_any_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_any_number and abs(value) < math.inf
 
 
 def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) -> None:
-    """Checks that numbers in the file have the right type, so that none would be rounded.
+    """Checks that numbers in the file have the correct type, so that none is rounded.
 
     Args:
-        config: Content of the file.
+        config: Contents of the file.
         whole: Keys whose values must be integers.
-        where: Path of the file; error messages name it.
+        where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: A value must be an integer but is not, or a value of the rotary embedding is
-            not a number, or its factor is missing.
+        ConfigError: A value that must be an integer is not, a value of the rotary embedding is not
+            a number, or the scaling factor of the rotary embedding is missing.
     """
     for key in sorted(whole & config.keys()):
         if config[key] is not None and type(config[key]) is not int:
@@ -227,18 +227,22 @@ def check_numbers(config: Mapping[str, Any], whole: frozenset[str], where: str) 
         is_whole = key != "original_max_position_embeddings" or type(value) is int
         if value is not None and not (is_number(value) and is_whole):
             kind = "a number" if is_whole else "an integer"
-            raise ConfigError(f"{where}: {key} of the rotation must be {kind}, got {value!r}")
+            raise ConfigError(
+                f"{where}: {key} of the rotary embedding must be {kind}, got {value!r}"
+            )
     if kind_of_rotation(config) != "default" and "factor" not in scaling:
-        raise ConfigError(f"{where}: factor of the rotation is missing, but every model needs it")
+        raise ConfigError(
+            f"{where}: factor of the rotary embedding is missing, but every model needs it"
+        )
 
 
 def scaling_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the file's settings of the rotary embedding, under their new or old key."""
+    """Returns the file's settings of the rotary embedding, from the new or the old key."""
     scaling: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return scaling
 
 
 def kind_of_rotation(config: Mapping[str, Any]) -> str:
-    """Returns the kind of scaling of rotary frequencies, by its name in transformers."""
+    """Returns the name of the scaling of rotary frequencies in transformers."""
     scaling = scaling_of(config)
     return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -1,4 +1,4 @@
-"""Describes DeepSeek-V2 and V3, and Kimi-K2, which has the layers and names of DeepSeek-V3."""
+"""Describes DeepSeek-V2, DeepSeek-V3 and Kimi-K2, which has the layers and names of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class _Latent(Llama):
-    """Describes models with latent attention, shared experts, and experts chosen in groups."""
+    """Describes models with latent attention, shared experts, and groups of experts."""
 
     settings = {
         **Llama.settings,
@@ -68,7 +68,7 @@ class _Latent(Llama):
 
 
 class DeepseekV2(_Latent):
-    """Describes DeepSeek-V2: the router's probabilities are the weights of the chosen experts."""
+    """Describes DeepSeek-V2, which weights experts by the router's probabilities."""
 
     model_types = ("deepseek_v2",)
     defaults = {**Llama.defaults, "q_lora_rank": 1536, "norm_topk_prob": False}

@@ -1,4 +1,4 @@
-"""Describes Gemma 1, 2 and 3 for text."""
+"""Describes the text models Gemma 1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Ve
 
 
 def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
-    # Gemma's files contain "gelu" under the old key hidden_act and mean the tanh approximation.
+    # Gemma's files contain "gelu" under the old key hidden_act, but mean the tanh approximation.
     supported = ("gelu", *TANH)
     return Verdict(
         value is None or value in supported, "another activation", " or ".join(supported)
@@ -24,7 +24,7 @@ def _old_activation(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 class Gemma(Llama):
-    """Describes Gemma 1: norm weights stored minus one, scaled embeddings, and a GELU gate."""
+    """Describes Gemma 1, with norm weights stored minus one, scaled embeddings, and a GELU gate."""
 
     model_types = ("gemma",)
     settings = {
@@ -63,7 +63,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma2(Gemma):
-    """Describes Gemma 2: also norms after both blocks, soft caps and sliding windows."""
+    """Describes Gemma 2, with additional norms after both blocks, soft caps and sliding windows."""
 
     model_types = ("gemma2",)
     settings = {**Gemma.settings, "norm_block_outputs": True}
@@ -84,13 +84,13 @@ class Gemma2(Gemma):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Sets the scale of attention scores to 1 / sqrt(n) for the number n in the file."""
+        """Sets the scale of attention scores to 1 / sqrt(n), where n is the number in the file."""
         if "softmax_scale" in settings:
             settings["softmax_scale"] **= -0.5
 
 
 class Gemma3Text(Gemma2):
-    """Describes Gemma 3 for text: norms of queries and keys, another rotary base with windows."""
+    """Describes Gemma 3 for text, with query and key norms, and a separate rotary base."""
 
     model_types = ("gemma3_text",)
     settings = {**Gemma2.settings, "qk_layernorm": True}
@@ -103,7 +103,7 @@ class Gemma3Text(Gemma2):
     }
 
     def adjust(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """Also removes the rotary base of windowed layers if the model has no windows."""
+        """Also removes the rotary base of layers with windows if the model has no windows."""
         super().adjust(config, settings)
         if "window_size" not in settings:
             settings.pop("window_rotary_base", None)

@@ -6,7 +6,7 @@ from megatron.adaptive.config.families.base_family import Family
 
 
 class Gpt2(Family):
-    """Describes GPT-2: learned positions, biases, and matrices that are stored transposed."""
+    """Describes GPT-2, with learned positions, biases and transposed matrices."""
 
     model_types = ("gpt2",)
     defaults = {

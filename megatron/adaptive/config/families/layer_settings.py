@@ -1,6 +1,6 @@
-"""Derives settings of a model's layers from several keys of ``config.json`` at once.
+"""Derives layer settings that depend on several keys of ``config.json``.
 
-These settings are about experts, attention windows and the scaling of rotary frequencies.
+These settings concern experts, attention windows and the scaling of rotary frequencies.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megatron.adaptive.errors import ConfigError
 
 
 def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Settings:
-    """Returns the settings of MoE layers, of the shared expert and of the router.
+    """Returns the settings of MoE layers, the shared expert and the router.
 
     Args:
-        config: Content of the file.
-        layers: Number of the model's layers.
-        where: Path of the file; error messages name it.
+        config: Contents of the file.
+        layers: Number of layers in the model.
+        where: Path of the file, for error messages.
 
     Raises:
-        ConfigError: The file does not determine which layers have experts.
+        ConfigError: The file does not specify which layers have experts.
     """
     first = config.get("first_k_dense_replace", 0)
     every = config.get("moe_layer_freq", 1)
@@ -58,14 +58,14 @@ def expert_settings(config: Mapping[str, Any], layers: int, where: str) -> Setti
 
 
 def window_settings(config: Mapping[str, Any], period: int, layers: int, where: str) -> Settings:
-    """Returns the settings for the attention window's size and for the layers that have a window.
+    """Returns the settings for the size of the attention window and the layers that have a window.
 
     Args:
-        config: Content of the file.
-        period: Number n if every n-th layer attends to all tokens, unless the file says otherwise;
-            0 if no layer does.
-        layers: Number of the model's layers.
-        where: Path of the file; error messages name it.
+        config: Contents of the file.
+        period: Number n if every n-th layer attends to all tokens unless the file specifies
+            otherwise, or 0 if all layers have the window.
+        layers: Number of layers in the model.
+        where: Path of the file, for error messages.
 
     Raises:
         ConfigError: The kind of a layer is unknown, or the window is negative.
@@ -76,9 +76,9 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
                 raise ConfigError(
-                    f"{where}: layer_types has {kind!r}, which the planner does not know; give "
-                    "the sizes of these layers as `layers` of a model file (see plan --schema "
-                    "model)"
+                    f"{where}: layer_types contains {kind!r}, which the planner does not "
+                    "support; specify the sizes of these layers as `layers` of a model file "
+                    "(see plan --schema model)"
                 )
         have_window = [kind == "sliding_attention" for kind in kinds]
     else:
@@ -91,7 +91,7 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
         return {}
     if window < 0:
         raise ConfigError(f"{where}: sliding_window must be a non-negative integer, got {window}")
-    # Subtract 1, because megatron-core's window does not include the token itself.
+    # megatron-core's window does not include the token itself, so subtract 1.
     settings: Settings = {"window_size": (window - 1, 0)}
     if not all(have_window):
         every = have_window.index(False) + 1
@@ -102,13 +102,13 @@ def window_settings(config: Mapping[str, Any], period: int, layers: int, where: 
 
 
 def layer_pattern(values: Sequence[bool]) -> str:
-    """Formats one boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
+    """Formats a boolean per layer in the trainer's notation, such as ``[0]*3+[1]*58``."""
     runs = [(int(value), len(list(group))) for value, group in groupby(values)]
     return "+".join(f"[{value}]*{count}" for value, count in runs)
 
 
 def scaled_rotation(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings that scale rotary frequencies; empty for no or unsupported scaling."""
+    """Returns the settings that scale rotary frequencies, or none if scaling is not supported."""
     scaling = scaling_of(config)
     kind = kind_of_rotation(config)
     factor = scaling.get("factor")

@@ -1,4 +1,4 @@
-"""Describes Llama 2 and 3; other families with similar layers derive from it."""
+"""Describes Llama 2 and 3, from which other families with similar layers are derived."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, NORMS
 
 
 class Mistral(Llama):
-    """Describes Mistral: all layers have a sliding window."""
+    """Describes Mistral, where all layers have a sliding window."""
 
     model_types = ("mistral",)
     defaults = {**Llama.defaults, "num_key_value_heads": 8, "sliding_window": 4096}
 
 
 class Mixtral(Llama):
-    """Describes Mixtral: all layers have experts."""
+    """Describes Mixtral, where all layers have experts."""
 
     model_types = ("mixtral",)
     defaults = {"num_key_value_heads": 8, "rope_theta": 1e6}

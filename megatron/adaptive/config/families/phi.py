@@ -17,7 +17,7 @@ class Phi(Family):
 
 
 class Phi3(Llama):
-    """Describes Phi 3 and 4: one matrix for queries, keys and values, one for gate and up layer."""
+    """Describes Phi 3 and 4, with combined matrices for attention inputs, and for gate and up."""
 
     model_types = ("phi3",)
     defaults = {}

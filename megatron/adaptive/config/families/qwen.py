@@ -7,7 +7,7 @@ from megatron.adaptive.config.families.weight_names import ATTENTION, EXPERTS, G
 
 
 class Qwen2(Llama):
-    """Describes Qwen 2 and 2.5: queries, keys and values have biases."""
+    """Describes Qwen 2 and 2.5, where queries, keys and values have biases."""
 
     model_types = ("qwen2",)
     settings = {**Llama.settings, "add_qkv_bias": True}
@@ -15,7 +15,7 @@ class Qwen2(Llama):
 
 
 class Qwen2Moe(Llama):
-    """Describes Qwen 2 with experts. Only the planner accepts such models."""
+    """Describes Qwen 2 with experts, which only the planner accepts."""
 
     model_types = ("qwen2_moe",)
     settings = Qwen2.settings
@@ -25,7 +25,7 @@ class Qwen2Moe(Llama):
 
 
 class Qwen3(Llama):
-    """Describes Qwen 3: queries and keys are normalized."""
+    """Describes Qwen 3, where queries and keys are normalized."""
 
     model_types = ("qwen3",)
     settings = {**Llama.settings, "qk_layernorm": True}

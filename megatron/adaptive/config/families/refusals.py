@@ -1,4 +1,4 @@
-"""Checks the keys of ``config.json`` for which the trainer's layers support only some values.
+"""Checks keys of ``config.json`` for which the trainer's layers support only some values.
 
 The table ``Family.refuse`` of a family maps keys to these checks.
 """
@@ -18,12 +18,12 @@ from megatron.adaptive.config.families.layer_settings import scaled_rotation
 
 
 class Verdict(NamedTuple):
-    """Holds whether the trainer supports the value of a key in the file.
+    """Result of a check: whether the trainer supports the value of a key.
 
     Attributes:
         is_supported: Whether the trainer's layers support the value.
-        feature: Model feature that this value requests; the error message names it.
-        nearest: Nearest supported value; the error message names it.
+        feature: Model feature that this value requests, for the error message.
+        nearest: Nearest supported value, for the error message.
     """
 
     is_supported: bool
@@ -34,17 +34,17 @@ class Verdict(NamedTuple):
 Check = Callable[[Any, Mapping[str, Any], Settings], Verdict | None]
 """Function that checks a key. It returns ``None`` if the key has no effect in this model.
 
-Its arguments are the value of the key, the content of the file with the family's defaults, and the
-settings that were read from it.
+Arguments are the value of the key, the contents of the file with the family's defaults, and the
+settings read from the file.
 """
 
 
 def only(supported: Any, feature: str) -> Check:
-    """Returns a check that accepts only one value and ``null``.
+    """Returns a check that accepts only ``null`` and a single value.
 
     Args:
         supported: Value that the trainer's layers support.
-        feature: Model feature that other values request; the error message names it.
+        feature: Model feature that other values request, for the error message.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -54,10 +54,10 @@ def only(supported: Any, feature: str) -> Check:
 
 
 def never(feature: str) -> Check:
-    """Returns a check that accepts only values that are false, such as ``null``.
+    """Returns a check that accepts only falsy values, such as ``null``.
 
     Args:
-        feature: Model feature that other values request; the error message names it.
+        feature: Model feature that other values request, for the error message.
     """
 
     def check(value: Any, config: Mapping[str, Any], settings: Settings) -> Verdict:
@@ -85,9 +85,9 @@ def rotation_verdict(
 
     Args:
         value: Value of the key.
-        config: Content of the file, with the family's defaults.
+        config: Contents of the file, with the family's defaults.
         is_scaled: Whether the trainer's layers support this scaling of frequencies.
-        nearest: Kind of scaling that is supported; the error message names it.
+        nearest: Supported kind of scaling, for the error message.
     """
     kind = kind_of_rotation(config)
     scaling = scaling_of(config)
@@ -134,12 +134,12 @@ def _expert_weights(value: Any, config: Mapping[str, Any], settings: Settings) -
 
 
 def expert_weights_verdict(value: Any, settings: Settings, *, are_raw: bool) -> Verdict | None:
-    """Checks that file and trainer agree whether chosen experts' weights are scaled to a sum of 1.
+    """Checks that file and trainer agree on scaling the chosen experts' weights to a sum of 1.
 
     Args:
-        value: Value of the file's key: whether the weights are scaled.
-        settings: Settings that were read from the file.
-        are_raw: Whether the trainer's layers use the weights unscaled.
+        value: Value of the key in the file, which is true if the weights are scaled.
+        settings: Settings read from the file.
+        are_raw: Whether the trainer's layers use the weights without scaling.
     """
     if "num_moe_experts" not in settings:
         return None
@@ -179,4 +179,4 @@ REFUSE: Mapping[str, Check] = {
     "num_experts_per_tok": _chosen_experts,
     "topk_method": _choice_of_experts,
 }
-"""Maps keys to the checks that all families share."""
+"""Checks that all families share, by key."""

@@ -1,6 +1,6 @@
-"""Finds the family of a model, among the families of this folder and users' own families.
+"""Finds the family of a model among the families of this folder and users' own families.
 
-Also lists how unsupported models differ from supported families, for error messages.
+For error messages, it also lists how unsupported models differ from supported families.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _STATES = "layers that keep a state instead of attention"
 _FUSED = "another order of queries, keys and values in one matrix"
 _UNROTATED = "layers without rotation"
 _MULTIPLIED = "scale factors of embeddings, residuals and logits"
-# Features of unsupported models that no supported family has, and that no key in the file shows.
+# Features of unsupported models that no supported family has, and that cannot be recognized from
+# the keys in the file.
 _DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "rwkv", "bamba"), _STATES),
     **dict.fromkeys(("internlm2", "baichuan", "qwen", "chatglm"), _FUSED),
@@ -45,11 +46,11 @@ _DIFFERENCES: Mapping[str, str] = {
     "qwen3_next": f"{_STATES}, and gates of attention",
     "smollm3": _UNROTATED,
 }
-# Keys that are listed as differences of an unknown model although `refuse` checks them.
+# Keys that are reported as differences of an unknown model, even though `refuse` checks them.
 _CHECKED = ("quantization_config", "sliding_window_size")
 
 ENTRY_POINTS = "megatron_adaptive.families"
-"""Name of the group of entry points by which installed packages provide families."""
+"""Name of the entry point group through which installed packages provide families."""
 
 
 @functools.cache
@@ -62,18 +63,18 @@ def built_in_families() -> Mapping[str, Family]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             if issubclass(kind, Family):
-                # Skip base classes: they have no model types themselves, and model types are not
-                # inherited.
+                # Base classes have no model types, and model types are not inherited, so skip base
+                # classes.
                 types = vars(kind).get("model_types", ())
                 families |= dict.fromkeys(types, kind())
     return families
 
 
 def model_settings(hf_family: str | None = None) -> frozenset[str]:
-    """Returns the names of all settings that describe a model, and that a folder determines.
+    """Returns the names of all settings that describe a model and that a folder determines.
 
     Args:
-        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+        hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
     """
     families = [*built_in_families().values()]
     if hf_family is not None:
@@ -93,8 +94,8 @@ def find_family(model_type: Any, hf_family: str | None = None) -> Family | None:
 
     Args:
         model_type: Value of ``model_type`` in ``config.json``.
-        hf_family: Value of ``--hf-family``, a user's family that has precedence over those of this
-            package.
+        hf_family: Value of ``--hf-family``, which is a user's family with precedence over the
+            families of this package.
 
     Raises:
         ConfigError: A user's family cannot be imported, or is not a family.
@@ -110,7 +111,7 @@ def own_family(name: str) -> Family:
     """Imports a user's own family.
 
     Args:
-        name: Class as ``package.module:Class``, or the name of an entry point.
+        name: Class as ``package.module:Class``, or name of an entry point.
 
     Raises:
         ConfigError: There is no such class, or it is not a family with model types.
@@ -126,18 +127,18 @@ def own_family(name: str) -> Family:
 
 def _published_family(model_type: str) -> Family | None:
     """Returns the family that an installed package provides for a ``model_type``."""
-    if ":" in model_type:  # this would name a class, not an entry point
+    if ":" in model_type:  # this would be the path of a class, not an entry point
         return None
     kind = find_object(model_type, group=ENTRY_POINTS, subject="family")
     return None if kind is None else _instance(kind, model_type)
 
 
 def _instance(kind: Any, name: str) -> Family:
-    """Returns a user's family, after checking its tables.
+    """Returns a user's family after validating its tables.
 
     Raises:
-        ConfigError: The class is not a family, or a table has an unknown name; the message says
-            which.
+        ConfigError: The class is not a family, or a table contains an unknown name, as described in
+            the message.
     """
     if not inspect.isclass(kind) or not issubclass(kind, Family):
         raise ConfigError(
@@ -167,13 +168,13 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     """Returns the family of a model.
 
     Args:
-        config: Content of ``config.json``.
-        where: Path of the file; error messages name it.
-        hf_family: Value of ``--hf-family``; ``None`` if it is absent.
+        config: Contents of ``config.json``.
+        where: Path of the file, for error messages.
+        hf_family: Value of ``--hf-family``, or ``None`` if it is absent.
 
     Raises:
-        ConfigError: No family has this ``model_type`` (the message names the most similar one), or
-            the user's family is for other model types.
+        ConfigError: There is no family for this ``model_type`` (the message suggests the most
+            similar one), or the user's family has other model types.
     """
     name = config["model_type"]
     if hf_family is not None and name not in (types := own_family(hf_family).model_types):
@@ -188,13 +189,13 @@ def family_of(config: Mapping[str, Any], where: str, hf_family: str | None = Non
     raise ConfigError(
         f"{where}: model_type {name!r} is unknown; the nearest is {nearest}, which "
         f"{_lacks(config, name, nearest)}. Known types are {', '.join(supported_types())}. To "
-        "plan another model, give its sizes as `layers` of a model file (see plan --schema "
+        "plan another model, specify its sizes as `layers` of a model file (see plan --schema "
         "model)"
     )
 
 
 def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
-    """Returns a string that says how an unsupported model differs from the nearest family."""
+    """Describes how an unsupported model differs from the nearest family."""
     family = built_in_families()[nearest]
     expected = family.known_keys.union(family.refuse).difference(_CHECKED)
     strange = {key for key, value in config.items() if value and key not in expected}
@@ -203,5 +204,5 @@ def _lacks(config: Mapping[str, Any], name: str, nearest: str) -> str:
     if parts:
         return f"lacks {'; '.join(parts)}"
     return (
-        f"has all its keys; write {nearest} if its layers and the names of its weights are the same"
+        f"has all its keys; use {nearest} if its layers and the names of its weights are the same"
     )
