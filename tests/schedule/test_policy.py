@@ -60,7 +60,7 @@ def test_an_impossible_list_stands_still(order: tuple[Action, ...]) -> None:
 
 
 def test_a_doubled_action_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="lists F0-0 behind a later one"):
+    with pytest.raises(ScheduleError, match="lists F0-0 after a later action"):
         Follow((Action(F, 0, 0), Action(F, 0, 0)))
 
 

@@ -198,9 +198,9 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
     ("arguments", "message"),
     [
         ({"rank": 2}, "rank 2"),
-        ({"microbatches": 0}, "0 microbatches"),
-        ({"cap": 0.9}, "least cap is 1 "),
-        ({"weight_pieces": -1}, "-1 pieces of a weight gradient"),
+        ({"microbatches": 0}, "number of microbatches must be at least 1, got 0"),
+        ({"cap": 0.9}, "cap must be at least 1 "),
+        ({"weight_pieces": -1}, "W actions per weight gradient must not be negative, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -96,5 +96,5 @@ def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ScheduleError, match="latency_s is -0.1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE] * 2, late(TIMES, -0.1))
-    with pytest.raises(ScheduleError, match="1 policies for 2 ranks"):
+    with pytest.raises(ScheduleError, match="number of policies must be 2, one per rank, got 1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE], TIMES)

@@ -137,15 +137,15 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
 def test_a_cap_below_one_microbatch_names_the_least(
     sizes: Sequence[float] | None, least: str
 ) -> None:
-    message = rf"cap 0.75 is below .* the least cap is {re.escape(least)} \(one microbatch"
+    message = rf"cap must be at least {re.escape(least)} \(one microbatch.* got 0.75"
     with pytest.raises(ScheduleError, match=message):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, cap=0.75, sizes=sizes)
 
 
 def test_as_many_sizes_as_slices() -> None:
-    with pytest.raises(ScheduleError, match="3 sizes for 3 microbatches of 2 slices"):
+    with pytest.raises(ScheduleError, match="each of 3 microbatches of 2 slices, got 3"):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, sizes=[1, 2, 3])
-    with pytest.raises(ScheduleError, match="0 slices of a microbatch: give 1"):
+    with pytest.raises(ScheduleError, match="slices per microbatch must be at least 1, got 0"):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=0)
 
 
@@ -219,7 +219,7 @@ def test_seq_1f1b_is_valid_and_holds_few_slices(ranks: int, microbatches: int, s
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v", "interleaved", "varuna"])
 def test_orders_of_whole_microbatches_refuse_slices(name: str) -> None:
-    message = f"schedule {name} got 4 slices per microbatch: it orders whole microbatches, choose"
+    message = f"schedule {name} does not support slices, got 4 slices per microbatch; use"
     with pytest.raises(ScheduleError, match=f"{message}.*seq-1f1b"):
         make_schedule(name, placement_for(name, 2, 2), 4, num_slices=4)
 

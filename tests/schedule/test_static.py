@@ -249,20 +249,41 @@ ONE = Placement(num_ranks=2, num_chunks=1)
 @pytest.mark.parametrize(
     ("name", "placement", "microbatches", "group_size", "message"),
     [
-        ("1f1b", LOOP, 4, None, r"with 2 chunk.*a loop of 1, else choose adaptive"),
-        ("zb-h1", LOOP, 4, None, r"a loop of 1, else"),
-        ("varuna", LOOP, 4, None, r"varuna got a loop placement with 2 chunk"),
-        ("breadth-first", ONE, 4, None, "with 1 chunk.*a loop of at least 2, else"),
+        (
+            "1f1b",
+            LOOP,
+            4,
+            None,
+            "requires a loop placement with 1 chunk.*got a loop .* with 2; use adaptive",
+        ),
+        ("zb-h1", LOOP, 4, None, "a loop placement with 1 chunk"),
+        ("varuna", LOOP, 4, None, "varuna requires .*, got a loop placement with 2"),
+        ("breadth-first", ONE, 4, None, "a loop placement with at least 2 .* with 1;"),
         ("breadth-first", V, 4, None, "got a v placement"),
-        ("interleaved", ONE, 4, None, "at least 2, else choose adaptive"),
+        ("interleaved", ONE, 4, None, "at least 2 .* use adaptive"),
         ("interleaved", V, 4, None, "got a v placement"),
         ("interleaved", LOOP, 3, None, "at most 3"),
-        ("interleaved", LOOP, 6, None, "remainder 2 is below 4"),
-        ("interleaved", LOOP, 8, 3, "groups of 3 microbatches.*at least 4"),
+        ("interleaved", LOOP, 6, None, "remainder 2 is less than 4"),
+        ("interleaved", LOOP, 8, 3, "at least 4 .*groups of 3 microbatches"),
         ("interleaved", LOOP, 8, 9, "at most 8"),
-        ("v-half", LOOP, 4, None, "v-half got a loop placement with 2 chunk.*a v of 2"),
-        ("zb-v", Placement(num_ranks=2, num_chunks=3, kind="v"), 4, None, "v of 2, else"),
-        *((name, placement_for(name, 2, 2), 0, None, "0 microb") for name in schedule_names()),
+        (
+            "v-half",
+            LOOP,
+            4,
+            None,
+            "v-half requires a v placement with 2 .* got a loop placement with 2",
+        ),
+        (
+            "zb-v",
+            Placement(num_ranks=2, num_chunks=3, kind="v"),
+            4,
+            None,
+            "a v placement with 2 chunk",
+        ),
+        *(
+            (name, placement_for(name, 2, 2), 0, None, "at least 1, got 0")
+            for name in schedule_names()
+        ),
     ],
 )
 def test_refusals(

@@ -173,6 +173,6 @@ def test_an_order_made_before_the_step_needs_equal_numbers(schedule: str) -> Non
 
 def test_a_number_for_each_microbatch_is_needed() -> None:
     placement = Placement(num_ranks=1, num_chunks=1)
-    with pytest.raises(ScheduleError, match="2 numbers of slices for 3 microbatches"):
+    with pytest.raises(ScheduleError, match="for each of the 3 microbatches, got 2"):
         RankState(placement=placement, rank=0, num_microbatches=3, num_slices=(1, 2))
     assert len(make_policies("adaptive", placement, 3, num_slices=2)) == 1

@@ -124,13 +124,17 @@ def test_wide_stages_keep_a_narrow_one_busy() -> None:
 
 
 def test_bad_widths() -> None:
-    with pytest.raises(ScheduleError, match="widths 2-0"):
+    with pytest.raises(ScheduleError, match="got 2-0"):
         Widths((2, 0))
-    with pytest.raises(ScheduleError, match="3 microbatches over the 2 replicas of stage 0"):
+    with pytest.raises(
+        ScheduleError, match="2 replicas of stage 0 .* cannot divide 3 microbatches"
+    ):
         step("1f1b", Widths((2, 1)), 3)
-    with pytest.raises(ScheduleError, match=r"zb-h1 for stages of widths 2-1: choose"):
+    with pytest.raises(
+        ScheduleError, match=r"zb-h1 does not support stages of unequal widths .2-1.; choose"
+    ):
         make_policy("zb-h1", Widths((2, 1)), 0, 4)
-    with pytest.raises(ScheduleError, match="rank 3"):
+    with pytest.raises(ScheduleError, match="got 3"):
         Widths((2, 1)).place_of(3)
     assert chosen(None) is None
     assert chosen((2, 2)) is None
