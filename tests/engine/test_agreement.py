@@ -124,7 +124,7 @@ def test_actions_travel_as_numbers() -> None:
     [(Action(F, 1 << 10, 0), 0), (Action(F, 0, 1 << 20), 0), (Action(F, 0, 0), 1 << 31)],
 )
 def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
-    with pytest.raises(ScheduleError, match="cannot be agreed on"):
+    with pytest.raises(ScheduleError, match="cannot be encoded for a decision group"):
         encode(action, rest)
 
 

@@ -72,7 +72,7 @@ def test_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_newer_one_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_version.package_info, "MINOR", core_version.NEWEST[1] + 1)
     with pytest.warns(
-        UserWarning, match="is newer than the releases .*: its functions fit"
+        UserWarning, match="is newer than the newest release .*; its functions are compatible"
     ) as seen:
         check()
     assert len(seen) == 1

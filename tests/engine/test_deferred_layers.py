@@ -399,7 +399,7 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     if "old" in changes:
         del layer.wgrad_store
     chunk = torch.nn.ModuleDict({"fc": layer})
-    with pytest.raises(ConfigError, match=f"^backwards cannot be split: fc {line}"):
+    with pytest.raises(ConfigError, match=f"^backward passes cannot be split: fc {line}"):
         attach_stores([torch.nn.Identity(), chunk])
     # A stage without layers has no pending gradients.
     (store,) = attach_stores([torch.nn.Identity()])

@@ -324,7 +324,7 @@ def test_the_order_of_the_last_step_is_told_as_codes() -> None:
 
 def test_a_rank_alone_that_cannot_go_on_says_so() -> None:
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    with pytest.raises(ScheduleError, match="no other rank could change that: ready: F0-0"):
+    with pytest.raises(ScheduleError, match="no other rank can send an input: ready: F0-0"):
         pipeline.step([Picks(lambda state: None)], 1)
 
 
@@ -335,5 +335,5 @@ def test_a_missing_gradient_is_named() -> None:
 
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))
-    with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline gave no gradient"):
+    with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline returned no gradient"):
         run_last(pipeline, 1, stages=Forgetful)

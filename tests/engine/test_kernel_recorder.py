@@ -81,5 +81,5 @@ def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as other:
         assert recorded(tmp_path, said) == 0
     (line,) = said
-    assert "another torch.profiler of this process is running" in line
+    assert "another torch.profiler is running in this process" in line
     assert any(event.name == "aten::mm" for event in other.events())

@@ -54,7 +54,7 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
     for rank in (0, 1):
         text = refusal(place(rank, free_port(), "no-such-host.invalid"))
         assert "no-such-host.invalid" in text
-        assert "does not resolve" in text
+        assert "cannot be resolved" in text
 
 
 def test_a_port_where_nobody_listens_is_said() -> None:

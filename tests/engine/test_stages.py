@@ -265,7 +265,7 @@ class TestSplit:
 
     def test_whole_backwards_leave_nothing_for_later(self) -> None:
         stages = make_stages(build(core_config(), chunks=2), 1)
-        text = "chunk 0, microbatch 0 were requested in a step whose backwards are whole"
+        text = "chunk 0, microbatch 0 were requested in a step that does not split backward passes"
         with pytest.raises(ScheduleError, match=text):
             stages.weights(0, 0, 0, 1)
         stages.finish()

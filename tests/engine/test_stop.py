@@ -103,5 +103,5 @@ def test_answers_of_both_ranks(start: Start, program: str, expected: list[Any]) 
 def test_a_rank_that_ends_is_an_error_of_the_others(start: Start) -> None:
     kind, text = start("lost", "30,30", 2)[0]
     assert kind == "PeerLostError"
-    assert text.startswith("a rank was lost while the ranks agreed whether to stop: ")
+    assert text.startswith("a rank failed while the ranks agreed whether to stop: ")
     assert "\n" not in text
