@@ -125,7 +125,7 @@ def load_as_rank(model: Path, output: Path) -> None:
 
     accelerator.install()
     rank = GptRank([*_RUN.split(), "--load-hf", str(model)])
-    Path("resets the peak").write_text("5")  # resets the peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = memory_bytes("VmRSS")
     rank.load()
     peak = memory_bytes("VmHWM") - before
@@ -238,7 +238,7 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
         return time.perf_counter() - begin_s
 
     (folder / "line.jsonl").write_text('{"text": "one"}\n')
-    preprocess_s(folder / "imports the token writer", 1)  # imports the token writer
+    preprocess_s(folder / "line.jsonl", 1)  # imports the token writer
     rows = []
     for workers in sorted({1, os.cpu_count() or 1}):
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()
-    if options.part == ["this is a process of part size"]:  # this is a process of part size
+    if options.part == ["rank"]:  # this is a process of part size
         load_as_rank(options.model, options.output)
         return 0
     gigabytes = options.gigabytes or (0.5 if options.quick else 2.0)

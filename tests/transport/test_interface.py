@@ -1,4 +1,4 @@
-"""Tests headers and the completion queue that all transports share."""
+"""Tests headers and the completion queue of all transports."""
 
 from __future__ import annotations
 

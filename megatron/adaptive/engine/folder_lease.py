@@ -46,16 +46,7 @@ _ENDED = "ended"
 _FOLDER = ".lease"
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 _GONE = (errno.ENOENT, errno.ESTALE)
-_SUM = (
-    "key of the "
-    "checksum "
-    "over the "
-    "other keys, "
-    "absent in "
-    "claims of "
-    "earlier "
-    "versions"
-)  # key of the checksum over the other keys, absent in claims of earlier versions
+_SUM = "sum"  # key of the checksum over the other keys, absent in claims of earlier versions
 _YEAR_3000_S = 32_503_680_000
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("host", "ticks", "boot", "job", "run", "address", "secret"), (str,)),

@@ -127,11 +127,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
         # and a W without a chunk stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = (
-                "not a pair, because the "
-                "next B belongs to the "
-                "same microbatch"
-            )  # not a pair: the next B belongs to the same microbatch
+            steady[0] = "F0"  # not a pair, because the next B belongs to the same microbatch
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
