@@ -48,8 +48,7 @@ LIMIT_S = 900.0
 
 
 class Way(NamedTuple):
-    """A method of running the documents of a step: its schedule, and its microbatches with their
-    cuts.
+    """A method of running the documents of a step: its schedule, microbatches and cuts.
 
     Attributes:
         schedule: Name of the schedule.
@@ -84,8 +83,9 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Returns the durations of all actions. Attention takes twice as long in B and does not
-        occur in W.
+        """Returns the durations of all actions.
+
+        Attention takes twice as long in B as in F, and does not occur in W.
         """
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks

@@ -2,10 +2,10 @@
 
     python benchmarks/overheads.py [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``trace`` measures a traced step; ``layers``, ``collectives`` and ``evidence`` measure the
-times of layers, the times of collectives and the counters of the machine in traced steps; ``watch``
-measures the hang detector; ``checkpoint`` measures a checkpoint every ten steps that is written
-while training continues; ``copies`` measures in-memory copies of the state, in every step and in
+Parts: ``trace`` measures a traced step. ``layers``, ``collectives`` and ``evidence`` measure the
+times of layers, the times of collectives and the counters of the machine in traced steps. ``watch``
+measures the hang detector. ``checkpoint`` measures a checkpoint every ten steps that is written
+while training continues. ``copies`` measures in-memory copies of the state, in every step and in
 one of ten. Steps with and without the feature alternate in one job. Exits with status 1 if a goal
 is missed.
 """

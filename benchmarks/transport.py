@@ -254,8 +254,9 @@ def draw(samples: Samples, path: Path) -> None:
 
 
 def main() -> int:
-    """Measures and prints the results. Returns 1 if a goal is missed, or 2 if nothing can be
-    measured.
+    """Measures and prints the results.
+
+    Returns 1 if a goal is missed, or 2 if nothing can be measured.
     """
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")

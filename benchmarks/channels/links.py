@@ -1,6 +1,4 @@
-"""Implements links between two processes over gloo and MPI (see ``Link`` of
-``harness.link_times``).
-"""
+"""Implements links between two processes over gloo and MPI."""
 
 from __future__ import annotations
 

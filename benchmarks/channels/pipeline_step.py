@@ -92,9 +92,7 @@ class InstantTransport:
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Immediately delivers the gradient of each activation to the first stage; discards
-        gradients.
-        """
+        """Delivers the gradient of each activation to the first stage; discards gradients."""
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 
@@ -119,8 +117,7 @@ class Pipeline:
         self._executors: dict[str, Executor] = {}
 
     def step_s(self, name: str, transport: Any, microbatches: int) -> float:
-        """Returns the duration in seconds of this rank's step, from a start time that both ranks
-        agree on.
+        """Returns the seconds of this rank's step, from a start time that both ranks agree on.
 
         Args:
             name: Name of the transport.

@@ -130,9 +130,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups as a Markdown table, with a row per competitor and a column per
-    scenario.
-    """
+    """Returns the speed-ups as a Markdown table, with a row per competitor."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",

@@ -1,4 +1,4 @@
-"""Tests that the replacement of megatron-core's function refuses unsupported arguments."""
+"""Tests that the replacement of megatron-core's function rejects unsupported arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 
 def never(*_: Any) -> Any:
-    raise AssertionError("nothing runs when the arguments are refused")
+    raise AssertionError("nothing may run when the arguments are rejected")
 
 
 def forward_backward(num_chunks: int) -> ForwardBackward:

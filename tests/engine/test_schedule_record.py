@@ -204,7 +204,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        # The later start resumed after step 2 and took step 4.
+        # The later start resumed after step 2 and ran step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]
         assert seen["codes"] == [static, static, [static[0], static[0]]]
@@ -257,6 +257,6 @@ def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
                 orders=tuple(orders),
                 num_slices=slices,
             )
-            validate(schedule)  # each action once, and no rank waits forever
+            validate(schedule)  # each action once, and no deadlock
             if slices == recorded:
                 assert schedule.orders == ran.to_schedule("ran").orders

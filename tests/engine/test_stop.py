@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Checks clocks that differ; a limit of 0 here stands for the earliest clock."""
+    """Uses clocks that differ. A limit of 0 simulates the earliest clock."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 
@@ -89,7 +89,7 @@ def test_clock_that_is_first_stops_all(start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # Asking does not wait for a rank that is one boundary behind.
+        # The call does not wait for a rank that is one boundary behind.
         ("late", [False, False, False, False, None]),
         # A request before the last boundary is reported at the end.
         ("last", [False, None, True, True, "signal SIGTERM"]),

@@ -30,7 +30,7 @@ def weight() -> torch.nn.Parameter:
 
 
 def collect(store: WeightGradientStore, microbatch: int, weights: list[torch.nn.Parameter]) -> None:
-    """Runs the forward and backward passes of a row of layers."""
+    """Runs the forward and backward passes of a sequence of layers."""
     hidden = torch.randn(ROWS, WIDTH)
     for parameter in weights:
         hidden = torch.tanh(defer(LinearCall(parameter, None), hidden, store))
@@ -83,7 +83,7 @@ def test_what_communicates_is_in_the_same_piece_on_ranks_with_other_experts() ->
 def test_the_size_of_the_first_microbatch_is_known() -> None:
     store, layers = WeightGradientStore(), [weight() for _ in range(4)]
     assert store.microbatch_bytes == 0
-    # Each layer holds its input and a gradient, and the first input counts too.
+    # Each layer holds its input and a gradient. The first input is counted, too.
     for number in range(2):
         collect(store, number, layers[: 4 - number])
         assert store.microbatch_bytes == 4 * 2 * TENSOR_BYTES
@@ -107,7 +107,7 @@ def test_a_tensor_of_two_layers_counts_once() -> None:
 
 
 class Watched(LinearCall):
-    """Is a call whose end can be observed."""
+    """A call whose end can be observed."""
 
     __slots__ = ("__weakref__",)
 

@@ -1,4 +1,4 @@
-"""Tests for ``auto``: it chooses rules if they gain, otherwise fixed orders, within memory."""
+"""Tests that ``auto`` chooses rules only if they are faster than fixed orders, within memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a user's schedule runs like the package's schedules, and errors in it."""
+"""Tests that a user's schedule runs like the built-in schedules, and tests its errors."""
 
 from __future__ import annotations
 

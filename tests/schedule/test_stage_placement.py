@@ -1,4 +1,4 @@
-"""Tests for the placement of stages on ranks, and for the path from stage to stage."""
+"""Tests the placement of stages on ranks, and the path from stage to stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that errors about invalid schedules name rank, position and action, and mark the cell."""
+"""Tests that errors about invalid schedules contain rank, position and action, and a drawing."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]
 def exchange(
     rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Checks that all dtypes, shapes and sizes arrive in order, while both sides send at the same
-    time.
-    """
+    """Checks that all dtypes, shapes and sizes arrive in order, while both sides send at once."""
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
@@ -169,9 +167,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """Checks that received tensors can be used as in the pipeline: as leaves, in graphs, with
-    ``.data``.
-    """
+    """Checks that received tensors work as leaves, in graphs, and with ``.data``."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -460,8 +456,7 @@ def all_to_all(rank: Rank, kind: str) -> None:
 
 
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
-    """Checks the behaviour if the test suspends a peer, first for a short time and then
-    permanently.
+    """Checks the behaviour if the test suspends a peer, first briefly and then permanently.
 
     Returns:
         The last errors on rank 1.

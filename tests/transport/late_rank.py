@@ -152,9 +152,7 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Creates the agreement that makes both ranks of a stage use the same order, if a policy
-    chooses it.
-    """
+    """Creates the agreement between both ranks of a stage, if a policy chooses the order."""
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":
         return Agreement()

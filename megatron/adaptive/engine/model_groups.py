@@ -53,7 +53,6 @@ class ModelGroups:
                 "groups of parallel_state"
             )
 
-
     @property
     def is_of_parallel_state(self) -> bool:
         """Returns whether the pipeline has the same ranks as the pipeline of ``parallel_state``."""
