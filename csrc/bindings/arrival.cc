@@ -16,13 +16,13 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// What a subclass keeps with an arrival: attributes of its own would make each one known to the
-// garbage collector, which costs as much as all else.
+// Values that a subclass stores with an arrival. With attributes of its own, the garbage collector
+// would track every arrival, which doubles the cost.
 enum Kept : std::size_t { kLabel, kSettled, kNumKept };
 
 struct PyArrival {
   PyObject_HEAD bool taken;
-  long free_slots;  // when it was taken
+  long free_slots;  // at the time when it was taken
   long least_free;  // as in ArrivalForm
   PyObject* kept[kNumKept];
   Arrival arrival;
@@ -37,7 +37,7 @@ const Message& message_of(PyObject* self) noexcept {
   return own(self)->arrival.message;
 }
 
-// Attributes that are whole numbers of the message.
+// Attributes that are integers of the message.
 template <auto Message::* field>
 PyObject* arrival_number(PyObject* self, void*) {
   return PyLong_FromLongLong(static_cast<long long>(message_of(self).*field));
@@ -54,7 +54,7 @@ PyObject* arrival_arrived_ns(PyObject* self, void*) {
   return PyLong_FromLongLong(arrived_ns);
 }
 
-// At most as many as are free: what is on its way is not known here.
+// Returns an upper limit of the free slots: messages on their way are not known here.
 long free_slots(const Arrival& arrival) noexcept {
   if (arrival.held == nullptr) {
     return kManySlots;
@@ -93,7 +93,7 @@ PyObject* arrival_on_device(PyObject* self, void*) {
   return PyBool_FromLong(own(self)->arrival.device != nullptr);
 }
 
-// Hands the payload out as a tensor; null, with Python's error set, where that cannot be.
+// Returns the payload as a tensor. On failure returns null and sets Python's error.
 PyObject* take_tensor(PyArrival* object, bool on_device, Place place = {}) {
   if (object->taken) {
     PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can be taken once");
@@ -240,7 +240,7 @@ PyType_Spec kArrivalSpec = {"megatron.adaptive._C.Arrival", sizeof(PyArrival), 0
                                 Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
                             kArrivalSlots};
 
-PyTypeObject* arrival_type = nullptr;  // of this module, which is never unloaded
+PyTypeObject* arrival_type = nullptr;  // belongs to this module, which is never unloaded
 
 }  // namespace
 
@@ -266,7 +266,7 @@ void check_arrival_type(const py::object& type) {
 
 py::object make_arrival(Arrival&& arrival, const ArrivalForm& form) {
   auto* const type = reinterpret_cast<PyTypeObject*>(form.type.ptr());
-  auto* const object = reinterpret_cast<PyArrival*>(type->tp_alloc(type, 0));  // zeroed
+  auto* const object = reinterpret_cast<PyArrival*>(type->tp_alloc(type, 0));  // filled with zeros
   if (object == nullptr) {
     throw py::error_already_set();
   }

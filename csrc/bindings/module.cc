@@ -1,8 +1,8 @@
-// The Python module megatron.adaptive._C: decision log and RDMA devices; the channels are
-// in node.cc. Only files in this folder include Python's headers.
+// The Python module megatron.adaptive._C: decision log and RDMA devices. The channels are in
+// node.cc. Only files in this folder include Python's headers.
 //
-// Blocking calls release the GIL; those that wait come back about every 100 ms so that signal
-// handlers of Python run. Exceptions of the core become those of megatron.adaptive.errors.
+// Blocking calls release the GIL. Waits return to Python about every 100 ms, so that signal
+// handlers run. Exceptions of the core become the ones in megatron.adaptive.errors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,11 +22,11 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Raised by one whenever Python code has to know about a change here; see extension.py.
+// Must be increased by one for every change that Python code needs to know about; see extension.py.
 constexpr int kInterface = 6;
 
-// Calls wait(deadline) without the GIL, in slices. Worth avoiding where nothing has to be waited
-// for: getting the GIL back from a busy thread can take milliseconds.
+// Calls wait(deadline) without the GIL, in slices. Should be avoided if there is nothing to wait
+// for, because getting the GIL back from a busy thread can take milliseconds.
 template <typename Wait>
 WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   const Deadline deadline = deadline_after(timeout_s);
@@ -43,12 +43,12 @@ WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   }
 }
 
-// One end of a log, which belongs to one thread at a time.
+// One end of a log. Only one thread may use it at a time.
 template <typename Log>
 struct End {
   explicit End(Log value) : log(std::move(value)) {}
 
-  // Tries, then waits; `try_now` and `wait` say how. Throws DeadlineError with the words of `late`.
+  // Calls `try_now`, then `wait`. Throws DeadlineError with the text of `late`.
   template <typename TryNow, typename Wait, typename Late>
   void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
     const Busy guard(busy, "use one end of a decision log");
@@ -101,7 +101,7 @@ std::int64_t next_of(PyReader& end, double timeout_s) {
   return value;
 }
 
-// What both ends have.
+// Methods that both ends have.
 template <typename Log>
 py::class_<End<Log>> bind_end(py::module_& module, const char* name, const char* words) {
   return py::class_<End<Log>>(module, name, words)
@@ -176,7 +176,7 @@ void bind_rdma(py::module_& module) {
              "TransportError in a build without RDMA.");
 }
 
-// Only the core's own exceptions; pybind11 knows the others.
+// Translates only the core's own exceptions; pybind11 translates the others.
 void translate(std::exception_ptr thrown) {
   if (!thrown) {
     return;

@@ -1,6 +1,7 @@
-// The Python class Node: the channels of one process in one job, over the core's senders.
+// The Python class Node: all channels of one process in one job.
 //
-// What runs per message takes its arguments as an array (METH_FASTCALL); the rest is pybind11's.
+// Methods that run once per message get their arguments as an array (METH_FASTCALL). pybind11
+// handles the others.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,11 +33,11 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Copies of this size and above take so long that other threads should run meanwhile.
+// Copies of this size and above take so long that other threads should run during the copy.
 constexpr std::uint64_t kLongCopyBytes = 256 * 1024;
 
-// What is told about peers in error messages. Filled by open(), read by any thread: asking Python
-// then could wait for the GIL in the hands of one who waits for that thread.
+// Descriptions of peers for error messages. Filled by open() and read by any thread. Asking Python
+// instead could deadlock, if the thread that holds the GIL waits for the asking thread.
 class Descriptions {
  public:
   void set(int peer, std::string text) {
@@ -56,11 +57,11 @@ class Descriptions {
 
 // ---- Node
 
-// One process's end of all its channels. All methods need the GIL; those that wait release it.
+// One process's end of all its channels. All methods need the GIL, and release it during waits.
 class Node {
  public:
-  // Memory that reserve() gave out and nobody committed, as far as is known: what is dropped is
-  // forgotten only when it is reserved again.
+  // Memory that reserve() returned and that is not committed, as far as is known: dropped
+  // reservations are removed only when the memory is reserved again.
   struct Reservation {
     const void* data;
     int peer;
@@ -85,11 +86,11 @@ class Node {
   Node& operator=(const Node&) = delete;
   ~Node() {
     if (!guard_.in_maker()) {
-      parts_.release();  // threads and peers belong to the process that made them
+      parts_.release();  // threads and peers belong to the process that created them
       return;
     }
     drop_all();
-    // What nobody took: it may own objects of Python, or channels.
+    // Arrivals that nobody took may own Python objects or channels.
     while (const auto item = parts_->session.completions->poll()) {
       if (const auto* posted = std::get_if<Posted>(&*item)) {
         Py_DECREF(reinterpret_cast<PyObject*>(static_cast<std::uintptr_t>(posted->item)));
@@ -138,7 +139,7 @@ class Node {
     all.senders.emplace_back(peer, std::move(sender));
   }
 
-  // Sends memory that `keep` owns. With a stream, see Sender::send_after().
+  // Sends memory that `keep` owns. For streams see Sender::send_after().
   void send(int peer, const Message& message, const void* data, PyObject* keep) {
     Sender& sender = sender_to(peer);
     const Busy busy(sending_, "send");
@@ -158,7 +159,7 @@ class Node {
     sender.send_after(message, data, on_device, stream, kept.keeper());
   }
 
-  // As send(), of the tensor whose memory `data` is.
+  // Like send(), for the tensor with the memory at `data`.
   void send_tensor(int peer, const Message& message, const void* data, PyObject* tensor) {
     if (message.nbytes >= kLongCopyBytes) {
       const auto storage = py::reinterpret_steal<py::object>(storage_of(tensor));
@@ -184,7 +185,7 @@ class Node {
     return reserved;
   }
 
-  // The place that begins at `data`; null for none.
+  // Returns the reservation that begins at `data`, or null.
   const Reservation* reserved_at(const void* data) const noexcept {
     for (const Reservation& place : reserved_) {
       if (place.data == data) {
@@ -203,7 +204,7 @@ class Node {
     sender.commit(message, std::move(reserved));
   }
 
-  // From now on poll() and wait() return arrivals as `type`; see ArrivalForm.
+  // Sets the type of the arrivals that poll() and wait() return; see ArrivalForm.
   void deliver_as(const py::object& type, long least_free) {
     check_arrival_type(type);
     parts().form = {type, least_free};
@@ -265,7 +266,7 @@ class Node {
     try {
       flushed = flush_all(timeout_s);
     } catch (const Error&) {
-      // Who waits hears of a lost peer; this end is closed all the same.
+      // Callers that wait are told about a lost peer. This end is closed in any case.
     } catch (...) {
       drop_all();
       throw;
@@ -283,7 +284,7 @@ class Node {
     py::object describe;
     std::optional<Listener> unix_listener;
     std::optional<Listener> tcp_listener;
-    std::vector<std::pair<int, std::unique_ptr<Sender>>> senders;  // few: searched one by one
+    std::vector<std::pair<int, std::unique_ptr<Sender>>> senders;  // only a few: linear search
     ArrivalForm form = plain_arrivals();
     bool closed = false;
   };
@@ -394,15 +395,15 @@ class Node {
   const int rank_;
   const Token token_;
   const ForkGuard guard_;
-  std::unique_ptr<Parts> parts_;       // null in a forked child that ended
-  std::vector<Reservation> reserved_;  // few: searched one by one
-  bool waiting_ = false;               // guarded by the GIL, as is the next
+  std::unique_ptr<Parts> parts_;       // null in a forked child after its end
+  std::vector<Reservation> reserved_;  // only a few: linear search
+  bool waiting_ = false;               // guarded by the GIL, like the next member
   bool sending_ = false;
 };
 
 Node& node_of(PyObject* self) {
-  // The method descriptor has checked the type; pybind11's own way to the pointer takes longer than
-  // all the rest of a call.
+  // The method descriptor has checked the type. pybind11's own conversion to a pointer takes longer
+  // than the rest of a call.
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   auto* const node = static_cast<Node*>(instance->simple_value_holder[0]);
   if (node == nullptr) {

@@ -44,7 +44,7 @@ std::uint32_t magic_of(const std::vector<std::uint8_t>& bytes) {
   return magic;
 }
 
-// A record of a magic number and what follows.
+// Encodes a record with a magic number and a text.
 std::vector<std::uint8_t> tagged(std::uint32_t magic, const std::string& text) {
   std::vector<std::uint8_t> bytes(sizeof(magic) + text.size());
   std::memcpy(bytes.data(), &magic, sizeof(magic));
@@ -56,7 +56,7 @@ std::string from(int peer) {
   return " from rank " + std::to_string(peer);
 }
 
-// The peer's own words, without what could disturb a terminal.
+// Throws the peer's own text, without characters that could affect a terminal.
 [[noreturn]] void throw_refusal(const std::vector<std::uint8_t>& bytes, int peer) {
   std::string reason(bytes.begin() + sizeof(std::uint32_t), bytes.end());
   for (char& letter : reason) {
