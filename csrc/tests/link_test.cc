@@ -71,7 +71,7 @@ TEST(a_wrong_number_of_descriptors_is_refused) {
   refused({}, 1, "0 descriptors came where 1 were due");
   refused({memory.get()}, 0, "1 descriptors came where 0 were due");
   refused({memory.get(), memory.get()}, 1, "2 descriptors came where 1 were due");
-  // A header that lies about what comes with it.
+  // A header with wrong numbers of bytes and descriptors.
   Ends ends = link_up(Kind::kUnix);
   const adaptive::RecordHeader header = adaptive::encode_record_header(0, 1);
   adaptive::send_all(ends.far.fd(), header.data(), header.size(), {memory.get(), memory.get()},
@@ -121,7 +121,7 @@ TEST_OF_LINKS(waits_have_deadlines) {
   const ScopedFd silent = stranger(listener.address());
   check_throws<DeadlineError>([&] { listener.accept(0, "test", soon(), kNoTick); },
                               listener.address());
-  // Its queue takes the connection, but nobody answers.
+  // The listener's queue takes the connection, but no process answers.
   check_throws<DeadlineError>([&] { connect(listener.address(), rank(0), 1, soon()); },
                               "did not answer");
   const std::string gone = listen(kind, rank(1)).address();
@@ -153,7 +153,7 @@ TEST(connecting_waits_for_the_listener) {
   check(::bind(taken.get(), any.get(), any.length()) == 0, "a port");
   const int port = host_and_port(SocketAddress::local_of(taken.get()).text()).second;
   std::atomic<bool> connected{false};
-  Link far;  // what ends before it is accepted does not count
+  Link far;  // a connection that is closed before it is accepted is ignored
   Joined thread([&] {
     far = connect_tcp("127.0.0.1", port, rank(0), 1, patient(), kNoTick);
     connected = true;
@@ -173,16 +173,17 @@ TEST_OF_LINKS(strangers_are_refused_and_block_nobody) {
   const std::string address = listener.address();
   std::vector<ScopedFd> strangers;
   for (int i = 0; i < 20; ++i) {
-    strangers.push_back(stranger(address));  // says nothing
+    strangers.push_back(stranger(address));  // sends nothing
     strangers.push_back(stranger(address));
-    write_to(strangers.back(), Bytes(static_cast<std::size_t>(i) + 1, 0x55));  // garbage
+    // sends invalid bytes
+    write_to(strangers.back(), Bytes(static_cast<std::size_t>(i) + 1, 0x55));
     strangers.push_back(stranger(address));
     Bytes half = hello_bytes(rank(0), 1);
     half.resize(static_cast<std::size_t>(i) + 1);
     write_to(strangers.back(), half);
     strangers.push_back(stranger(address));
     write_to(strangers.back(), Bytes(500, 0x55));
-    stranger(address);  // gone again
+    stranger(address);  // closed immediately
   }
   std::string refusal;
   Link far;

@@ -1,5 +1,5 @@
-// Tests of what the RDMA transport decides without hardware: the choice of a port, the records that
-// peers exchange, the words for errors.
+// Tests of the RDMA transport without hardware: the choice of a port, the records that peers
+// exchange, and the texts of errors.
 #include <cstring>
 
 #include "common/error.h"
@@ -148,7 +148,7 @@ TEST(records_survive_the_way) {
           "the same record");
     check(back.lanes[0].gid == record.lanes[0].gid && back.lanes[0].lid == 513, "the same lane");
   }
-  // The places that docs/reference/transport.md gives.
+  // Positions as in docs/reference/transport.md.
   const Bytes bytes = encode(some_record(1));
   check(std::memcmp(bytes.data(), "DRP1\x01\x00\x01\x00\x40\x00\x00\x00", 12) == 0, "the start");
   check(bytes[16] == 0x88 && bytes[64] == 0x00 && bytes[66] == 0xab && bytes[91] == 2 &&
