@@ -476,7 +476,7 @@ void fill_label(Message& message, PyObject* const* args) {
   message.step = as_int(args[0]);
   message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[1], "kind"));
   if (message.kind == MessageKind::kEnd) {
-    throw std::invalid_argument("kind 255 is the transports' own: close() sends it");
+    throw std::invalid_argument("kind 255 is reserved for close()");
   }
   message.chunk = narrow<std::int32_t>(args[2], "chunk");
   message.microbatch = narrow<std::int32_t>(args[3], "microbatch");
@@ -649,39 +649,36 @@ PyMethodDef kFastMethods[] = {
     {"send", as_method(&node_send), METH_FASTCALL,
      "send(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, nbytes, "
      "keep)\n\nStarts sending the contiguous tensor at data_ptr and never waits for the peer. "
-     "`keep` is held until its memory is no longer needed; which must not be written to before.\n\n"
+     "`keep` is kept until its memory is no longer needed, and must not be written to before.\n\n"
      "Raises PeerLostError, TransportError."},
     {"send_after", as_method(&node_send_after), METH_FASTCALL,
      "send_after(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, "
-     "nbytes, "
-     "on_device, stream, keep)\n\nAs send(), for a tensor that is there when `stream`, a CUstream "
-     "as a number, has come so far: at data_ptr of this process's GPU, at most a slot of it, or of "
-     "the host. Where info() says that gpu_path is cuda-ipc; all messages then go this way."},
+     "nbytes, on_device, stream, keep)\n\nLike send(), for a tensor that the work queued on "
+     "`stream`, a CUstream as a number, computes. It is at data_ptr in the memory of this "
+     "process's GPU, and at most as large as a slot, or in host memory. Must be used for all "
+     "messages if gpu_path is cuda-ipc in info()."},
     {"send_tensor", as_method(&node_send_tensor), METH_FASTCALL,
-     "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nAs send(), for a contiguous "
-     "tensor of the CPU; as commit(), where it begins where reserved memory of the channel does. "
-     "False, and nothing is sent, for any other, and for memory of another channel. After "
-     "use_torch()."},
+     "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nLike send(), for a contiguous "
+     "CPU tensor, or like commit(), if it begins at reserved memory of the channel. Returns False "
+     "and sends nothing for other tensors and for memory of another channel. Needs use_torch()."},
     {"commit", as_method(&node_commit), METH_FASTCALL,
-     "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends what "
-     "is in reserved memory without a copy. It may be read afterwards, but not written to."},
+     "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends the "
+     "payload in reserved memory without a copy. It may be read afterwards, but not written to."},
     {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
-     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, or "
-     "None "
-     "where there is none and for no bytes; send_tensor() and commit() send it. Dropping it before "
-     "gives the memory back. After use_torch()."},
+     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, which "
+     "send_tensor() and commit() send. Returns None for empty tensors and if there is no memory. "
+     "Destroying an unsent tensor returns the memory. Needs use_torch()."},
     {"reserved_at", as_method(&node_reserved_at), METH_O,
-     "reserved_at(address)\n\nReturns (peer, token) of reserved memory that begins there and was "
-     "not committed, or None."},
+     "reserved_at(address)\n\nReturns (peer, token) of uncommitted reserved memory that begins at "
+     "the address, or None."},
     {"poll", as_method(&node_poll), METH_NOARGS,
-     "poll()\n\nReturns the oldest arrival or put item, None if there is none now.\n\nRaises "
-     "PeerLostError or TransportError, once, for a channel that ended."},
+     "poll()\n\nReturns the oldest arrival or item of put(), or None if there is none.\n\nRaises "
+     "PeerLostError or TransportError once for each channel that failed."},
     {"wait_until", as_method(&node_wait_until), METH_O,
-     "wait_until(deadline_s)\n\nAs poll(), but waits, without the GIL; None when the time of "
-     "time.monotonic(), -inf to inf, has come. Does not ask for the time where something is there "
-     "at once or soon."},
+     "wait_until(deadline_s)\n\nLike poll(), but waits without the GIL. Returns None at the given "
+     "time of time.monotonic(), -inf to inf. Reads the clock only if there is no item soon."},
     {"put", as_method(&node_put), METH_O,
-     "put(item)\n\nAdds any object to what poll() and wait_until() return. Any thread."},
+     "put(item)\n\nAdds any object to the items of poll() and wait_until(). Any thread."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -712,46 +709,45 @@ std::unique_ptr<Node> make_node(int rank, const py::bytes& token, std::uint64_t 
 void bind_transport(py::module_& module) {
   bind_arrival(module);
   bind_tensors(module);
-  py::class_<Node> node(module, "Node", R"(The channels of one process in one job.
+  py::class_<Node> node(module, "Node", R"(All channels of one process in one job.
 
-One thread at a time sends and one waits; put() may be called by any. All of it ends with close().)");
+One thread at a time may send and one may wait; any thread may call put(). close() ends all.)");
   node.def(py::init(&make_node), py::arg("rank"), py::arg("token"), py::arg("job"),
            py::arg("local_processes"), py::arg("describe") = py::none(),
-           R"(Makes a process known to its peers as `rank`.
+           R"(Creates the channels of the process with number `rank`.
 
-token: 16 bytes that only the processes of this job know. local_processes: busy processes on the
-CPUs of this node, which decides how long waits spin.
-describe(peer): text for error messages, asked once per peer by open().)");
+token: 16 bytes that only the processes of this job know. local_processes: number of busy processes
+on this node's CPUs; determines how long waits spin.
+describe(peer): returns text for error messages; open() calls it once per peer.)");
   node.def("listen", &Node::listen, py::arg("kind"), py::arg("host") = "", py::arg("port") = 0,
-           R"(Waits for peers with lower ranks from now on; returns the address for their open().
+           R"(Starts to listen for peers with lower ranks. Returns the address for their open().
 
-kind: "unix" for peers on this node, "tcp" for others, then with the numeric `host` to listen at.)");
+kind: "unix" for peers on this node, or "tcp" for other peers, with the numeric address `host`.)");
   node.def(
       "open",
       [](Node& self, const std::string& kind, int peer, const std::string& address,
          double timeout_s,
          const py::kwargs& options) { self.open(kind, peer, address, timeout_s, options); },
       py::arg("kind"), py::arg("peer"), py::arg("address"), py::arg("timeout_s"),
-      R"(Opens the channels to and from `peer`, which calls the same with this rank.
+      R"(Opens the channels to and from `peer`, which must make the same call with this rank.
 
-kind: "shm", "rdma" or "tcp". The lower rank connects to `address`, what
-listen() gave the peer; the higher one listens. Options: slot_bytes, slots, limit_bytes, crc,
-silent_limit_s, reservable; for shm also turn_name, cuda_device, whose memory payloads are in, and
-cuda_refusal;
+kind: "shm", "rdma" or "tcp". The lower rank connects to `address`, the result of the peer's
+listen(); the higher rank listens. Options: slot_bytes, slots, limit_bytes, crc, silent_limit_s,
+reservable; for shm also turn_name, cuda_device (the GPU with the payloads) and cuda_refusal;
 for rdma also device, near_pci, port, gid_index, mtu, num_qps, ack_timeout. Raises DeadlineError,
 TransportError.)");
   node.def("flush", &Node::flush, py::arg("timeout_s"),
-           "Waits until no memory of what was sent is needed; False when the time was over.");
+           "Waits until the memory of sent tensors is not needed. Returns False after timeout_s.");
   node.def("pending", &Node::pending, py::arg("peer"), "Messages that flush() would wait for.");
   node.def("close", &Node::close, py::arg("timeout_s"),
-           R"(Flushes, says goodbye to all peers and ends the channels. Idempotent.
+           R"(Flushes, says goodbye to all peers and closes the channels. Idempotent.
 
-Returns False when something was still pending after timeout_s. Views of what arrived stay valid.)");
+Returns False if messages were still pending after timeout_s. Views of arrivals stay valid.)");
   node.def("deliver_as", &Node::deliver_as, py::arg("type"), py::arg("least_free"),
            R"(Makes poll() and wait_until() return arrivals as `type`, a subclass of Arrival.
 
-least_free: take() copies where a channel has fewer free slots.)");
-  node.def("info", &Node::info, py::arg("peer"), "What the channel to `peer` found and chose.");
+least_free: take() copies if a channel has fewer free slots.)");
+  node.def("info", &Node::info, py::arg("peer"), "Properties of the channel to `peer`.");
   add_fast_methods(node);
 }
 

@@ -77,7 +77,7 @@ void set_python_error(std::exception_ptr thrown) noexcept {
   } catch (py::error_already_set& error) {  // errors.py itself cannot be imported
     error.restore();
   } catch (...) {
-    PyErr_SetString(PyExc_RuntimeError, "an error of the C++ extension has no Python form");
+    PyErr_SetString(PyExc_RuntimeError, "an error of the C++ extension has no Python class");
   }
 }
 

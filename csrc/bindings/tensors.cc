@@ -225,7 +225,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
 
 py::object make_tensor(Lease&& lease, const Message& message, Place place) {
   if (from_capsule == nullptr) {
-    throw std::runtime_error("tensors can be made only after use_torch()");
+    throw std::runtime_error("tensors can only be created after use_torch()");
   }
   if (exchange == nullptr) {
     return make_through_capsule(std::move(lease), message, place);
@@ -241,10 +241,11 @@ py::object make_tensor(Lease&& lease, const Message& message, Place place) {
 
 void bind_tensors(py::module_& module) {
   module.def("use_torch", &use_torch, py::arg("exchange_api"), py::arg("from_dlpack"),
-             R"(Makes tensors by torch from now on.
+             R"(Makes the extension create torch tensors from now on.
 
-exchange_api: torch.Tensor.__dlpack_c_exchange_api__, or None. from_dlpack: what makes a tensor of a
-DLPack capsule, where there is no such table. Returns whether the table's version is known here.)");
+exchange_api: torch.Tensor.__dlpack_c_exchange_api__, or None. from_dlpack: a function that creates
+a tensor from a DLPack capsule, for torch without the table. Returns whether the table's version is
+supported.)");
 }
 
 }  // namespace adaptive

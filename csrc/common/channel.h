@@ -111,7 +111,7 @@ class Sender {
 };
 
 inline void Sender::send_after(Message, const void*, bool, void*, const Keeper&) {
-  throw Error("this channel has no way between GPUs: bring payloads to the host");
+  throw Error("this channel does not connect GPUs: copy payloads to the host");
 }
 
 }  // namespace adaptive

@@ -117,7 +117,7 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
   }
   const std::optional<Hello> theirs = parse_hello(answer.data(), answer.size());
   if (!theirs) {
-    throw Error("what listens at " + name + " is not a process of this package");
+    throw Error("the process listening at " + name + " does not run this package");
   }
   if (theirs->verdict != Verdict::kWelcome) {
     throw Error("rank " + std::to_string(peer) + " at " + name +
@@ -146,7 +146,7 @@ ScopedFd connect_and_greet(const SocketAddress& address, const Identity& self, i
     }
     if (address.family() == AF_UNIX && !peer_of_same_user(socket.get())) {
       throw Error("the process listening at " + name +
-                  " runs as another user: it is not to be trusted");
+                  " runs as another user, so it is not trusted");
     }
     // If no process listens at a port in the range for outgoing connections, the kernel may give
     // this port to a socket and connect the socket to itself.
@@ -171,11 +171,11 @@ void Link::send_record(const std::vector<std::uint8_t>& bytes, const std::vector
   std::vector<std::uint8_t> frame(header.begin(), header.end());
   frame.insert(frame.end(), bytes.begin(), bytes.end());
   if (!fds.empty() && !unix_) {
-    throw std::invalid_argument("descriptors travel over unix links only");
+    throw std::invalid_argument("only unix links can send descriptors");
   }
-  send_all(
-      fd(), frame.data(), frame.size(), fds, deadline, tick,
-      "rank " + std::to_string(peer_) + " (" + remote_ + ") took no record within the time limit");
+  send_all(fd(), frame.data(), frame.size(), fds, deadline, tick,
+           "rank " + std::to_string(peer_) + " (" + remote_ +
+               ") did not accept a record within the time limit");
 }
 
 Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const Deadline& deadline,
@@ -187,8 +187,8 @@ Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const
   record.bytes.resize(parse_record_header(header.data(), header.size(), max_bytes, num_fds));
   receive_all(fd(), record.bytes.data(), record.bytes.size(), record.fds, deadline, tick, from);
   if (record.fds.size() != num_fds) {
-    throw Error(from + " came with " + std::to_string(record.fds.size()) +
-                " descriptors instead of " + std::to_string(num_fds));
+    throw Error(from + " has " + std::to_string(record.fds.size()) + " descriptors instead of " +
+                std::to_string(num_fds));
   }
   return record;
 }

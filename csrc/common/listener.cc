@@ -240,7 +240,7 @@ Link Listener::accept(int peer, const std::string& purpose, const Deadline& dead
     if (gave_up && Clock::now() - *gave_up > kReconnectLimit) {
       throw Error("rank " + std::to_string(peer) + " connected to " + address() + " for '" +
                   purpose +
-                  "' and went away again: it could not make its end of the channel, or "
+                  "' and closed it again: it could not open its end of the channel, or "
                   "its process ended");
     }
     if (deadline.expired()) {

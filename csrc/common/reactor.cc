@@ -336,12 +336,12 @@ Reactor::~Reactor() {
 void Reactor::add(int fd, std::uint32_t events, Handler handler,
                   std::function<void(const std::exception&)> on_error) {
   if (impl_->forked()) {
-    throw Error("a reactor cannot be used in a forked child of the process that made it");
+    throw Error("a reactor cannot be used in a forked child of the process that created it");
   }
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->rethrow_kept();
   if (impl_->watches.count(fd) != 0) {
-    throw Error("descriptor " + std::to_string(fd) + " is in the reactor already");
+    throw Error("descriptor " + std::to_string(fd) + " is already in the reactor");
   }
   auto watch = std::make_shared<Watch>();
   watch->id = impl_->next_id++;
@@ -404,7 +404,7 @@ void Reactor::post(Task task) {
 
 std::uint64_t Reactor::every(std::chrono::milliseconds period, Task task) {
   if (impl_->forked()) {
-    throw Error("a reactor cannot be used in a forked child of the process that made it");
+    throw Error("a reactor cannot be used in a forked child of the process that created it");
   }
   std::uint64_t id = 0;
   {

@@ -110,7 +110,7 @@ class Talk {
     Link::Record record = link_.recv_record(kLongestRecord, 0, deadline_, tick_);
     if (record.bytes.empty()) {
       throw Error("rank " + std::to_string(link_.peer()) +
-                  " said nothing about its device; do both ranks run the same version?");
+                  " sent nothing about its device; do both ranks run the same version?");
     }
     return std::move(record.bytes);
   }
@@ -132,7 +132,7 @@ class Talk {
     const Context& context = *path_.context;
     Uuid theirs;
     if (identity.size() != sizeof(theirs.bytes)) {
-      throw Error("the peer's device has a name of " + std::to_string(identity.size()) +
+      throw Error("the peer's device has an identity of " + std::to_string(identity.size()) +
                   " bytes; do both ranks run the same version?");
     }
     std::memcpy(theirs.bytes, identity.data(), sizeof(theirs.bytes));

@@ -304,7 +304,7 @@ void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs,
   if (mine.lanes[0].link_layer != theirs.lanes[0].link_layer) {
     throw Error(channel_state.peer_name() +
                 " uses an RDMA port of another kind: one is InfiniBand, the "
-                "other Ethernet; choose alike ones by device and port");
+                "other Ethernet; choose ports of the same kind with device and port");
   }
 }
 

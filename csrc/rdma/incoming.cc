@@ -133,7 +133,7 @@ void Incoming::note(const ibv_wc& completion) {
     return;
   }
   if (completion.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
-    throw Error("it sent something else than writes with immediate");
+    throw Error("it sent operations other than writes with immediate");
   }
   const std::size_t lane = completion.wr_id & ~kReceiveId;
   if (!receives_.at(lane).used()) {

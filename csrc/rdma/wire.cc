@@ -104,8 +104,8 @@ EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer)
     std::memcpy(&fixed, bytes.data(), sizeof(fixed));
   }
   if (fixed.magic != kEndpointMagic || fixed.version != kVersion) {
-    throw Error("what came" + from(peer) +
-                " is no RDMA endpoint of this version; do both ranks run the same version?");
+    throw Error("the record" + from(peer) +
+                " is not an RDMA endpoint of this version; do both ranks run the same version?");
   }
   const std::size_t lane_bytes = sizeof(Lane) * fixed.lanes;
   const bool sane = fixed.lanes >= 1 && fixed.lanes <= kMostLanes &&
@@ -145,7 +145,7 @@ void decode_ready(const std::vector<std::uint8_t>& bytes, int peer) {
     throw_refusal(bytes, peer);
   }
   if (magic_of(bytes) != kReadyMagic || bytes.size() != sizeof(std::uint32_t)) {
-    throw Error("what came" + from(peer) + " is not the word that its queue pairs are ready");
+    throw Error("the record" + from(peer) + " does not confirm that its queue pairs are ready");
   }
 }
 

@@ -241,7 +241,7 @@ class ShmSender final : public Sender {
     wish.library = options_.cuda_driver;
     wish.refusal = options_.cuda_refusal;
     if (options_.crc && wish.refusal.empty()) {
-      wish.refusal = "checksums are asked for, which are made on the host";
+      wish.refusal = "checksums are enabled, which are computed on the host";
     }
     wish.slots = options_.slots;
     wish.slot_bytes = options_.slot_bytes;

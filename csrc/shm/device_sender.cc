@@ -43,7 +43,7 @@ void DeviceSender::send(const Message& message, const void* data, bool on_device
   if (on_device && message.nbytes > slot_bytes_) {
     throw Error(describe(message) + " has " + std::to_string(message.nbytes) +
                 " bytes in device memory, more than a slot, " + std::to_string(slot_bytes_) +
-                ": bring it to the host first");
+                ": copy it to the host first");
   }
   Job job;
   job.message = message;
@@ -129,7 +129,7 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
       // The channel reports the loss itself.
     } catch (const std::exception& error) {
       channel_state_->fail(Failure::Kind::kTransport,
-                           describe(job.message) + " could not be brought to " +
+                           describe(job.message) + " could not be copied to " +
                                channel_state_->peer_name() + ": " + error.what());
     }
     std::shared_ptr<void> owner = std::move(job.owner);

@@ -80,7 +80,7 @@ void Writer::keep_last(const Keeper& keeper) {
 void Writer::add_credits(std::uint32_t count) {
   const std::lock_guard<std::mutex> lock(queue_mutex_);
   if (count > peer_slots_ - credits_) {
-    throw Error("it gave " + std::to_string(count) + " slots back where " +
+    throw Error("it returned " + std::to_string(count) + " slots where " +
                 std::to_string(peer_slots_ - credits_) + " were in use");
   }
   credits_ += count;

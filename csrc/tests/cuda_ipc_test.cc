@@ -188,7 +188,7 @@ void check_pinned(const std::string& reason, const Side& low, const Side& high) 
       check(text_of(*end.sender, "gpu_path") == "pinned", "no way between the devices");
       check_contains(text_of(*end.sender, "gpu_reason"), reason);
       check_throws<Error>([&] { end.sender->send_after(message_of(1, 0), "", false, nullptr, {}); },
-                          "no way between GPUs");
+                          "does not connect GPUs");
     }
     send_pattern(*end.sender, 20'000, 3);
     check_arrival(take_arrival(end), 20'000, 3);

@@ -301,8 +301,8 @@ TEST(broken_frames_are_refused) {
   refused(Frames().frame(static_cast<FrameType>(9), 0, 0), "unknown type 9");
   refused(Frames().frame(FrameType::kControl, 0, 1), "a piece of 1 bytes");
   refused(start(0x7fffffff), "a piece of 2147483647 bytes");
-  refused(Frames().frame(FrameType::kControl, 1, 0), "gave 1 slots back where 0 were in use");
-  refused(Frames().frame(FrameType::kControl, 0xffff'ffff, 0), "slots back");
+  refused(Frames().frame(FrameType::kControl, 1, 0), "returned 1 slots where 0 were in use");
+  refused(Frames().frame(FrameType::kControl, 0xffff'ffff, 0), "slots where 0 were in use");
   refused(Frames().frame(FrameType::kMore, 0, 5).fill(5), "where 0 were due");
   refused(start(10).message(10, 1), "where message 0 was due");
   refused(start(11).message(10, 0), "a first piece of 11 bytes");

@@ -77,10 +77,10 @@ TEST(a_wrong_number_of_descriptors_is_refused) {
   adaptive::send_all(ends.far.fd(), header.data(), header.size(), {memory.get(), memory.get()},
                      patient(), kNoTick, "test");
   check_throws<Error>([&] { ends.near.recv_record(0, 1, patient(), kNoTick); },
-                      "with 2 descriptors instead of 1");
+                      "has 2 descriptors instead of 1");
   check_throws<std::invalid_argument>(
       [&] { link_up(Kind::kTcp4).near.send_record({}, {memory.get()}, patient(), kNoTick); },
-      "unix links only");
+      "only unix links");
 }
 
 TEST_OF_LINKS(broken_records_are_refused) {
@@ -103,7 +103,7 @@ TEST_OF_LINKS(broken_records_are_refused) {
         ends.far = Link();
       },
       "closed");
-  refused([&](Ends& ends) { say(ends, "GET / HTTP/1.0\r\n"); }, "something else than a record");
+  refused([&](Ends& ends) { say(ends, "GET / HTTP/1.0\r\n"); }, "did not send a record");
   Ends ends = link_up(kind);
   ends.near = Link();
   check_throws<Error>(
@@ -144,7 +144,7 @@ TEST_OF_LINKS(waits_have_deadlines) {
   Ends ends = link_up(kind);
   check_throws<DeadlineError>([&] { ends.near.recv_record(1, 0, soon(), kNoTick); }, "rank 0");
   check_throws<DeadlineError>([&] { ends.near.send_record(Bytes(64 << 20), {}, soon(), kNoTick); },
-                              "took no record");
+                              "did not accept a record");
 }
 
 TEST(connecting_waits_for_the_listener) {
@@ -237,7 +237,7 @@ TEST(the_listening_process_is_checked_too) {
     });
     check_throws<Error>([&] { connect(address, rank(0), 1); }, words);
   };
-  answered_by(Bytes(adaptive::kHelloBytes, 0x41), "is not a process of this package");
+  answered_by(Bytes(adaptive::kHelloBytes, 0x41), "does not run this package");
   answered_by(hello_bytes(rank(1, 8), 0), "belongs to another job");
   answered_by(hello_bytes(rank(2), 0), "is not rank 1");
   answered_by(hello_bytes(rank(1), 3), "is not rank 1");

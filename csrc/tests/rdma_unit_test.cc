@@ -161,16 +161,16 @@ TEST(foreign_records_are_refused) {
     check_throws<Error>([&] { decode_endpoint(bytes, 3); }, words);
   };
   const Bytes good = encode(some_record(2));
-  refused({}, "no RDMA endpoint of this version");
-  refused(Bytes(good.begin(), good.begin() + 63), "no RDMA endpoint");
+  refused({}, "not an RDMA endpoint of this version");
+  refused(Bytes(good.begin(), good.begin() + 63), "not an RDMA endpoint");
   refused(Bytes(good.begin(), good.end() - 1), "contradicts itself");
   const auto changed = [&](std::size_t at, std::uint8_t value) {
     Bytes bytes = good;
     bytes[at] = value;
     return bytes;
   };
-  refused(changed(0, 0), "no RDMA endpoint");
-  refused(changed(4, 9), "no RDMA endpoint");
+  refused(changed(0, 0), "not an RDMA endpoint");
+  refused(changed(4, 9), "not an RDMA endpoint");
   refused(changed(6, 17), "contradicts itself");  // lanes
   refused(changed(6, 0), "contradicts itself");
   refused(changed(8, 65), "contradicts itself");  // slots
@@ -183,7 +183,7 @@ TEST(foreign_records_are_refused) {
           "rank 3 cannot open an RDMA channel: no device  [31m here");
   check(encode_refusal(std::string(5000, 'x')).size() < 1000, "a refusal that fits");
   decode_ready(encode_ready(), 3);
-  check_throws<Error>([&] { decode_ready(good, 3); }, "is not the word");
+  check_throws<Error>([&] { decode_ready(good, 3); }, "does not confirm");
   check_throws<Error>([] { decode_ready(encode_refusal("why"), 3); }, "why");
 }
 
