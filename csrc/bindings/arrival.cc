@@ -22,8 +22,8 @@ enum Kept : std::size_t { kLabel, kSettled, kNumKept };
 
 struct PyArrival {
   PyObject_HEAD bool taken;
-  long free_slots;  // at the time when it was taken
-  long least_free;  // as in ArrivalForm
+  long free_slots;  // number of free slots when it was taken
+  long least_free;  // see ArrivalForm
   PyObject* kept[kNumKept];
   Arrival arrival;
 };

@@ -12,7 +12,7 @@ void bind_arrival(pybind11::module_& module);
 // How a node returns its arrivals to Python.
 struct ArrivalForm {
   pybind11::object type;  // `Arrival`, or a subclass of it
-  long least_free = 0;    // with fewer free slots, take() copies
+  long least_free = 0;    // take() copies if fewer slots are free
 };
 
 // The default.

@@ -19,7 +19,7 @@ namespace adaptive {
 class DropList {
  public:
   void push(PyObject* object) noexcept;  // any thread; steals the reference
-  void drain() noexcept;                 // with the GIL
+  void drain() noexcept;                 // needs the GIL
 
  private:
   std::mutex mutex_;

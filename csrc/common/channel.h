@@ -41,7 +41,8 @@ struct ChannelOptions {
   std::size_t slot_bytes = std::size_t{1} << 20;       // largest payload in one piece
   unsigned slots = 16;                                 // messages that the channel holds
   std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
-  bool crc = false;                                    // for messages that this end sends
+  // adds a checksum to messages that this end sends
+  bool crc = false;
   // A peer is considered lost if no message or heartbeat arrives from it for this time.
   std::chrono::milliseconds silent_limit{60'000};
   // Maximum number of slots that are reserved and not yet sent. If a sender reserved all free

@@ -15,7 +15,7 @@
 namespace adaptive::cuda {
 
 struct Wish {
-  int ordinal = -1;                   // of the device; negative if payloads are in host memory
+  int ordinal = -1;                   // device's number; negative if payloads are in host memory
   std::string library = kDriverName;  // another library only in tests
   std::string refusal;                // reason why this end does not want a path, or empty
   unsigned slots = 0;                 // per direction
@@ -27,9 +27,9 @@ struct Wish {
 // The resources that both directions need.
 struct Path {
   std::shared_ptr<const Context> context;
-  Arena arena;  // for incoming payloads
+  Arena arena;  // memory for incoming payloads
   PeerArena peer;
-  Stream stream;  // for copies out
+  Stream stream;  // copies outgoing payloads
 };
 
 struct Agreement {

@@ -85,7 +85,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   Arena arena_;
   CompletionQueue queue_;
   Notify notify_;
-  std::vector<Receives> receives_;  // by lane
+  std::vector<Receives> receives_;  // one entry per lane
   std::vector<QueuePair> pairs_;
   std::vector<std::uint32_t> first_psns_;
   std::uint32_t inline_bytes_ = 0;
@@ -109,7 +109,7 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   unsigned num_unsaid_ = 0;            // number of returns that the peer does not know of
   std::uint64_t num_writes_ = 0;
   std::uint64_t num_writes_done_ = 0;
-  std::uint64_t credit_address_ = 0;  // at the peer
+  std::uint64_t credit_address_ = 0;  // address at the peer
   std::uint32_t credit_key_ = 0;
 };
 

@@ -242,7 +242,7 @@ void Outgoing::close() noexcept {
 
 void Outgoing::move_on(Finished* finished) {
   while (!waiting_.empty()) {
-    finished->emplace_back();  // before the message is sent, because this may throw
+    finished->emplace_back();  // may throw, so it comes before the message is sent
     if (!post_rest(&waiting_.front())) {
       finished->pop_back();
       break;

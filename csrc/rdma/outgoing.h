@@ -60,7 +60,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
 
  private:
   static constexpr std::size_t kMostWrites = 64;    // per slot
-  static constexpr std::uint64_t kSpareSends = 16;  // for sends that are not messages
+  static constexpr std::uint64_t kSpareSends = 16;  // room for sends that are not messages
   // position of the lane in a send's id, above the count
   static constexpr unsigned kLaneShift = 48;
   static constexpr std::uint64_t kCountMask = (std::uint64_t{1} << kLaneShift) - 1;
@@ -121,7 +121,7 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   Notify notify_;
   std::vector<OutLane> lanes_;
   std::uint32_t inline_bytes_ = 0;
-  std::uint64_t arena_address_ = 0;  // at the peer
+  std::uint64_t arena_address_ = 0;  // address at the peer
   std::atomic<std::uint64_t> num_waiting_{0};
   std::atomic<std::uint64_t> leases_gone_{0};  // slots whose reserved memory is no longer held
   std::atomic<bool> unfinished_{false};        // writes are in flight

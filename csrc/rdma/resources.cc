@@ -23,12 +23,12 @@
 namespace adaptive::rdma {
 namespace {
 
-// On some devices, 7 means no limit.
+// Some devices treat 7 as no limit.
 constexpr std::uint8_t kRetries = 6;
 // A correct receiver always has receives posted, so this only delays an error.
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
 
-// On older kernels, a fork would otherwise take registered pages away from this process.
+// Otherwise a fork on older kernels takes registered pages away from this process.
 void prepare_for_forks() {
   static const int once = ::ibv_fork_init();
   static_cast<void>(once);  // only fails if memory was registered before; then it is too late

@@ -86,8 +86,8 @@ QueuePair create_queue_pair(const Device& device, ibv_cq* completions, const Que
 
 struct RemoteQueuePair {
   std::uint32_t number = 0;
-  std::uint32_t first_psn = 0;  // of the packets that it sends
-  Lane lane;                    // of its port's address
+  std::uint32_t first_psn = 0;  // number of the first packet that it sends
+  Lane lane;                    // contains the address of its port
 };
 
 // Connects the queue pair, which can then send, beginning with `own_psn`, and receive. For

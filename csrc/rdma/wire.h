@@ -38,7 +38,7 @@ struct Lane {
 struct EndpointRecord {
   std::uint64_t job = 0;
   std::uint64_t slot_bytes = 0;      // largest payload of one slot
-  std::uint64_t stride_bytes = 0;    // from slot to slot
+  std::uint64_t stride_bytes = 0;    // distance between slots
   std::uint64_t arena_address = 0;   // slot 0
   std::uint64_t credit_address = 0;  // the 8 bytes that are written when slots are free again
   std::uint32_t slots = 0;
@@ -84,9 +84,10 @@ enum class Control : std::uint8_t {
 // slow down a stream of messages. So several returns are combined while the sender has enough
 // messages in flight.
 enum class Haste : std::uint8_t {
-  kNone,    // when half of the slots can be returned
-  kUrgent,  // at a quarter, or at once if at most half of the slots may be in flight
-  kAtOnce,  // at once: reserved slots are not in flight, and the receiver does not know of them
+  kNone,  // when half of the slots can be returned
+  // when a quarter can be returned, or immediately if at most half of the slots may be in flight
+  kUrgent,
+  kAtOnce,  // immediately: reserved slots are not in flight, and the receiver does not know of them
 };
 
 constexpr std::uint32_t kNumberMask = 0xff'ffff;

@@ -272,8 +272,8 @@ class ShmSender final : public Sender {
   }
 
   void stop() noexcept {
-    device_sender_.reset();                              // its thread uses all other members
-    session_.reactor->remove(memory_->credit_fd.get());  // its handler may use the watch
+    device_sender_.reset();                              // the thread uses all other members
+    session_.reactor->remove(memory_->credit_fd.get());  // the handler may use the watch
     session_.reactor->remove(wake_fd_.get());
     watch_.reset();
     session_.completions->remove(incoming_.get());

@@ -43,7 +43,7 @@ double lead(Control* control, Clock::time_point end) noexcept {
       answered = await(control->pong.value, value, end);
     }
     const std::chrono::duration<double, std::nano> taken = Clock::now() - start;
-    // in the first series, the leader waits for the follower to start
+    // the first series includes the wait for the follower's start
     if (answered && series > 0) {
       best_ns = std::min(best_ns, taken.count() / (2.0 * kRounds));
     }

@@ -52,7 +52,7 @@ Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t li
 
 Incoming::~Incoming() {
   if (!channel_state_->in_maker()) {
-    static_cast<void>(device_.release());  // its thread and the device belong to the parent
+    static_cast<void>(device_.release());  // the thread and the device belong to the parent
   }
 }
 
@@ -161,7 +161,7 @@ bool Incoming::take_next(Completions& into) {
     if (message.offset == 0 && num_assembled_.load() >= layout_.slots) {
       stalled_.store(true);
       if (num_assembled_.load() >= layout_.slots) {
-        return false;  // its pieces remain in their slots
+        return false;  // the pieces remain in their slots
       }
     }
     stalled_.store(false);

@@ -69,7 +69,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   // Used only by the polling thread.
   Assembler assembler_;
   std::uint64_t taken_ = 0;     // number of entries
-  std::uint64_t sequence_ = 0;  // of the next message
+  std::uint64_t sequence_ = 0;  // number of the next message
   bool finished_ = false;
 
   // Number of bytes to flush, by slot, when the slot is returned. Written before the lease of the

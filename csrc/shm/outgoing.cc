@@ -332,7 +332,7 @@ void Outgoing::commit(Message& message, std::uint64_t token) {
   Owners done;
   const std::lock_guard<std::mutex> lock(mutex_);
   prepare(message);
-  gather();  // its memory may already have been released
+  gather();  // the caller may already have dropped the memory
   const auto slot = static_cast<unsigned>(token % kMostSlots);
   if (slot >= options_.slots || (reserved_ & bit(slot)) == 0 || reservations_[slot] != token) {
     throw Error("the committed memory was not reserved from the channel to " +

@@ -92,7 +92,7 @@ class Outgoing {
     unsigned slot = kNoSlot;  // a committed slot, instead of data
     std::shared_ptr<void> owner;
   };
-  using Owners = std::vector<std::shared_ptr<void>>;  // to be destroyed after the mutex is released
+  using Owners = std::vector<std::shared_ptr<void>>;  // must be destroyed without the mutex
 
   void prepare(Message& message) const;
   void gather() noexcept;
@@ -124,7 +124,7 @@ class Outgoing {
   std::function<void()> on_end_;
   std::uint64_t free_;
   std::uint64_t out_ = 0, viewed_ = 0, reserved_ = 0, queued_ = 0;
-  std::array<std::uint64_t, kMostSlots> reservations_{};  // by slot: the last token
+  std::array<std::uint64_t, kMostSlots> reservations_{};  // last token of each slot
   std::uint64_t last_reservation_ = 0;
   std::uint64_t published_ = 0;
   std::uint64_t sequence_ = 0;

@@ -12,7 +12,7 @@
 namespace adaptive {
 
 struct Segment {
-  ScopedFd fd;  // for the peer; not needed for the mapping
+  ScopedFd fd;  // passed to the peer; not needed for the mapping
   MappedRegion region;
   const char* huge_pages = "none";  // "reserved", "transparent" (requested, not guaranteed)
 };

@@ -68,7 +68,7 @@ class Connection final : public Source,
 
   ChannelState state_;
   const Offer mine_;
-  const std::chrono::milliseconds period_;  // of heartbeats
+  const std::chrono::milliseconds period_;  // time between heartbeats
   std::shared_ptr<Reactor> reactor_;
   ForkSafeFd socket_;
   BufferPool buffers_;
@@ -80,7 +80,7 @@ class Connection final : public Source,
 
   std::mutex read_mutex_;  // try_lock only, except in shut()
   FrameDecoder decoder_;
-  std::unique_ptr<Block> block_;       // of the incoming message
+  std::unique_ptr<Block> block_;       // memory of the incoming message
   std::atomic<unsigned> num_held_{0};  // number of slots; arrivals refer to it
   Completions* into_ = nullptr;
   bool delivered_ = false;

@@ -96,7 +96,7 @@ class FrameDecoder {
   const std::uint64_t limit_bytes_;
   const int peer_;
   std::unique_ptr<std::byte[]> staging_;
-  std::size_t begin_ = 0;  // of staged bytes that were not processed yet
+  std::size_t begin_ = 0;  // start of the staged bytes that were not processed yet
   std::size_t end_ = 0;
 
   Message message_;  // the incoming message

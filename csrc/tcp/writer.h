@@ -82,7 +82,7 @@ class Writer {
 
   void push(Waiting waiting);
   bool work_due();
-  bool has_work();  // that no thread will do
+  bool has_work();  // work that no other thread will do
 
   const int socket_;
   const std::uint32_t peer_slots_;
@@ -96,7 +96,7 @@ class Writer {
   // Held while writing. Threads that must not wait for a long copy only try to lock it.
   std::mutex write_mutex_;
   std::unique_ptr<Waiting> current_;  // a started message
-  std::uint64_t written_bytes_ = 0;   // of its payload, in complete frames
+  std::uint64_t written_bytes_ = 0;   // written part of current_'s payload, in complete frames
   std::array<std::byte, kFrameBytes + sizeof(Message)> head_{};
   std::size_t head_bytes_ = 0;
   std::size_t head_done_ = 0;
@@ -109,7 +109,7 @@ class Writer {
   std::condition_variable emptied_;
   std::deque<Waiting> queue_;
   std::uint32_t credits_;
-  std::uint32_t used_slots_ = 0;    // of this end, as far as the peer knows
+  std::uint32_t used_slots_ = 0;    // slots of this end that the peer counts as used
   std::uint32_t owed_credits_ = 0;  // number of these slots that are free again
   bool control_due_ = false;
   bool goodbye_due_ = false;

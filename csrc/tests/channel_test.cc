@@ -358,7 +358,7 @@ void a_killed_receiver_is_noticed_by_who_waits_in_flush() {
   char byte = 0;
   check(::read(sent[0], &byte, 1) == 1, "all to be sent, or to wait for slots");
   ::close(sent[0]);
-  ::usleep(100'000);  // until it waits in flush
+  ::usleep(100'000);  // the sender waits in flush by then
   both.high->kill();
   both.low->join();
 }
@@ -571,7 +571,7 @@ void run_all(const std::string& only) {
     test("kills", kills_at_random_moments);
     test("killed receiver", a_killed_receiver_is_noticed_by_who_waits_in_flush);
     test("fork", a_forked_child_disturbs_nobody);
-    if (one != Transport::kRdma) {  // with RDMA, both ends need the same options
+    if (one != Transport::kRdma) {  // RDMA needs the same options at both ends
       test("options, unequal", ends_may_differ_in_their_options);
     }
     if (one != Transport::kTcp) {

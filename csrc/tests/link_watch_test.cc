@@ -70,7 +70,7 @@ void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const s
   Peer peer(kind, [&](Link link) {
     if (fork() == 0) {
       write_end.reset();
-      char byte = 0;  // until the end of the test
+      char byte = 0;  // the read below ends with the test
       [[maybe_unused]] const ssize_t got = ::read(read_end.get(), &byte, 1);
       ::_exit(0);
     }
@@ -183,7 +183,7 @@ TEST(a_forked_child_does_not_disturb) {
   ::usleep(20000);
   check(losses.count() == 0, "no loss");
   far.reset();
-  // With a goodbye from the child, the end would have looked regular.
+  // A goodbye from the child would have made the end look regular.
   check_contains(losses.only(), "closed without a goodbye");
 }
 

@@ -104,7 +104,7 @@ std::byte* pointer(Address address) {
 
 // Owned by its handle and by the streams that use it.
 struct Event {
-  SharedEvent own;  // for an event that is not exported
+  SharedEvent own;  // used unless the event is exported
   File file;
   SharedEvent* shared = &own;
   bool imported = false;
@@ -162,7 +162,7 @@ class Stream {
     const SpinLock guard(event.lock);
     clock_.join(event.clock);
   }
-  // In two parts, so that another access can happen in between.
+  // Two steps, so that another access can happen in between.
   void copy(std::byte* to, std::byte* from, std::size_t count, bool to_device, bool from_device) {
     const auto target = to_device ? find(to, count) : nullptr;
     const auto source = from_device ? find(from, count) : nullptr;

@@ -144,7 +144,7 @@ class File {
 
  private:
   Handle handle_;
-  ScopedFd fd_;  // of the process that created it
+  ScopedFd fd_;  // belongs to the process that created it
   MappedRegion region_;
 };
 
