@@ -21,13 +21,13 @@ namespace adaptive {
 
 // ---- Bell
 //
-//   who rings             the owner
-//   writes what is new    sleeping = 1
+//   ringing thread        owner
+//   writes new data       sleeping = 1
 //   ── full fence ──      ── full fence ──
-//   reads sleeping        looks for what is new
+//   reads sleeping        looks for new data
 //
-// One of them sees the other. A ring between announce_sleep() and sleep() changes `rung`, on which
-// the sleep then does not begin.
+// At least one of the two sees the other's write. A ring between announce_sleep() and sleep()
+// changes `rung`, and then the sleep does not begin.
 
 struct Bell::Words {
   std::uint64_t magic;

@@ -65,7 +65,7 @@ constexpr std::size_t kLargestRecordBytes = 64 + 64 * kMostLanes;
 //   31                      8   7         6        5       0
 //  | number of the write     | control | urgent | slot       |
 //
-// `number` counts the writes with immediate of a channel, so that what comes over several queue
+// `number` counts the writes with immediate of a channel, so that messages from several queue
 // pairs can be put in order. Urgent: the sender has few slots left, see Haste::kUrgent.
 struct Immediate {
   std::uint32_t number = 0;  // modulo 2^24

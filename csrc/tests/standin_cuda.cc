@@ -6,13 +6,13 @@
 // order.
 //
 // Settings, read from the environment when a process first calls cuInit():
-//   STANDIN_CUDA_DEVICES       numbers of the GPUs that it sees: "0", "0,1"
-//   STANDIN_CUDA_PEERS=0       no GPU reaches another
+//   STANDIN_CUDA_DEVICES       numbers of the visible GPUs: "0", "0,1"
+//   STANDIN_CUDA_PEERS=0       no GPU reaches another GPU
 //   STANDIN_CUDA_FAIL          a call that fails: "cuIpcOpenMemHandle"
 //   STANDIN_CUDA_CORRUPT=1     copies between devices change a byte
-//   STANDIN_CUDA_DELAY_US      longest delay before a stream goes on
-//   STANDIN_CUDA_SAME_PROCESS=1  a process may open what it exported
-//   STANDIN_CUDA_ANY_MEMORY=1  memory of the host passes for a device's
+//   STANDIN_CUDA_DELAY_US      longest delay before a stream continues
+//   STANDIN_CUDA_SAME_PROCESS=1  a process may open objects that it exported
+//   STANDIN_CUDA_ANY_MEMORY=1  host memory counts as device memory
 #include "tests/standin_cuda.h"
 
 #include <condition_variable>
