@@ -1,1 +1,1 @@
-"""Benchmarks. The docstring of each program says how to run it."""
+"""Contains benchmarks. The docstring of each program explains how to run it."""

@@ -1,10 +1,10 @@
-"""Compares step times of a small GPT with schedules of this project, megatron-core and torch.
+"""Compares step times of a small GPT under schedules of this project, megatron-core and torch.
 
 Two processes train the model, and the competitors alternate on the same chunks. A row is the median
 over rounds of the ratio to the rival's step in the same round. Losses and gradients of all
 competitors must agree. This is a part of ``benchmarks/schedules.py``, and of
-``benchmarks/transport.py``, whose competitors are transports between more ranks than processors: a
-waiting rank must not take time from a computing rank. Run as a script, this file is one rank.
+``benchmarks/transport.py``, whose competitors are transports between more ranks than CPUs, so that
+a waiting rank must not slow down a computing rank. Run as a script, this module acts as one rank.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ ALL_JOBS = {**JOBS, OVER_TRANSPORTS: Job("--pipeline-schedule megatron", TRANSPO
 
 @dataclass(frozen=True)
 class Duel:
-    """Two competitors that one row of the table compares.
+    """Two competitors that are compared in one row of the table.
 
     Attributes:
-        job: Name of the job in which both run.
+        job: Name of the job that runs both.
         name: Competitor of this project.
-        rival: Competitor to which it is compared.
-        goal: Upper limit of the ratio of its step to the rival's step; ``None`` without a goal.
+        rival: Competitor that it is compared with.
+        goal: Upper limit of the ratio of its step to the rival's step, or ``None`` if there is no
+            goal.
     """
 
     job: str
@@ -82,7 +83,7 @@ DUELS = (
 
 
 def takes_part(job: str, name: str, index: int) -> bool:
-    """Returns whether a competitor runs in a round; without a goal it skips every second round."""
+    """Returns whether a competitor runs in a round. Without a goal, it skips every second round."""
     if index % 2 == 0 or job == OVER_TRANSPORTS:
         return True
     return any(
@@ -92,15 +93,15 @@ def takes_part(job: str, name: str, index: int) -> bool:
 
 
 class Rank(CompetingRank):
-    """One rank of a job. It supports schedules of this project, ``megatron``, and these names:
+    """Runs one rank of a job, with schedules of this project, ``megatron``, and these names:
 
-    * ``torch NAME``, a schedule of ``torch.distributed.pipelining``; with ``, our W`` this
-      project's layers split the backwards;
+    * ``torch NAME``, a schedule of ``torch.distributed.pipelining``; with ``, our W``, the layers
+      of this project split the backward passes;
     * ``plug-in NAME``, a schedule of this project through ``install()``;
-    * in the job that compares transports, a transport, which is used with 1F1B.
+    * in the job that compares transports, the name of a transport, which is used with 1F1B.
 
     Args:
-        _: Folder for files; not used.
+        _: Folder for files, which is not used.
         job: Name of the job in ``ALL_JOBS``.
         width: Hidden size of the model.
     """
@@ -138,12 +139,12 @@ class Rank(CompetingRank):
 
 
 def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> dict[str, Any]:
-    """Runs the ranks of a job; returns the result of :meth:`Rank.measure`.
+    """Runs the ranks of a job, and returns the result of :meth:`Rank.measure`.
 
     Args:
         job: Name of the job in ``ALL_JOBS``.
-        rounds: Number of steps of each competitor that has a goal.
-        limit_s: Seconds after which all processes are killed.
+        rounds: Number of steps of each competitor with a goal.
+        limit_s: Time in seconds after which all processes are killed.
         width: Hidden size of the model.
 
     Raises:
@@ -154,7 +155,7 @@ def measure(job: str, rounds: int, limit_s: float = 900.0, width: int = 256) -> 
 
 
 def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
-    """Returns the rows of the results of :func:`measure`, by job."""
+    """Returns the rows for the results of :func:`measure`, by job."""
     rows = []
     for duel in DUELS:
         times = results[duel.job]["times"]
@@ -182,7 +183,7 @@ def make_rows(results: Mapping[str, dict[str, Any]]) -> list[Row]:
 
 
 def disagreements(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Returns the competitors whose losses or gradients differ from the first competitor's."""
+    """Returns lines about competitors that differ from the first in losses or gradients."""
     return [
         f"{job}: the {quantity} of {name} differs from that of {JOBS[job].competitors[0]} by "
         f"{difference[quantity]:.1e}, allowed is {limit}"

@@ -1,10 +1,10 @@
-"""Measures steps of a small GPT with and without a feature such as traces or checkpoints.
+"""Measures the cost of a feature, such as traces or checkpoints, in steps of a small GPT.
 
 Steps with and without the feature alternate within one job, so that other load on the machine slows
-both equally. Elapsed time and processor time of all ranks are measured. Elapsed time varies by some
-percent from step to step, because ranks wait for each other. Processor time hardly varies, so it
-shows a fraction of a percent. If training uses every processor, more processor time means longer
-steps. Run as a script, this file is one rank.
+down both equally. Both the elapsed time and the CPU time of all ranks are measured. Elapsed time
+varies by several percent from step to step, because ranks wait for each other. CPU time hardly
+varies, so it shows differences of a fraction of a percent. If training uses all CPUs, more CPU time
+means longer steps. Run as a script, this module acts as one rank.
 
 * ``traced``: a traced step ends when its spans are in the file.
 * ``layers``, ``collectives``, ``evidence``: all steps are traced, and some of them with the times
@@ -41,9 +41,9 @@ DETAILS = ("layers", "collectives", "evidence")
 RANKS = {"traced": 4, "collectives": 4}
 """Number of ranks of each kind, if it is not 2."""
 WINDOW = 10
-"""Number of steps of a run."""
+"""Number of steps per run."""
 SHORT_WINDOW = 3
-"""Number of steps of a run with details of traces."""
+"""Number of steps per run with details of traces."""
 _LIMIT_S = 1200.0
 _SECRET = "of the benchmark"
 
@@ -53,7 +53,7 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
     Args:
         kind: Kind of steps.
-        rounds: Number of rounds; each round has two runs with the feature and two without.
+        rounds: Number of rounds. Each round has two runs with the feature and two runs without it.
 
     Returns:
         ``on_s`` and ``plain_s``: seconds per step in each round; ``on_cpu_s`` and ``plain_cpu_s``:
@@ -73,25 +73,25 @@ def measure(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def costs(result: dict[str, Any], unit: str) -> list[float]:
-    """Returns how much longer steps with the feature are, relative to steps without it, by round.
+    """Returns the relative increase of the step time by the feature, for each round.
 
     Args:
         result: Result of :func:`measure`.
-        unit: ``s`` for elapsed time, ``cpu_s`` for processor time.
+        unit: ``s`` for elapsed time, or ``cpu_s`` for CPU time.
     """
     return [ratio - 1 for ratio in ratios(result[f"on_{unit}"], result[f"plain_{unit}"])]
 
 
 class FeatureRank(TrainingRank):
-    """One rank that runs steps with and without a feature.
+    """Runs one rank, whose steps run with and without a feature.
 
     Args:
         kind: Kind of steps.
-        flags: Further flags of the trainer.
+        flags: Additional flags of the trainer.
         width: Hidden size of the model.
 
     Attributes:
-        steps: Number of steps of a run.
+        steps: Number of steps per run.
     """
 
     steps = WINDOW
@@ -111,7 +111,7 @@ class FeatureRank(TrainingRank):
         return self.turns(rounds, self.turn, "on")
 
     def turn(self, is_on: bool) -> tuple[float, float]:
-        """Runs some steps; returns elapsed and processor seconds per step."""
+        """Runs some steps, and returns elapsed seconds and CPU seconds per step."""
         return self.timed(lambda: self.work(is_on), self.processor_s, self.steps)
 
     def work(self, is_on: bool) -> None:
@@ -119,11 +119,11 @@ class FeatureRank(TrainingRank):
         raise NotImplementedError
 
     def processor_s(self) -> float:
-        """Returns the processor seconds of this rank and of the feature's own process."""
+        """Returns the CPU seconds of this rank and of the feature's own process."""
         return time.process_time()
 
     def traced_steps(self, is_traced: bool) -> None:
-        """Runs the steps once, traced or not."""
+        """Runs the steps once, with or without traces."""
         for _ in range(self.steps):
             self._iteration += 1
             tracing = self._run.tracing
@@ -132,7 +132,7 @@ class FeatureRank(TrainingRank):
 
 
 class TracedRank(FeatureRank):
-    """A rank that traces some of its steps.
+    """Runs one rank that traces some of its steps.
 
     Args:
         folder: Folder for the traces.
@@ -155,13 +155,13 @@ class TracedRank(FeatureRank):
     def work(self, is_on: bool) -> None:
         self.traced_steps(is_on)
         recorder: Any = self._run.tracing.recorder
-        # Otherwise the writer's remaining work would slow down the next step.
+        # Otherwise, the writer's remaining work would slow down the next step.
         while not recorder._queue.empty():
             time.sleep(0.0002)
 
 
 class DetailedRank(FeatureRank):
-    """A rank that traces all steps, and some steps with more detail.
+    """Runs one rank that traces all steps, and some of them with more detail.
 
     Args:
         folder: Folder for the traces.
@@ -226,7 +226,7 @@ class DetailedRank(FeatureRank):
 
 
 class SavingRank(FeatureRank):
-    """A rank that saves a checkpoint at the beginning of some runs.
+    """Runs one rank that saves a checkpoint at the beginning of some runs.
 
     Args:
         folder: Folder for the checkpoints.
@@ -262,7 +262,7 @@ class SavingRank(FeatureRank):
 
 
 class CopyingRank(FeatureRank):
-    """A rank that sends copies of its state, and its keeper in a separate process."""
+    """Runs one rank that sends copies of its state, with its keeper in a separate process."""
 
     def __init__(self, _: Path, kind: str) -> None:
         super().__init__(kind, width=128)
@@ -322,7 +322,7 @@ class CopyingRank(FeatureRank):
 
 
 class WatchedRank(FeatureRank):
-    """A rank that enables the hang detector for some of the runs."""
+    """Runs one rank that enables the hang detector for some of the runs."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         super().__init__(kind)
@@ -360,9 +360,10 @@ class WatchedRank(FeatureRank):
 
 
 def keep(link: Connection) -> None:
-    """Runs a keeper of copies until the link is closed.
+    """Runs a keeper of copies until the connection is closed.
 
-    A message is either the keeper's buddy or ``None``. The answer is the keeper's processor time.
+    A message is either the peer whose copies are kept, or ``None``. The reply is the keeper's CPU
+    time.
     """
     from megatron.adaptive.checkpoint.snapshot_keeper import Buddy, SnapshotKeeper
 

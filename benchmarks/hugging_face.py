@@ -1,11 +1,11 @@
-"""Measures import, export and load of Hugging Face folders, and the speed of tokenizing.
+"""Measures import, export and loading of Hugging Face models, and the speed of tokenization.
 
     python benchmarks/hugging_face.py [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``size`` compares speed and memory of import and export of a generated model with reading and
-writing the same bytes, and measures the memory that ``--load-hf`` adds to each of four ranks.
-``preprocess`` compares the speed of ``data preprocess`` with ``tokenizers`` alone. Exits with
-status 1 if a goal is missed.
+Parts: ``size`` compares the speed and memory of importing and exporting a generated model with
+reading and writing the same bytes, and measures the memory that ``--load-hf`` adds to each of four
+ranks. ``preprocess`` compares the speed of ``data preprocess`` with ``tokenizers`` alone. Exits
+with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from harness.report import Result, Row, measure, parser_of  # noqa: E402
 HIDDEN, INNER, VOCABULARY = 2048, 5632, 32000
 """Sizes of the generated model."""
 LARGEST_BYTES = VOCABULARY * HIDDEN * 2
-"""Size of the largest tensor of the generated model."""
+"""Size of the largest tensor in the generated model."""
 MOST_TENSORS = 4.0
-"""Upper limit of the memory of import and export, in multiples of the model's largest tensor."""
+"""Upper limit of the memory of import and export, in multiples of the largest tensor."""
 LEAST_SPEED = 0.8
-"""Lowest speed relative to reading and writing the same bytes, and to ``tokenizers`` alone."""
+"""Minimum speed relative to reading and writing the same bytes, or to ``tokenizers`` alone."""
 _BLOCK = 1 << 23
-# Runs a command of the package in a new process, and prints its seconds and peak memory.
+# Runs a command of the package in a new process, and prints its duration and peak memory.
 _CHILD = """
 import sys, time
 from megatron.adaptive import accelerator
@@ -52,7 +52,7 @@ print("MEASURED", time.perf_counter() - begin, memory_bytes("VmHWM") - before)
 _MESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 _RUN = f"{_MESH} --bf16 --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --lr 1e-4"
 _RUN += " --train-iters 1 --eval-iters 0 --mock-data"
-# Reads JSON lines and encodes them; prints the seconds of encoding.
+# Reads and encodes JSON lines, and prints the duration of encoding in seconds.
 _TOKENIZERS = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -66,7 +66,7 @@ print(time.perf_counter() - begin)
 
 
 def size(gigabytes: float) -> Result:
-    """Measures import, export and load (part ``size``).
+    """Measures import, export and loading (part ``size``).
 
     Args:
         gigabytes: Approximate size of the model.
@@ -115,11 +115,11 @@ def _run_command(function: str, arguments: Sequence[str]) -> tuple[float, float]
 
 
 def load_as_rank(model: Path, output: Path) -> None:
-    """Loads a model like a rank of a job, and writes the peak memory that loading adds.
+    """Loads a model like a rank of a job, and writes the peak memory that this adds.
 
     Args:
         model: Folder of the model.
-        output: Folder for the result of each rank.
+        output: Folder for the results of all ranks.
     """
     from megatron.adaptive import accelerator
 
@@ -134,14 +134,14 @@ def load_as_rank(model: Path, output: Path) -> None:
 
 
 def memory_bytes(name: str) -> int:
-    """Returns a value of ``/proc/self/status`` in bytes, for example ``VmHWM``, the peak."""
+    """Returns a value of ``/proc/self/status`` in bytes, for example ``VmHWM`` for the peak."""
     match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) << 10
 
 
 def _copy(files: Sequence[Path], target: Path) -> float:
-    """Copies the bytes of files to one file and syncs it; returns the seconds."""
+    """Copies the bytes of files to one file and syncs it to disk; returns the seconds."""
     begin_s = time.perf_counter()
     with target.open("wb", buffering=0) as out:
         for path in files:
@@ -155,7 +155,7 @@ def _copy(files: Sequence[Path], target: Path) -> float:
 
 
 def _generate_model(folder: Path, gigabytes: float) -> int:
-    """Writes a Llama with random weights of approximately this size; returns its size in bytes."""
+    """Writes a Llama with random weights of about this size, and returns its size in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -215,8 +215,8 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
     """Returns the speeds of ``data preprocess`` relative to ``tokenizers`` alone.
 
     Args:
-        folder: Folder for inputs and outputs, with the Hugging Face tokenizer in ``hf``.
-        texts: Documents.
+        folder: Folder for inputs and outputs, which contains the Hugging Face tokenizer in ``hf``.
+        texts: Documents to encode.
         nbytes: Total size of the documents.
     """
     from megatron.adaptive.data.preprocess import PreprocessSpec, preprocess
@@ -259,10 +259,14 @@ def _preprocess_speeds(folder: Path, texts: Sequence[str], nbytes: int) -> list[
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, ("size", "preprocess", "rank"), "a smaller model and less text")
-    parser.add_argument("--gigabytes", type=float, help="size of the model (2; 0.5)")
-    parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
+    parser.add_argument(
+        "--gigabytes", type=float, help="size of the model in GB (default 2, or 0.5 with --quick)"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, help="size of the text in MB (default 10, or 2 with --quick)"
+    )
     parser.add_argument("--model", type=Path, help="folder of the model, for part rank")
     parser.add_argument("--output", type=Path, help="folder of the result, for part rank")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Compares the start of a job with torchrun.
+"""Compares the startup time of a job with torchrun.
 
     python benchmarks/launch.py [--quick] [--json FILE]
 
-``job launch`` and torchrun alternately start the same job of two ranks. A start ends with the first
-iteration. ``python -m tests.soak.slurm_jobs`` measures starts through Slurm. Exits with status 1 if
-the goal is missed.
+``job launch`` and torchrun alternately start the same job with two ranks. The startup ends with the
+first iteration. ``python -m tests.soak.slurm_jobs`` measures startup through Slurm. Exits with
+status 1 if the goal is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.report import Result, measure, measured, parser_of, ratios  # noqa:
 
 LIMIT_S = 240.0
 MOST_START = 1.1
-"""Upper limit of the ratio of a start's time to torchrun's."""
+"""Upper limit of the startup time, relative to torchrun."""
 COMMANDS = {
     "launch": "-m megatron.adaptive job launch --standalone --nproc-per-node 2",
     "torchrun": "-m torch.distributed.run --standalone --nproc-per-node 2",
@@ -40,10 +40,10 @@ def start_s(name: str, log: Path) -> float:
 
     Args:
         name: Name of the command in ``COMMANDS``.
-        log: Path of a new file for the output of the job.
+        log: Path of a new file for the job's output.
 
     Raises:
-        TimeoutError: There was no iteration within the timeout.
+        TimeoutError: There was no iteration before the timeout.
     """
     command = [sys.executable, *COMMANDS[name].split(), str(ROOT / "pretrain_gpt.py"), *GPT]
     command += "--hidden-size 64 --pipeline-model-parallel-size 2 --log-interval 1".split()
@@ -55,7 +55,10 @@ def start_s(name: str, log: Path) -> float:
     try:
         while not ITERATION.search(log.read_text()):
             if time.perf_counter() - begin_s > LIMIT_S or job.poll() is not None:
-                raise TimeoutError(f"{name}: no iteration; its output: {log.read_text()[-500:]}")
+                raise TimeoutError(
+                    f"{name}: no iteration before the timeout; the output is: "
+                    f"{log.read_text()[-500:]}"
+                )
             time.sleep(0.02)
         return time.perf_counter() - begin_s
     finally:
@@ -76,7 +79,7 @@ def of_start(options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if the goal is missed."""
     options = parser_of(__doc__, (), "fewer turns").parse_args(arguments)
     options.part = None
     return measure({"start": partial(of_start, options)}, options)

@@ -1,10 +1,10 @@
-"""Compares sliced long sequences with whole long sequences.
+"""Compares long sequences that are cut into slices with whole long sequences.
 
     python benchmarks/long_documents.py [--quick] [--part PART ...] [--json FILE]
 
 ``training`` trains a small GPT on one document of 8,192 tokens per step, whole and in 8 slices, on
-two pipeline ranks and on one. ``emulated`` runs 8 processes that sleep instead of computing, with
-few long sequences and 60% of the work in attention. ``simulated`` simulates steps of 16 ranks.
+two pipeline ranks and on one rank. ``emulated`` runs 8 processes that sleep instead of computing,
+with few long sequences and 60% of the work in attention. ``simulated`` simulates steps of 16 ranks.
 Exits with status 1 if a goal is missed.
 """
 
@@ -47,7 +47,7 @@ STEP_GOALS = {2: 0.8, 1: 1.05}
 """Limit of the ratio of a sliced step to a whole step, by number of pipeline ranks."""
 RANKS = 8
 FORWARD_S = 0.8
-"""Time of a forward pass of a whole sequence on an emulated rank."""
+"""Duration of a forward pass of a whole sequence on an emulated rank."""
 OVER_WHOLE = {4: 1.9, 8: 1.22, 16: 1.1}
 OVER_INTERLEAVED = {8: 1.3, 16: 1.15}
 EFFICIENCY = {8: 0.95, 16: 0.97, 32: 0.98}
@@ -57,7 +57,7 @@ WHOLE, SLICED, INTERLEAVED = "whole", "slices", "interleaved"
 
 
 def training(options: Any) -> Result:
-    """Trains with whole and with sliced sequences, on two ranks and on one."""
+    """Trains with whole and with sliced sequences, on two ranks and on one rank."""
     tokens = 1024 if options.quick else 8192
     steps = 2 if options.quick else 3
     rows, facts = [], {}
@@ -76,11 +76,11 @@ def training(options: Any) -> Result:
 
 
 class TrainedJob(NamedTuple):
-    """Measurements of a job.
+    """The measurements of a job.
 
     Attributes:
-        steps_s: Seconds of the steps after the first.
-        peak_bytes: Largest size of the activations that a rank held.
+        steps_s: Duration of each step after the first, in seconds.
+        peak_bytes: Maximum size of the activations that a rank held.
         losses: Loss of each step.
     """
 
@@ -90,7 +90,7 @@ class TrainedJob(NamedTuple):
 
 
 def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
-    """Trains for one step that is not measured, and then for some steps that are."""
+    """Trains for one warm-up step, and then for several measured steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
         command += ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)]
@@ -110,7 +110,7 @@ def _train(ranks: int, slices: int, tokens: int, steps: int) -> TrainedJob:
 
 
 def profile_of(ranks: int) -> StageProfile:
-    """Returns equal stages of two chunks per rank, whose forwards are mostly attention."""
+    """Returns equal stages with two chunks per rank, whose forward passes are mostly attention."""
     # Weight gradients take as long as the linear part of a forward pass.
     linear, attention = FORWARD_S * (1 - ATTENTION) / 2, FORWARD_S * ATTENTION / 2
     times = StageTimes.equal(
@@ -120,7 +120,7 @@ def profile_of(ranks: int) -> StageProfile:
 
 
 def candidates(ranks: int, count: int) -> dict[str, Candidate]:
-    """Returns the compared orders for a number of sequences per step, by name."""
+    """Returns the orders to compare for a number of sequences per step, by name."""
     v = Placement(num_ranks=ranks, num_chunks=2, kind="v")
     whole = [
         Candidate(name=name, placement=v, weight_pieces=4, cap=float(ranks))
@@ -141,7 +141,7 @@ def candidates(ranks: int, count: int) -> dict[str, Candidate]:
 
 
 def run_rank(rank: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Runs every order for each number of sequences; returns seconds and largest memory."""
+    """Runs every order for each number of sequences; returns durations and peak memory."""
     member = EmulatedRank(rank)
     records = []
     for count, repeat in itertools.product(counts, range(repeats)):
@@ -195,7 +195,7 @@ def _rows(records: list[dict[str, Any]], count: int) -> Iterator[Row]:
 
 
 def simulated(options: Any) -> Result:
-    """Simulates the efficiency of 16 ranks with 16 slices, and the memory for 4 sequences."""
+    """Simulates the efficiency of 16 ranks with 16 slices and memory for 4 sequences."""
     del options
     v = Placement(num_ranks=16, num_chunks=2, kind="v")
     sliced = Candidate(name="adaptive", placement=v, weight_pieces=4, cap=4.0, num_slices=16)
@@ -217,7 +217,7 @@ PARTS = {"training": training, "emulated": emulated, "simulated": simulated}
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(__doc__, tuple(PARTS)).parse_args()
     parts = options.part or tuple(PARTS)
     return measure({name: partial(PARTS[name], options) for name in parts}, options)

@@ -1,12 +1,12 @@
-"""Compares ways to train on documents whose lengths have a long tail.
+"""Compares methods of training on documents whose lengths have a long tail.
 
     python benchmarks/long_tail.py [--quick] [--json FILE]
 
-Four processes exchange real messages and sleep instead of computing. All ways train on the same
-documents: lengths are log-normal with sigma 1.5, and the longest is cut at 32 times the median. A
-microbatch is one document that is padded to the longest (1F1B), or a row of documents as long as
-the longest (packing: 1F1B, or the default schedule in a V), or a row that is sliced by tokens
-(``--slice-tokens``). Exits with status 1 if a goal is missed.
+Four processes exchange real messages and sleep instead of computing. All methods train on the same
+documents: lengths are log-normal with sigma 1.5, and the longest documents are truncated to 32
+times the median. A microbatch is one document that is padded to the longest (1F1B), or a row of
+documents as long as the longest document (packing: 1F1B, or the default schedule in a V), or a row
+that is cut into slices by tokens (``--slice-tokens``). Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ LONGEST = 32 * MEDIAN
 SLICE_TOKENS = 2 * MEDIAN
 DOCUMENTS = 64
 PAIR_COST = 0.4 / LONGEST
-"""Cost of attention per pair of tokens of a document, relative to the rest of a token's work."""
+"""Cost of attention per pair of tokens of a document, relative to the other work per token."""
 TOKEN_S = 2e-5
-"""Time of a token's forward in one half of a rank, without attention."""
+"""Duration of a token's forward pass in one half of a rank, without attention."""
 GOALS = {"packing, 1f1b": 1.3, "padding, 1f1b": 3.0}
 SLICED = "slices, adaptive in a V"
 LIMIT_S = 900.0
 
 
 class Way(NamedTuple):
-    """A way to run the documents of a step: its schedule, and its microbatches with their cuts.
+    """A method of running the documents of a step: its schedule, microbatches and cuts.
 
     Attributes:
         schedule: Name of the schedule.
-        in_v: Whether each rank has two chunks, in a V, and separate weight gradients.
-        cuts: Documents of each microbatch, and the positions at which it is cut.
+        in_v: Whether each rank has two chunks in a V, and separate weight gradients.
+        cuts: Documents of each microbatch, and the positions where the microbatch is cut.
     """
 
     schedule: str
@@ -69,7 +69,7 @@ class Way(NamedTuple):
 
     @property
     def items(self) -> list[tuple[int, float]]:
-        """Returns the number of tokens of each item, and its cost of attention."""
+        """Returns the number of tokens of each item, and its attention cost."""
         return [
             (
                 sum(part.end - part.start for part in parts),
@@ -83,7 +83,10 @@ class Way(NamedTuple):
         ]
 
     def seconds(self) -> dict[ActionKind, list[list[float]]]:
-        """Returns the durations of all actions. Attention doubles in B and does not occur in W."""
+        """Returns the durations of all actions.
+
+        Attention takes twice as long in B as in F, and does not occur in W.
+        """
         tokens, attention = np.array(self.items).T
         halves = 2 // self.placement.num_chunks
         return {
@@ -95,7 +98,7 @@ class Way(NamedTuple):
 
 
 def ways(seed: int) -> tuple[int, dict[str, Way]]:
-    """Returns the number of tokens of a step, and each way to run the step by name."""
+    """Returns the number of tokens of a step, and each method of running the step by name."""
     drawn = np.random.default_rng(seed).lognormal(0.0, 1.5, DOCUMENTS) * MEDIAN
     lengths = np.clip(drawn, 1, LONGEST).astype(int).tolist()
     lengths[0] = LONGEST
@@ -118,7 +121,7 @@ def ways(seed: int) -> tuple[int, dict[str, Way]]:
 
 
 def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
-    """Runs every way once for each seed; returns seconds and largest memory in tokens."""
+    """Runs every method once for each seed; returns durations and peak memory in tokens."""
     member = EmulatedRank(rank)
     records = []
     for seed in seeds:
@@ -153,7 +156,7 @@ def run_rank(rank: int, seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def long_tail(options: Any) -> Result:
-    """Measures all ways."""
+    """Measures all methods."""
     seeds = list(range(1 if options.quick else 3))
     records = fork_ranks("benchmarks.long_tail", RANKS, LIMIT_S, seeds)
     by_way = {name: [record for record in records if record["way"] == name] for name in ways(0)[1]}
@@ -171,7 +174,7 @@ def long_tail(options: Any) -> Result:
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(__doc__, ("long tail",)).parse_args()
     return measure({"long tail": partial(long_tail, options)}, options)
 

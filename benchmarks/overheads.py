@@ -2,11 +2,12 @@
 
     python benchmarks/overheads.py [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``trace``, a traced step; ``layers``, ``collectives`` and ``evidence``, the times of layers,
-the times of collectives and the counters of the machine in traced steps; ``watch``, the hang
-detector; ``checkpoint``, a checkpoint every ten steps that is written while training continues;
-``copies``, copies of the state in memory, in every step and in one of ten. Steps with and without
-the feature alternate in one job. Exits with status 1 if a goal is missed.
+Parts: ``trace`` measures a traced step. ``layers``, ``collectives`` and ``evidence`` measure the
+times of layers, the times of collectives and the counters of the machine in traced steps. ``watch``
+measures the hang detector. ``checkpoint`` measures a checkpoint every ten steps that is written
+while training continues. ``copies`` measures in-memory copies of the state, in every step and in
+one of ten. Steps with and without the feature alternate in one job. Exits with status 1 if a goal
+is missed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class Feature:
     """A feature whose cost is measured.
 
     Attributes:
-        kind: Kind of steps of :mod:`gpt_turns`.
-        title: Name in the rows.
-        most: Upper limit of the added time, as a share of the step without the feature; ``None`` if
-            it is only reported.
-        rounds: Number of rounds, in the short form and otherwise.
-        unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` for processor time.
+        kind: Kind of steps in :mod:`gpt_turns`.
+        title: Name of the feature in the rows.
+        most: Upper limit of the added time, relative to the step without the feature, or ``None``
+            if it is only reported.
+        rounds: Number of rounds, with ``--quick`` and without.
+        unit: ``s`` if the limit applies to elapsed time, ``cpu_s`` if it applies to CPU time.
     """
 
     kind: str
@@ -74,12 +75,12 @@ FEATURES = {
 MOST_READ_SHARE = 0.005
 """Upper limit of the time in which the counters of the machine are read, relative to a step."""
 MOST_BYTES = 3000
-"""Upper limit of what more detail adds to the trace of a rank in a step, in bytes."""
+"""Upper limit in bytes of the additional trace data of a rank in a step with more detail."""
 UNITS = {"s": "longer steps", "cpu_s": "more processor time"}
 
 
 def costs(features: Sequence[Feature], quick: bool) -> Result:
-    """Returns the rows of some features."""
+    """Returns the rows of the given features."""
     total = Result()
     for feature in features:
         result = gpt_turns.measure(feature.kind, feature.rounds[0 if quick else 1])
@@ -103,7 +104,7 @@ def costs(features: Sequence[Feature], quick: bool) -> Result:
 
 
 def note_of(feature: Feature, result: dict[str, Any]) -> str:
-    """Returns a summary of a measurement, for the note of a row."""
+    """Returns a summary of a measurement for the note of a row."""
     ranks = gpt_turns.RANKS.get(feature.kind, 2)
     note = f"steps of {1e3 * result['step_s']:.0f} ms on {ranks} processes"
     if "spans" in result:
@@ -114,7 +115,7 @@ def note_of(feature: Feature, result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parser_of(__doc__, tuple(FEATURES), "fewer rounds").parse_args()
     return measure(
         {name: partial(costs, features, options.quick) for name, features in FEATURES.items()},

@@ -1,7 +1,7 @@
-"""Measures the cost of a simulated action, of a decision, and of an action of the executor.
+"""Measures the cost of a simulated action, of a decision, and of an action in the executor.
 
-Implements part ``costs`` of ``benchmarks/schedules.py``, in one process, without computation or
-messages.
+Implements part ``costs`` of ``benchmarks/schedules.py``, in a single process, without computation
+or messages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 RANKS, MICROBATCHES, PIECES = 8, 32, 4
 ROUNDS, CALLS = 15, 100_000
 MOST_SIMULATED, MOST_PICK, MOST_EXECUTOR = 40.0, 400.0, 1000.0
-"""Upper limits of a simulated action, a pick and an action of the executor, in Python calls."""
+"""Upper limits of a simulated action, a decision and an action in the executor, in Python calls."""
 _PROFILE = StageProfile(
     times=StageTimes.equal(2 * RANKS, forward_s=1.0, backward_s=1.0, weight_s=1.0), action_sigma=0.3
 )
 
 
 class _Timed:
-    """A policy that measures the seconds of its picks."""
+    """Wraps a policy and measures the duration of each decision."""
 
     def __init__(self, policy: Policy) -> None:
         self.name = policy.name
@@ -47,7 +47,7 @@ class _Timed:
 
 
 def measure() -> list[Row]:
-    """Returns the rows of all costs, relative to a call to an empty function on this machine."""
+    """Returns the rows of all costs, relative to a call of an empty function on this machine."""
     call_s = _median(_call_s)
     times_s = {"simulated action": (1 / _simulated_per_s(), MOST_SIMULATED)}
     for name in ("adaptive", "hinted", "zb-v"):
@@ -65,7 +65,7 @@ def measure() -> list[Row]:
 
 
 def _call_s() -> float:
-    """Returns the seconds of a call to an empty function."""
+    """Returns the duration of a call of an empty function in seconds."""
 
     def nothing() -> None:
         return None
@@ -104,7 +104,7 @@ def _simulated_per_s() -> float:
 
 
 def _picks_s(name: str) -> float:
-    """Returns the median seconds of a pick in a simulation of a pipeline in plain Python."""
+    """Returns the median duration of a decision in seconds, in a simulation in plain Python."""
     placement = Placement(num_ranks=RANKS, num_chunks=2, kind="v")
     pieces = 1 if name == "zb-v" else PIECES
     policies = [
@@ -120,7 +120,7 @@ def _picks_s(name: str) -> float:
 
 
 def _executor_s() -> float:
-    """Returns the seconds per action of one rank's whole step, including its picks."""
+    """Returns the seconds per action of a rank's whole step, including its decisions."""
     placement = Placement(num_ranks=1, num_chunks=2)
     executor = Executor(placement=placement, pp_rank=0, transport=None, timeout_s=10.0)
     state = RankState(

@@ -1,4 +1,4 @@
-"""Compares pipeline schedules with schedules of megatron-core and torch.
+"""Compares pipeline schedules of this project with schedules of megatron-core and torch.
 
     python benchmarks/schedules.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
@@ -28,12 +28,12 @@ from harness.report import Result, measure, parser_of  # noqa: E402
 
 REPETITIONS = {"jitter 0.3": 3, "lengths": 3, "quiet": 3, "slow link": 1, "straggler": 2}
 QUICK_REPETITIONS = {"jitter 0.3": 2, "lengths": 1, "quiet": 1}
-"""Number of steps of each competitor, by scenario; each step has separate draws."""
+"""Number of steps of each competitor by scenario. Each step has its own random draws."""
 LIMIT_S = 3600.0
 
 
 def emulated(options: argparse.Namespace) -> Result:
-    """Measures steps of processes that sleep (part ``emulated``)."""
+    """Measures steps of processes that sleep instead of computing (part ``emulated``)."""
     mean_s = options.chunk_ms / 1e3
     times = Times(forward_s=mean_s, backward_s=mean_s, weight_s=mean_s)
     repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
@@ -71,8 +71,10 @@ PARTS = {"costs": costs, "emulated": emulated, "gpt": gpt}
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
-    parser = parser_of(__doc__, tuple(PARTS), "fewer cases and competitors, within three minutes")
+    """Measures and prints the results. Returns 1 if a goal is missed."""
+    parser = parser_of(
+        __doc__, tuple(PARTS), ("run fewer cases and competitors, within three minutes")
+    )
     parser.add_argument("--chart", type=Path, help="draw the speed-ups as PNG")
     parser.add_argument("--rounds", type=int, help="number of rounds of part gpt")
     group = parser.add_argument_group("part emulated")

@@ -1,21 +1,23 @@
-"""Runs schedules of ``torch.distributed.pipelining``, unchanged, on GPT chunks or emulated stages.
+"""Runs unchanged schedules of ``torch.distributed.pipelining`` on GPT chunks or emulated stages.
 
-On GPT chunks the data-parallel wrapper, the loss and the work after the last backward are the same
-as in this project's executor. Facts about torch's runtime (2.13) that explain its rows:
+On GPT chunks, the data-parallel wrapper, the loss and the work after the last backward pass are the
+same as in this project's executor. The following facts about torch's runtime (2.13) explain its
+results:
 
-* It splits a backward along autograd's graph: B computes the gradients of the inputs, W restarts at
-  the functions that have both inputs and weights. A linear layer of megatron-core is one such
-  function and computes both of its gradients in each call. So a split backward computes both
-  matmuls twice: five matmuls including the forward instead of three.
-* On the first stage a split backward does nothing in B and everything in W. These schedules run B
-  and W one after the other there, so no time is lost.
-* Each split backward searches the stage's autograd graph for paths to weights. On a CPU this takes
-  some tenths of a millisecond; on a GPU the search would usually overlap with GPU work.
-* 1F1B waits for a send together with its receive. gloo completes a send when the peer asks for the
+* Backward passes are split along autograd's graph: B computes the gradients of the inputs, and W
+  restarts at the functions that have both inputs and weights. A linear layer of megatron-core is
+  one such function, and computes both of its gradients in each call. So a split backward pass
+  computes both matmuls twice, which makes five matmuls including the forward pass instead of three.
+* On the first stage, a split backward pass does nothing in B and everything in W. These schedules
+  run B and W one after the other there, so no time is lost.
+* Each split backward pass searches the stage's autograd graph for paths to weights. On a CPU, this
+  takes some tenths of a millisecond; on a GPU, the search would usually overlap with GPU work.
+* 1F1B waits for a send together with its receive. gloo completes a send when the peer requests the
   message, so a rank may wait for an action of a peer although it does not need the result.
-* A stage may split its backward itself, as in the rows with "our W": in B the layers leave their
-  weight gradients in this project's store, and W runs the store. Order and messages are torch's.
-* Gradients of a W along the graph go to ``grad``, without the hook that adds them to ``main_grad``.
+* A stage may split its backward pass itself, as in the rows with "our W". In B, the layers put
+  their weight gradients into this project's store, and W computes these. The order and the
+  messages are those of torch.
+* W adds gradients along the graph to ``grad``, without the hook that adds them to ``main_grad``.
   They are added to ``main_grad`` after the step.
 """
 
@@ -56,7 +58,7 @@ SCHEDULES: dict[str, Any] = {
 def make_schedule(
     name: str, stages: list[PipelineStage], num_microbatches: int, loss: Callable[..., Any]
 ) -> Any:
-    """Returns one of torch's schedules on the stages of this rank."""
+    """Returns a schedule of torch on the stages of this rank."""
     kind = SCHEDULES[name]
     return kind(
         stages[0] if kind is Schedule1F1B else stages,
@@ -67,7 +69,7 @@ def make_schedule(
 
 
 class EmulatedTorchRunner(PeerRunner):
-    """Runs one of torch's schedules on emulated stages; see ``PeerRunner``."""
+    """Runs a schedule of torch on emulated stages; see ``PeerRunner``."""
 
     def __init__(self, competitor: Competitor, rank: int, num_ranks: int) -> None:
         super().__init__(competitor, rank, num_ranks)
@@ -112,18 +114,19 @@ class EmulatedTorchRunner(PeerRunner):
 
 
 class StageModule(torch.nn.Module):
-    """A GPT chunk that torch's stages can call.
+    """Wraps a GPT chunk so that torch's stages can call it.
 
     Args:
         chunk: Chunk in its data-parallel wrapper.
-        first: Whether the chunk takes tokens as input.
+        first: Whether the input of the chunk is tokens.
     """
 
     def __init__(self, chunk: torch.nn.Module, *, first: bool) -> None:
         super().__init__()
         self.chunk = chunk
         self._first = first
-        # A bound method: with the module as an attribute, its parameters would be listed twice.
+        # Use a bound method, because with the module as an attribute, its parameters would be
+        # listed twice.
         self._set_input: Callable[[list[torch.Tensor]], None] = unwrap_model(chunk).set_input_tensor
 
     def forward(
@@ -140,7 +143,7 @@ class StageModule(torch.nn.Module):
             labels: Next tokens, ``[b, s] int64``, on a rank that has data.
 
         Returns:
-            Activations ``[s, b, h]``; on the last stage the losses ``[b, s]``.
+            Activations ``[s, b, h]``, or the losses ``[b, s]`` on the last stage.
         """
         if not self._first:
             self._set_input([received])
@@ -150,12 +153,9 @@ class StageModule(torch.nn.Module):
 
 
 class StoreStage(PipelineStage):
-    """A stage whose layers leave weight gradients in a store.
+    """Runs a stage whose layers defer their weight gradients to a store.
 
-    Args:
-        store: Store of the chunk, attached to its layers.
-        arguments: Positional arguments of ``PipelineStage``.
-        options: Keyword arguments of ``PipelineStage``.
+    store: Store of the chunk, which is attached to its layers.
     """
 
     def __init__(self, store: WeightGradientStore, *arguments: Any, **options: Any) -> None:
@@ -164,7 +164,7 @@ class StoreStage(PipelineStage):
         self._microbatch = -1
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        """Runs a backward by inputs; see ``PipelineStage``."""
+        """Runs a backward pass by inputs; see ``PipelineStage``."""
         self._microbatch = bwd_chunk_id
         with self._store.collect(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
@@ -175,13 +175,13 @@ class StoreStage(PipelineStage):
 
 
 class GptTorchRunner:
-    """Runs one of torch's schedules on a run's GPT chunks. All ranks create theirs together.
+    """Runs a schedule of torch on a run's GPT chunks. All ranks must create their runners together.
 
     Args:
         run: Built model and its settings.
         schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``zb-v``.
-        num_microbatches: Number of microbatches of a step.
-        stores: Stores that split backwards, one per chunk and attached to its layers, if any.
+        num_microbatches: Number of microbatches per step.
+        stores: Stores for split backward passes, one per chunk and attached to its layers, if any.
     """
 
     def __init__(
@@ -208,10 +208,10 @@ class GptTorchRunner:
         """Runs the forward and backward passes of a step until the gradients are complete.
 
         Args:
-            microbatches: Microbatches of the step, ``None`` on a rank that does not need data.
+            microbatches: Microbatches of the step, or ``None`` on a rank that does not need data.
 
         Returns:
-            Losses of the microbatches on the last stage, an empty list on other stages.
+            Losses of the microbatches on the last stage, or an empty list on other stages.
         """
         for store in self._stores:
             store.clear()

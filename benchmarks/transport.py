@@ -3,12 +3,12 @@
     python benchmarks/transport.py [--quick] [--part PART ...] [--json FILE] [--chart FILE]
 
 Parts: ``messages`` measures the bandwidth of tensors that are not in any cache, and half the round
-trip of a small tensor. ``1f1b`` measures the time that messages add to a pipeline that computes.
-``ranks`` trains a small GPT on more ranks than processors. Every number is the median of at least
-five repetitions. Goals are ratios to limits of the same machine in the same run: a memcpy, and the
-time to wake a sleeping thread. MPI and UCX are included if they are installed (``bash
-prerequisite.sh --benchmarks``). ``python -m tests.labs.rdma_speed`` measures RDMA. Exits with
-status 1 if a goal is missed.
+trip of a small tensor. ``1f1b`` measures the time that messages add to a computing pipeline.
+``ranks`` trains a small GPT on more ranks than CPUs. Every result is the median of at least five
+repetitions. Goals are ratios to limits of the same machine in the same run: a memcpy, and the time
+to wake a sleeping thread. MPI and UCX are included if they are installed (``bash prerequisite.sh
+--benchmarks``). ``python -m tests.labs.rdma_speed`` measures RDMA. Exits with status 1 if a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COMPARED = (MIB, 4 * MIB, 16 * MIB)
 LEAST_OF_MEMCPY = 0.9
 MOST_OF_WAKE = 1.0
-"""Upper limit of a small message's time, in multiples of the time to wake a sleeping thread."""
+"""Upper limit of the time of a small message, in multiples of the time to wake a sleeping thread.
+"""
 MOST_COPIES = 4.0
 """Upper limit of the time that messages add to a microbatch, in copies of a message."""
 MOST_OVER_GLOO = 1.02
-"""Upper limit of the ratio of a step with more ranks than processors to gloo's step."""
+"""Upper limit of the step time with more ranks than CPUs, relative to gloo."""
 MICROBATCHES = 32
 STREAMS = ("memcpy plain", "memcpy streaming", "shm", "tcp", "gloo")
 LIMIT_S = 900.0
-# Without `any` Open MPI uses UCX only if there is an RDMA device.
+# Without `any`, Open MPI uses UCX only if there is an RDMA device.
 _UCX = "--mca opal_common_ucx_tls any --mca opal_common_ucx_devices any"
 LIBRARIES = {"mpi": "--mca pml ob1 --mca btl self,vader", "ucx": f"--mca pml ucx {_UCX}"}
-"""Options that make Open MPI use its own shared memory transport or UCX's."""
+"""Options that make Open MPI use its own shared memory transport, or that of UCX."""
 
 Samples = Mapping[str, Sequence[float]]
 
 
 def measure_mpi(plan: dict[str, Any]) -> tuple[dict[str, Samples], str]:
-    """Returns the samples of MPI and UCX, and the reason if there are no samples."""
+    """Returns the samples of MPI and UCX, or the reason why there are none."""
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
-        return {}, "no Open MPI with mpi4py: bash prerequisite.sh --benchmarks"
+        return {}, "Open MPI with mpi4py is not installed; run bash prerequisite.sh --benchmarks"
     start = [mpiexec, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     start += "--oversubscribe --bind-to none -n 2".split()
     samples: dict[str, Samples] = {}
@@ -89,9 +90,9 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
     """Compares streams and round trips (part ``messages``).
 
     Args:
-        options: Command line.
-        library: Path of the compiled copies.
-        cpus: Processors of the two processes.
+        options: Parsed command line.
+        library: Path of the compiled copy functions.
+        cpus: CPUs of the two processes.
     """
     plan = {
         "sizes": SIZES,
@@ -117,7 +118,7 @@ def messages(options: argparse.Namespace, library: Path, cpus: Sequence[int]) ->
 
 
 def _memcpy(samples: Samples, nbytes: int) -> Sequence[float]:
-    """Returns the times of the faster kind of copy."""
+    """Returns the times of the faster method of copying."""
     kinds = [samples[f"memcpy {kind} {nbytes}"] for kind in ("plain", "streaming")]
     return min(kinds, key=statistics.median)
 
@@ -146,7 +147,7 @@ def _over_peers(own_samples: Samples, peers: Mapping[str, Samples], reason: str)
         if not peers:
             rows.append(missing(title, reason, goal=1.0, least=True))
             continue
-        # Each library ran in separate processes, so it is compared with copies in these processes.
+        # Each library ran in its own processes, so compare it with copies in these processes.
         speed = {
             name: statistics.median(samples[f"{name} {nbytes}"])
             / statistics.median(_memcpy(samples, nbytes))
@@ -172,9 +173,9 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
     """Measures the time that messages add to a microbatch (part ``1f1b``).
 
     Args:
-        options: Command line.
-        library: Path of the compiled copies.
-        cpus: Processors of the two ranks.
+        options: Parsed command line.
+        library: Path of the compiled copy functions.
+        cpus: CPUs of the two ranks.
     """
     plan = {
         "nbytes": MIB,
@@ -199,7 +200,7 @@ def one_f_one_b(options: argparse.Namespace, library: Path, cpus: Sequence[int])
 
 
 def more_ranks(options: argparse.Namespace) -> Result:
-    """Measures steps of more ranks than processors (part ``ranks``)."""
+    """Measures steps with more ranks than CPUs (part ``ranks``)."""
     job = gpt_steps.OVER_TRANSPORTS
     count, processors = gpt_steps.ALL_JOBS[job].ranks, len(os.sched_getaffinity(0))
     times = gpt_steps.measure(job, 10 if options.quick else 30, limit_s=600.0)["times"]
@@ -217,7 +218,7 @@ def size_text(nbytes: int) -> str:
 
 
 def bandwidths(series: Mapping[str, Samples]) -> str:
-    """Returns bandwidths in GB/s as Markdown: one row per link, one column per size."""
+    """Returns bandwidths in GB/s as a Markdown table, with a row per link and a column per size."""
     lines = [
         f"| stream, GB/s | {' | '.join(map(size_text, SIZES))} |",
         f"|---|{'---|' * len(SIZES)}",
@@ -230,7 +231,7 @@ def bandwidths(series: Mapping[str, Samples]) -> str:
 
 
 def draw(samples: Samples, path: Path) -> None:
-    """Plots bandwidth over size."""
+    """Plots bandwidth over message size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -253,7 +254,10 @@ def draw(samples: Samples, path: Path) -> None:
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed, 2 if nothing can be measured."""
+    """Measures and prints the results.
+
+    Returns 1 if a goal is missed, or 2 if nothing can be measured.
+    """
     parser = parser_of(__doc__, ("messages", "1f1b", "ranks"), "fewer repetitions")
     parser.add_argument("--chart", type=Path, help="draw bandwidth over size as PNG")
     parser.add_argument(

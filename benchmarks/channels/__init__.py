@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks/transport.py``: two processes, links between them, memory copies, steps."""
+"""Contains parts of ``benchmarks/transport.py``: processes, links, memory copies, and steps."""

@@ -1,6 +1,6 @@
-/* Limits of the machine with which transports are compared: copies within one process, and the time
- * that a cache line or a wake takes from one processor to another. copies.py compiles this file
- * when a run begins; ctypes calls it and releases the GIL. */
+/* Measures the limits of the machine that transports are compared with: copies within one process,
+ * and the time to transfer a cache line, or to wake a thread, between two CPUs. copies.py compiles
+ * this file at the start of a run. ctypes releases the GIL while it calls these functions. */
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
@@ -39,8 +39,8 @@ STREAM(stream_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 STREAM(stream_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128)
 #endif
 
-/* Copies with stores that bypass the caches, 256 bytes at a time. On processors without these
- * stores it is a plain copy. */
+/* Copies with stores that bypass the caches, 256 bytes at a time. On CPUs without these
+ * stores, this is a plain copy. */
 void copy_streaming(void *to, const void *from, size_t size) {
 #if defined(__x86_64__)
   const size_t whole = ((uintptr_t)to % 64) ? 0 : size / 256 * 256;
@@ -106,8 +106,8 @@ static void *answer(void *argument) {
   return NULL;
 }
 
-/* Returns the nanoseconds of a round trip between threads on two processors: of a cache line, or
- * of two wakes if the threads sleep. Negative if the threads cannot be started. */
+/* Returns the time in nanoseconds of a round trip between threads on two CPUs: of a cache line, or of
+ * two wakes if the threads sleep. The result is negative if the threads cannot be started. */
 double round_trip_ns(int first_cpu, int second_cpu, uint32_t rounds, int sleeps) {
   static _Alignas(256) _Atomic(uint32_t) line;
   struct side one = {&line, first_cpu, 0, rounds, sleeps};

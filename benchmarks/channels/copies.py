@@ -1,4 +1,4 @@
-"""Compiles ``copies.c`` with the system's compiler when a run begins, and calls its functions."""
+"""Compiles ``copies.c`` with the system compiler when a run starts, and calls its functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FLAGS = ("-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread")
 
 
 class NoCompilerError(Exception):
-    """There is no C compiler, or it failed."""
+    """Raised if there is no C compiler, or if it failed."""
 
 
 def build(folder: Path) -> Path:
-    """Compiles ``copies.c`` into a folder; returns the path of the library.
+    """Compiles ``copies.c`` in a folder, and returns the path of the library.
 
     Raises:
         NoCompilerError: There is no compiler, or it failed.
@@ -28,7 +28,9 @@ def build(folder: Path) -> Path:
     names = os.environ.get("CC", "").split()[:1] or COMPILERS
     compiler = next((path for name in names if (path := shutil.which(name))), None)
     if compiler is None:
-        raise NoCompilerError(f"no C compiler ({', '.join(names)}); on Debian: gcc")
+        raise NoCompilerError(
+            f"no C compiler is installed ({', '.join(names)}); on Debian, install gcc"
+        )
     library = folder / "copies.so"
     done = subprocess.run(
         [compiler, *FLAGS, "-o", str(library), str(SOURCE)],
@@ -43,14 +45,14 @@ def build(folder: Path) -> Path:
 
 
 class Copies:
-    """Functions of the compiled library.
+    """Calls the functions of the compiled library.
 
     Args:
-        library: Path that :func:`build` returned.
+        library: Path returned by :func:`build`.
 
     Attributes:
-        plain: Copies a number of bytes from one address to another with memcpy.
-        streaming: Copies a number of bytes with stores that bypass the caches.
+        plain: Function that copies a number of bytes from one address to another with memcpy.
+        streaming: Function that copies a number of bytes with stores that bypass the caches.
     """
 
     def __init__(self, library: Path | str) -> None:
@@ -65,19 +67,20 @@ class Copies:
         self._round_trip_ns.restype = ctypes.c_double
 
     def cache_line_s(self, first: int, second: int) -> float:
-        """Returns the seconds that a cache line takes from one processor to another.
+        """Returns the time in seconds to transfer a cache line from one CPU to another.
 
-        The minimum of many attempts is used, because other programs can only add to the time.
+        The result is the minimum of many attempts, because other programs can only increase the
+        time.
         """
         return float(min(self._round_trip_ns(first, second, 2000, 0) for _ in range(40))) / 2e9
 
     def wake_s(self, first: int, second: int) -> float:
-        """Returns the seconds that a thread takes to wake a thread asleep on another processor."""
+        """Returns the time in seconds for a thread to wake a sleeping thread on another CPU."""
         samples = [self._round_trip_ns(first, second, 200, 1) for _ in range(15)]
         return float(statistics.median(samples)) / 2e9
 
     def copy_s(self, nbytes: int) -> float:
-        """Returns the seconds of a plain copy of memory that is not in any cache."""
+        """Returns the duration in seconds of a plain copy of memory that is not in any cache."""
         count = max(8, (128 << 20) // nbytes)
         buffers = [ctypes.create_string_buffer(b"1" * nbytes, nbytes) for _ in range(2 * count)]
         start_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Links between two processes over gloo and MPI; see ``Link`` of ``harness.link_times``."""
+"""Implements links between two processes over gloo and MPI."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 WINDOW = 4
-"""Number of messages that gloo or MPI has in flight; larger numbers made neither of them faster."""
+"""Number of messages in flight with gloo or MPI. Neither was faster with larger numbers."""
 
 
 class Posted:
-    """A link that receives into preposted buffers: gloo or MPI.
+    """A link that receives into preposted buffers, with gloo or MPI.
 
     Args:
         make_buffer: Function that allocates a payload of a number of bytes.
-        start_send: Function that starts to send a payload, and returns a request.
-        start_receive: Function that starts to receive into a buffer, and returns a request.
+        start_send: Function that starts sending a payload, and returns a request.
+        start_receive: Function that starts receiving into a buffer, and returns a request.
         wait: Function that waits for a request.
     """
 
@@ -40,7 +40,7 @@ class Posted:
         """Posts buffers for the first messages; see ``Link``."""
         assert not self._receives
         if nbytes not in self._buffers:
-            # One buffer more than are posted, because the caller holds one.
+            # Allocate one buffer more than are posted, because the caller holds one.
             self._buffers = {nbytes: [self._make_buffer(nbytes) for _ in range(WINDOW + 1)]}
         self._nbytes, self._left, self._next = nbytes, count, 0
         for _ in range(WINDOW):
@@ -65,7 +65,7 @@ class Posted:
         return buffer
 
     def close(self) -> None:
-        """Does nothing: the process group or MPI ends together with the process."""
+        """Does nothing, because the process group or MPI ends together with the process."""
 
     def _post(self) -> None:
         if self._left:
@@ -77,7 +77,7 @@ class Posted:
 
 
 def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens the MPI library that ``mpiexec`` selected."""
+    """Opens a link with the MPI library that ``mpiexec`` selected."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -90,7 +90,7 @@ def open_mpi(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
 
 
 def open_gloo(peer: int, make_buffer: Callable[[int], Any]) -> Posted:
-    """Opens gloo through ``torch.distributed``. Both processes must call this together."""
+    """Opens a link with gloo through ``torch.distributed``. Both processes must call this."""
     import torch.distributed as dist
 
     group = dist.new_group([0, 1], backend="gloo")

@@ -1,7 +1,8 @@
-"""Measures links between two processes, each pinned to a processor, alternating with memory copies.
+"""Measures links between two processes, each pinned to a CPU, alternating with memory copies.
 
 The first process sends and measures. ``run_rank`` runs in a process with torch, for gloo and this
-project's transports. Run as a script by ``mpiexec``, this module is a process of an MPI library.
+project's transports. Run as a script by ``mpiexec``, this module acts as a process of an MPI
+library.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from .copies import Copies
 from .links import open_gloo, open_mpi
 
 POOL_BYTES = 128 << 20
-"""Memory of all payloads of one size; larger than the caches."""
+"""Total memory of the payloads of one size, which is larger than the caches."""
 PING_BYTES = 1 << 10
 ROUNDS, WARMUPS = 2000, 20
 _TOKEN_BYTES = 8
 _CHANNEL_BYTES = 256 << 20
 _LEAST_MESSAGES = 16
-"""Minimum number of messages of a stream; with fewer, its start and end would affect the result."""
+"""Minimum number of messages in a stream. With fewer, its start and end would affect the result."""
 COPIES = ("plain", "streaming")
 
 
 class Process:
-    """One of the two processes.
+    """One of the two processes, which measures the links.
 
     Args:
-        rank: Index of the process; the first sends.
+        rank: Index of the process. The first process sends.
         make_buffer: Function that allocates a payload of a number of bytes.
         address: Function that returns the address of a payload.
-        plan: Sizes, repetitions, processors, and the path of the compiled copies.
+        plan: Sizes, repetitions, CPUs, and the path of the compiled copy functions.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Process:
         """Measures all sizes; returns seconds per message by name, size and repetition.
 
         Args:
-            open_links: Function that opens the links for messages of a size.
+            open_links: Function that opens the links for messages of a given size.
         """
         sends = not self._rank
         for nbytes in self._plan["sizes"]:
@@ -90,7 +91,7 @@ class Process:
         return self.samples
 
     def _keep(self, name: str, repetition: int, seconds: float | None) -> None:
-        # The first repetition is a warm-up: it touches memory and connects.
+        # The first repetition is a warm-up, which touches memory and opens connections.
         if repetition >= 0 and seconds is not None:
             self.samples[name].append(seconds)
 
@@ -100,7 +101,7 @@ class Process:
             link.close()
 
     def _copy(self, kind: str, targets: Sequence[Any], sources: Sequence[Any]) -> float:
-        """Returns the seconds of a copy within this process, of memory that is not in any cache."""
+        """Returns the duration in seconds of a copy within this process, of uncached memory."""
         function, nbytes = getattr(self._copies, kind), sources[0].nbytes
         addresses = [
             (self._address(target), self._address(source))
@@ -113,7 +114,7 @@ class Process:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Measures in a process with torch; returns its samples."""
+    """Measures in a process with torch, and returns the samples."""
     import torch
 
     from harness.transport_link import TransportLink
@@ -124,7 +125,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
         return torch.ones(nbytes, dtype=torch.uint8)
 
     def open_links(nbytes: int) -> dict[str, Link]:
-        # Each slot holds a whole message.
+        # Each slot has room for a whole message.
         slots = max(2, min(8, _CHANNEL_BYTES // nbytes))
         links: dict[str, Link] = {
             name: TransportLink(name, rank, slot_bytes=max(4096, nbytes), slots=slots)
@@ -137,7 +138,7 @@ def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures in a process of an MPI library; the first process writes its samples to a file."""
+    """Measures in a process of an MPI library. The first process writes the samples to a file."""
     import numpy
     from mpi4py import MPI
 

@@ -1,7 +1,7 @@
-"""Measures the time that messages add to a 1F1B step of two ranks that compute.
+"""Measures the time that messages add to a 1F1B step of two computing ranks.
 
 The executor of this project runs the step. Its chunks multiply matrices for a few milliseconds,
-read the received tensor and write the tensor to send. In the *alone* step each rank works
+read the received tensor and write the tensor to send. In the *alone* step, each rank works
 independently, and its inputs are immediately available in its own memory. If messages took no time,
 the pipeline's step would take as long, plus one microbatch for filling and draining::
 
@@ -36,12 +36,12 @@ _MATRIX = 256
 
 
 class WorkingStages(IdleStages):
-    """A chunk that multiplies matrices.
+    """Simulates a chunk that multiplies matrices.
 
     Args:
-        rank: Rank of this process. 0 is the first stage, 1 the last.
+        rank: Rank of this process, which is 0 for the first stage and 1 for the last stage.
         nbytes: Size of activation and gradient, in bytes.
-        products: Number of matrix multiplications in each forward and each backward.
+        products: Number of matrix multiplications in each forward and each backward pass.
     """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
@@ -70,7 +70,7 @@ class WorkingStages(IdleStages):
 
 
 class InstantTransport:
-    """A transport within one process: every input is available before it is needed.
+    """Simulates a transport within one process, with every input available before it is needed.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -82,7 +82,8 @@ class InstantTransport:
     def __init__(self, rank: int, nbytes: int) -> None:
         self.completions = CompletionQueue()
         self._rank = rank
-        # There are four buffers, so an activation has left the cache when its backward begins.
+        # There are four buffers, so that an activation has left the cache when its backward pass
+        # begins.
         self._inputs = [torch.rand(nbytes // 4) for _ in range(4)]
 
     def begin(self, step: int, microbatches: int) -> None:
@@ -91,7 +92,7 @@ class InstantTransport:
             self._put(Label(step, Action(ActionKind.F, 0, microbatch)))
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Delivers the gradient of an activation of the first stage at once; drops gradients."""
+        """Delivers the gradient of each activation to the first stage; discards gradients."""
         if self._rank == 0:
             self._put(Label(label.step, Action(ActionKind.B, 0, label.action.microbatch)))
 
@@ -101,12 +102,12 @@ class InstantTransport:
 
 
 class Pipeline:
-    """Executors of one rank, one executor for each transport.
+    """Contains the executors of one rank, one executor per transport.
 
     Args:
         rank: Rank of this process, 0 or 1.
         nbytes: Size of a message, in bytes.
-        products: Number of matrix multiplications in each forward and each backward.
+        products: Number of matrix multiplications in each forward and each backward pass.
     """
 
     def __init__(self, rank: int, nbytes: int, products: int) -> None:
@@ -120,7 +121,7 @@ class Pipeline:
 
         Args:
             name: Name of the transport.
-            transport: Transport to use, ``None`` for the *alone* step.
+            transport: Transport to use, or ``None`` for the *alone* step.
             microbatches: Number of microbatches.
         """
         transport = transport or self._alone
@@ -147,12 +148,12 @@ class Pipeline:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Runs one rank; returns the seconds of each step, of the slower rank, by transport.
+    """Runs one rank; returns the duration of each step on the slower rank, by transport.
 
     Args:
         rank: Rank of this process.
         plan: Settings of the run: ``nbytes`` of a message, ``microbatches``, ``repetitions``, and
-            the processors of the ranks (``cpus``).
+            the CPUs of the ranks (``cpus``).
     """
     os.sched_setaffinity(0, {plan["cpus"][rank]})
     torch.set_num_threads(1)

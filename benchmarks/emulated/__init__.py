@@ -1,5 +1,5 @@
-"""Pipeline schedules with emulated compute: real processes and messages, actions that sleep.
+"""Runs pipeline schedules with emulated compute: real processes and messages, sleeping actions.
 
-All competitors run the same stages with the same drawn durations. Therefore two rows of the table
-differ only in the order of actions and in the runtime.
+All competitors run the same stages with the same drawn durations, so two rows of the table differ
+only in the order of actions and in the runtime.
 """

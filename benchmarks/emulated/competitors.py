@@ -1,4 +1,4 @@
-"""Competitors: a schedule or run-time rule, the runtime that runs it, and its memory limit."""
+"""Defines competitors: a schedule or run-time rule, its runtime, and its memory limit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Engine = Literal["megatron", "torch", "ours", "plug-in"]
 
 @dataclass(frozen=True, kw_only=True)
 class Competitor:
-    """One row of the table.
+    """A competitor, which has one row in the table.
 
     Attributes:
         name: Title of the row.
         engine: Runtime: ``megatron`` for megatron-core, ``torch`` for
             ``torch.distributed.pipelining``, ``ours`` for the executor of this project, ``plug-in``
-            for a step of Megatron-LM that the plug-in runs.
-        schedule: Name of the schedule in its engine.
+            for a Megatron-LM step that the plug-in runs.
+        schedule: Name of the schedule in this runtime.
         num_chunks: Number of chunks per rank, 1 or 2.
         kind: Placement of the stages.
-        weight_pieces: Number of actions into which a backward by weights is split; 0 for backwards
-            that are not split into B and W.
-        cap: Memory limit of a rank: number of activations, in microbatches of a whole rank,
-            divided by the number of pipeline ranks. ``None`` for the schedule's default. Only
+        weight_pieces: Number of W actions into which a weight gradient is split, or 0 for backward
+            passes that are not split into B and W.
+        cap: Memory limit of a rank, which is a number of activations in microbatches of a whole
+            rank, divided by the number of pipeline ranks. ``None`` for the schedule's default. Only
             run-time rules of this project have a limit.
-        is_policy: Whether the order is decided at run time.
+        is_policy: Whether the order is chosen at run time.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Competitor:
         return Placement(num_ranks=num_ranks, num_chunks=self.num_chunks, kind=self.kind)
 
     def cap_for(self, num_ranks: int, num_microbatches: int) -> float | None:
-        """Returns the cap in microbatches of a whole rank, ``None`` for a fixed order."""
+        """Returns the cap in microbatches of a whole rank, or ``None`` for a fixed order."""
         if not self.is_policy:
             return None
         if self.cap is None:
@@ -72,16 +72,16 @@ def _ours(name: str, schedule: str, **options: Any) -> Competitor:
 _LOOP: dict[str, Any] = {"num_chunks": 2}
 _V: dict[str, Any] = {"num_chunks": 2, "kind": "v", "weight_pieces": 1}
 _RULE: dict[str, Any] = {"is_policy": True}
-# A rule may split weight gradients; each split costs an emulated rank one more sleep.
+# A rule may split weight gradients. Each split costs an emulated rank one more sleep.
 _V_RULE: dict[str, Any] = {**_V, **_RULE, "weight_pieces": 2}
 
 BASELINE = "megatron 1f1b"
-"""Competitor to which the speed of all other competitors is compared."""
+"""Competitor that the speed of all other competitors is compared with."""
 INTERLEAVED = "megatron interleaved"
 ADAPTIVE = "adaptive, V"
 """Rule that the speed goals apply to."""
 TIGHT = "hinted, V, memory p"
-"""Rule that uses as much memory as 1F1B."""
+"""Rule that uses the same amount of memory as 1F1B."""
 PLUG_IN = "plug-in: adaptive, V"
 
 COMPETITORS: dict[str, Competitor] = {
@@ -119,6 +119,6 @@ COMPETITORS: dict[str, Competitor] = {
     )
 }
 QUICK = (BASELINE, INTERLEAVED, "torch zb-v", "zb-v", ADAPTIVE, TIGHT, PLUG_IN)
-"""Competitors of the short form."""
+"""Competitors of a run with ``--quick``."""
 USUAL = (*QUICK, "1f1b", "interleaved", "adaptive, loop", "adaptive, V, memory p")
-"""Competitors of the full form."""
+"""Competitors of a full run."""

@@ -1,4 +1,4 @@
-"""Provides an emulated stage as a module, for runtimes that use autograd.
+"""Implements an emulated stage as a module, for runtimes that use autograd.
 
 ::
 
@@ -6,10 +6,10 @@
                         _Join ──> output ──> _Loss, on the last stage
     weight ─> _Weight ──┘
 
-The backward of ``_Join`` checks the gradient, the backward of ``_Input`` sleeps for B, and the
-backward of ``_Weight`` sleeps for W. A runtime that first asks autograd only for the gradients of
-inputs therefore runs B, and runs W later, starting from ``_Join``. A whole backward runs W first,
-so that the gradient is sent at its end.
+The backward pass of ``_Join`` checks the gradient, the backward pass of ``_Input`` sleeps for B,
+and the backward pass of ``_Weight`` sleeps for W. So a runtime that first requests only the
+gradients of inputs from autograd runs B, and runs W later, starting at ``_Join``. An unsplit
+backward pass runs W first, so that the gradient is sent at its end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .scenarios import Draws
 
 
 class EmulatedChunk(torch.nn.Module):
-    """One emulated stage; ``work`` must be set before each step.
+    """An emulated stage. ``work`` must be set before each step.
 
     Args:
-        stage: Index of the stage in pipeline order.
-        num_stages: Number of stages of the pipeline.
+        stage: Index of the stage, in pipeline order.
+        num_stages: Number of stages in the pipeline.
 
     Attributes:
         work: Work of this rank in the next step.
-        weight: Parameter whose gradient counts microbatches: after a step every element equals the
+        weight: Parameter whose gradient counts microbatches. After a step, every element equals the
             number of microbatches.
     """
 
@@ -48,18 +48,18 @@ class EmulatedChunk(torch.nn.Module):
         self.work: RankWork | None = None
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the stage's forward; returns an output of the same shape.
+        """Runs the forward pass of the stage, and returns an output of the same shape.
 
         Args:
-            received: Output of the previous stage; on the first stage ``RankWork.fresh``.
+            received: Output of the previous stage, or ``RankWork.fresh`` on the first stage.
         """
         if not received.requires_grad:
-            # Real first stages compute gradients of inner layers too, but not of their input.
+            # Real first stages also compute gradients of inner layers, but not of their input.
             received = received.detach().requires_grad_()
         microbatch = number_of(received)
         output = _apply(_Input, received, self, microbatch)
         # Autograd runs the most recently created node first. This node must not depend on the
-        # input, or W would be needed for the input's gradient.
+        # input, because W would otherwise be needed for the input's gradient.
         side = _apply(_Weight, self.weight, received.shape, self, microbatch)
         return _apply(_Join, output, side, self, microbatch)
 
@@ -69,20 +69,23 @@ class EmulatedChunk(torch.nn.Module):
         self.weight.grad = None
 
     def check_gradient(self, num_microbatches: int) -> None:
-        """Checks that every microbatch contributed to the weight's gradient.
+        """Checks that every microbatch contributed to the gradient of the weight.
 
         Raises:
-            WorkError: The gradient has the wrong sum.
+            WorkError: The gradient has an incorrect sum.
         """
         self.check_sum(self.weight.grad, num_microbatches)
 
     def check_sum(self, gradient: torch.Tensor | None, num_microbatches: int) -> None:
         """Checks the gradient of one weight (see :meth:`check_gradient`)."""
         if gradient is None or not bool((gradient == num_microbatches).all()):
-            raise WorkError(f"stage {self.stage}: gradient {gradient} after {num_microbatches}")
+            raise WorkError(
+                f"stage {self.stage}: the gradient is {gradient} after {num_microbatches} "
+                "microbatches"
+            )
 
     def loss(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a scalar whose backward pass starts the backward of the last stage."""
+        """Returns a scalar whose backward pass starts the backward pass of the last stage."""
         return _apply(_Loss, output)
 
 
@@ -91,9 +94,9 @@ class PeerRunner:
 
     Args:
         competitor: Competitor to run.
-        rank: Position of this rank in the pipeline.
-        num_ranks: Number of ranks of the pipeline.
-        make: Function that creates a stage from its number and the number of stages.
+        rank: Pipeline rank of this process.
+        num_ranks: Number of ranks in the pipeline.
+        make: Function that creates a stage from its index and the number of stages.
     """
 
     delays_in_transport = False
@@ -114,7 +117,7 @@ class PeerRunner:
         ]
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. Not timed."""
+        """Prepares a step. This is not timed."""
         self.num_microbatches = draws.num_microbatches
         for chunk in self.chunks:
             chunk.prepare(work)
@@ -125,7 +128,7 @@ class PeerRunner:
         return [RankWork.fresh(number, like) for number in range(self.num_microbatches)]
 
     def finish(self) -> None:
-        """Checks the gradients of the weights. Not timed."""
+        """Checks the gradients of the weights. This is not timed."""
         for chunk in self.chunks:
             chunk.check_gradient(self.num_microbatches)
 
@@ -176,7 +179,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        # A split backward runs this twice, for B and for W; the second call changes nothing.
+        # A split backward pass runs this twice, for B and for W; the second call has no effect.
         chunk = ctx.chunk
         chunk.work.take_gradient(chunk.stage, ctx.microbatch, gradient)
         return gradient, gradient, None, None

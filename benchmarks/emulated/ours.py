@@ -17,8 +17,8 @@ class OurRunner:
     Args:
         competitor: Competitor to run.
         channels: Executor and transport of the competitor's placement.
-        rank: Position of this rank in the pipeline.
-        num_ranks: Number of ranks of the pipeline.
+        rank: Pipeline rank of this process.
+        num_ranks: Number of ranks in the pipeline.
     """
 
     delays_in_transport = True
@@ -34,7 +34,7 @@ class OurRunner:
         self._step: tuple[EmulatedStages, Policy, RankState] | None = None
 
     def prepare(self, work: RankWork, draws: Draws) -> None:
-        """Prepares a step. Not timed."""
+        """Prepares a step. This is not timed."""
         competitor, count = self._competitor, draws.num_microbatches
         ranks = self.placement.num_ranks
         if count not in self._policies:
@@ -57,5 +57,5 @@ class OurRunner:
         self._channels.executor.run(*self._step)
 
     def finish(self) -> None:
-        """Ends the step. Not timed."""
+        """Ends the step. This is not timed."""
         self._channels.executor.finish_step()

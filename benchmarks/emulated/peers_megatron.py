@@ -1,9 +1,10 @@
-"""Runs megatron-core's own schedules, unchanged, on emulated stages.
+"""Runs unchanged schedules of megatron-core on emulated stages.
 
-The communication settings are those that are safe with gloo: outputs are kept until they are sent.
-With several chunks messages are not batched but overlap with compute, as Megatron-LM configures it.
+The communication settings are safe with gloo: outputs are kept until they have been sent. With
+several chunks, messages are not batched but overlap with computation, as in Megatron-LM's
+configuration.
 
-megatron-core waits for its sends, and gloo completes a send when the peer asks for the message.
+megatron-core waits for its sends, and gloo completes a send when the peer requests the message.
 Therefore a rank may wait for an action of a peer although it does not need the result.
 """
 
@@ -30,7 +31,7 @@ from .scenarios import Draws
 
 
 class StepChunk(EmulatedChunk):
-    """An emulated stage with the members that megatron-core expects of a model chunk."""
+    """An emulated stage with the members that megatron-core requires of a model chunk."""
 
     model_type = ModelType.encoder_or_decoder
 
@@ -40,7 +41,7 @@ class StepChunk(EmulatedChunk):
         self.received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-        """Sets the output of the previous stage as input."""
+        """Sets the output of the previous stage as the input."""
         self.received = tensors[0]
 
 
@@ -54,13 +55,13 @@ def config_of(competitor: Competitor, num_ranks: int, **more: Any) -> Transforme
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=competitor.num_chunks if several else None,
         pipeline_dtype=DTYPE,
-        calculate_per_token_loss=True,  # leaves the loss as it is
+        calculate_per_token_loss=True,  # leaves the loss unchanged
         **more,
     )
 
 
 class StepRunner(PeerRunner):
-    """Calls a step function with the arguments that megatron-core's functions take.
+    """Calls a step function with the arguments of megatron-core's step functions.
 
     Attributes:
         call: Keyword arguments of the next step.
@@ -109,7 +110,7 @@ class MegatronRunner(StepRunner):
 
 
 def forward_step(iterator: Iterator[torch.Tensor], chunk: StepChunk) -> tuple[torch.Tensor, Any]:
-    """Runs a forward as a user's training script does; returns output and loss function."""
+    """Runs a forward pass like a user's script; returns the output and the loss function."""
     received = next(iterator) if chunk.is_first else chunk.received
     assert received is not None
 

@@ -1,8 +1,8 @@
-"""Runs the plug-in's engine on emulated stages in a V, as it runs in an unmodified Megatron-LM.
+"""Runs the plug-in's engine on emulated stages in a V, as in an unmodified Megatron-LM.
 
-Steps are called like megatron-core's steps. Backwards are split by the stores that also hold the
-weight gradients of real layers. The plug-in chooses the transport. As in every V of the plug-in,
-position 0 of the pipeline is on the last rank.
+Steps are called like steps of megatron-core. Backward passes are split with the same stores that
+contain the weight gradients of real layers. The plug-in chooses the transport. As in every V of the
+plug-in, position 0 of the pipeline is on the last rank.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .modules import EmulatedChunk
 from .peers_megatron import StepChunk, StepRunner, config_of
 
 _PARTS = 2
-"""Number of calls of a chunk; a rule may split a weight gradient between two calls."""
+"""Number of calls of a chunk. A rule may split a weight gradient between two calls."""
 _SHARE = torch.ones(WIDTH, dtype=DTYPE)
 """Gradient of each weight for one microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call(LayerCall):
-    """One call of a chunk: the first call runs F and B, each call runs an equal part of W."""
+    """A call of a chunk: the first call runs F and B, and each call runs an equal part of W."""
 
     chunk: EmulatedChunk
     weight: torch.nn.Parameter
@@ -74,7 +74,7 @@ class _Call(LayerCall):
 
 
 class _Layer(DeferringRowParallelLinear):
-    """Defers its weight gradient as a linear layer of the model does."""
+    """Defers its weight gradient like a linear layer of the model."""
 
     def __init__(self, chunk: EmulatedChunk, number: int) -> None:
         torch.nn.Module.__init__(self)
@@ -82,7 +82,7 @@ class _Layer(DeferringRowParallelLinear):
         self._call = _Call(chunk, self.weight, number == 0)
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the layer call."""
+        """Runs the call of the layer."""
         assert self.weight_gradient_store is not None
         return defer(self._call, received, self.weight_gradient_store)
 
@@ -96,7 +96,7 @@ class _Chunk(StepChunk):
         self.layers = torch.nn.ModuleList(_Layer(self, number) for number in range(_PARTS))
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        """Runs the calls one after the other."""
+        """Runs the calls one by one."""
         if not received.requires_grad:
             received = received.detach().requires_grad_()
         for layer in self.layers:
@@ -127,7 +127,7 @@ class PluggedRunner(StepRunner):
         placed.put()
         try:
             parallel_state.initialize_model_parallel(1, num_ranks, competitor.num_chunks)
-            # Megatron-LM frees outputs as well.
+            # Megatron-LM also frees outputs.
             dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
             config = config_of(competitor, num_ranks, deallocate_pipeline_outputs=True, **dropout)
         finally:
@@ -148,6 +148,6 @@ class PluggedRunner(StepRunner):
         engine.run(self.call)
 
     def close(self) -> None:
-        """Closes the channels. All ranks must call this together."""
+        """Closes the channels. All ranks must call this method."""
         self._engines.close()
         parallel_state.destroy_model_parallel()

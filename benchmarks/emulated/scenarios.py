@@ -1,9 +1,9 @@
-"""Durations of emulated actions: how long each takes, and which rank or link is slow.
+"""Defines the durations of emulated actions, and which rank or link is slow.
 
 All durations of a step are drawn from a seed before the step, and are the same for every
-competitor. They are durations of *half-stages*: the pipeline is cut into two halves per rank, in
+competitor. They are durations of *half-stages*: the pipeline is split into two halves per rank, in
 pipeline order. A competitor with two chunks per rank runs a half-stage as one stage. A competitor
-with one chunk runs two neighbouring halves as one stage, which takes their sum::
+with one chunk runs two neighbouring halves as one stage, which takes their total time::
 
     half-stage          0   1   2   3   4   5   6   7
     1 chunk, 4 ranks    └ 0 ┘   └ 1 ┘   └ 2 ┘   └ 3 ┘     stage and rank
@@ -29,7 +29,7 @@ HALVES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Mean duration of one half-stage's actions on a rank of ordinary speed, in seconds."""
+    """Mean duration in seconds of a half-stage's actions on a rank with normal speed."""
 
     forward_s: float = 0.008
     backward_s: float = 0.008
@@ -38,19 +38,19 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One kind of variation in durations.
+    """A kind of variation in durations.
 
     Attributes:
-        name: Title in the table.
-        jitter_sigma: Standard deviation of the logarithm of a random factor of each action; the
-            factor's mean is 1.
+        name: Title of the scenario in the table.
+        jitter_sigma: Standard deviation of the logarithm of a random factor of each action, which
+            has mean 1.
         length_sigma: Standard deviation of the logarithm of a random factor of each microbatch,
             which all its actions share.
-        length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``; the
+        length_mix: Probabilities and lengths of microbatches, used instead of ``length_sigma``. The
             mean length is 1.
-        rank_factor: Factor of the durations of the middle rank.
-        link_delay: Delay of messages on the middle link, in both directions, in forwards of a whole
-            rank.
+        rank_factor: Factor of the durations on the middle rank.
+        link_delay: Delay of messages on the middle link in both directions, in forward passes of a
+            whole rank.
     """
 
     name: str
@@ -69,7 +69,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario(name="jitter 0.3", jitter_sigma=0.3),
         Scenario(name="jitter 0.5", jitter_sigma=0.5),
         Scenario(name="lengths", length_sigma=0.5),
-        # Lengths of packed conversations: most are short, a few fill the sequence.
+        # Lengths of packed conversations: most are short, and a few fill the sequence.
         Scenario(name="long tail", length_mix=((0.75, 0.5), (0.15, 1.5), (0.1, 4.0))),
         Scenario(name="slow link", link_delay=1.0),
         Scenario(name="fast rank", rank_factor=1 / 1.43),
@@ -80,15 +80,15 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """All durations of one step; equal attributes give equal durations in every process.
+    """All durations of a step. Equal attributes give equal durations in every process.
 
     Attributes:
-        scenario: Disturbance of the step.
-        num_ranks: Number of ranks of the pipeline.
-        num_microbatches: Number of microbatches of the step.
+        scenario: Scenario of the step.
+        num_ranks: Number of ranks in the pipeline.
+        num_microbatches: Number of microbatches in the step.
         times: Mean durations.
         seed: Seed of all draws.
-        repetition: Step number.
+        repetition: Index of the step.
     """
 
     scenario: Scenario
@@ -101,7 +101,7 @@ class Draws:
     def workload(self, placement: Placement) -> Workload:
         """Returns the durations for a placement with one or two chunks per rank.
 
-        ``B`` is the backward by inputs, without the backward by weights.
+        ``B`` is the backward pass by inputs, without weight gradients.
         """
         scenario, times, middle = self.scenario, self.times, self.num_ranks // 2
         factors = [1.0] * self.num_ranks
@@ -133,7 +133,7 @@ class Draws:
         return replace(work, durations_ps=np.rint(work.durations_ps * drawn).astype(np.int64))
 
     def delay_s(self, from_rank: int, to_rank: int) -> float:
-        """Returns the seconds by which messages between two ranks are delayed."""
+        """Returns the delay of messages between two ranks in seconds."""
         middle = self.num_ranks // 2
         if {from_rank, to_rank} != {middle - 1, middle}:
             return 0.0

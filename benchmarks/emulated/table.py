@@ -1,4 +1,4 @@
-"""Table, goals and chart of the measured steps."""
+"""Creates the table, goals and chart of the measured steps."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from .scenarios import SCENARIOS, Draws, Times
 
 Record = Mapping[str, Any]
 LEAST_OF_BOUND = 0.9
-"""Lower limit of a step's simulated time, with the drawn work only, relative to the measured."""
+"""Lower limit of a step's simulated time with only the drawn work, relative to the measured time.
+"""
 LEAST_OF_GAIN = 0.97
-"""Lower limit of a measured gain over another order, as a share of the simulated gain."""
+"""Lower limit of a measured gain over another order, relative to the simulated gain."""
 GAINS = (
     (ADAPTIVE, BASELINE, "jitter 0.3"),
     (ADAPTIVE, INTERLEAVED, "jitter 0.3"),
     (PLUG_IN, INTERLEAVED, "jitter 0.3"),
     (ADAPTIVE, BASELINE, "lengths"),
 )
-"""Rule, rival and scenario of each gain that has a goal."""
+"""Rule, rival and scenario of each gain with a goal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Steps of one competitor in one scenario.
+    """The steps of one competitor in one scenario.
 
     Attributes:
         competitor: Competitor that ran the steps.
         scenario: Name of the scenario.
-        peak: Most activations that a rank held, in microbatches of a whole rank.
-        measured_s: Seconds of each step, by repetition.
-        simulated_s: Seconds of the same steps in simulation with the drawn work, by repetition.
+        peak: Maximum number of activations that a rank held, in microbatches of a whole rank.
+        measured_s: Duration of each step in seconds, by repetition.
+        simulated_s: Simulated duration of the same steps with only the drawn work in seconds, by
+            repetition.
     """
 
     competitor: Competitor
@@ -48,7 +50,7 @@ class Steps:
 
     @property
     def of_bound(self) -> float:
-        """Median of the ratio of simulated time to measured time."""
+        """Returns the median ratio of simulated time to measured time."""
         return statistics.median(
             self.simulated_s[number] / seconds for number, seconds in self.measured_s.items()
         )
@@ -59,7 +61,7 @@ Table = Mapping[tuple[str, str], Steps]
 
 
 def simulated_s(competitor: Competitor, draws: Draws) -> float:
-    """Returns the seconds of a step in simulation, where only the drawn work takes time."""
+    """Returns the simulated seconds of a step in which only the drawn work takes time."""
     ranks, microbatches = draws.num_ranks, draws.num_microbatches
     result = simulate(
         competitor.placement(ranks),
@@ -80,10 +82,10 @@ def make_table(
 
     Args:
         records: Records of ``worker.Rank``.
-        ranks: Number of ranks of the pipeline.
-        microbatches: Number of microbatches of a step.
+        ranks: Number of ranks in the pipeline.
+        microbatches: Number of microbatches per step.
         times: Mean durations of the run.
-        seed: Seed of the draws of the run.
+        seed: Seed of the random draws in the run.
     """
     table = {}
     for name, scenario in dict.fromkeys((r["competitor"], r["scenario"]) for r in records):
@@ -115,12 +117,12 @@ def make_table(
 
 
 def ratio(slower: Mapping[int, float], faster: Mapping[int, float]) -> float:
-    """Returns the median over repetitions of the ratio of two times with the same draws."""
+    """Returns the median ratio of two times with the same draws, over repetitions."""
     return statistics.median(slower[number] / seconds for number, seconds in faster.items())
 
 
 def speedup(table: Table, name: str, scenario: str) -> float | None:
-    """Returns the median speed-up over the baseline; ``None`` if one of the two did not run."""
+    """Returns the median speed-up over the baseline, or ``None`` if one of the two did not run."""
     steps, base = table.get((name, scenario)), table.get((BASELINE, scenario))
     if steps is None or base is None:
         return None
@@ -128,7 +130,7 @@ def speedup(table: Table, name: str, scenario: str) -> float | None:
 
 
 def markdown(table: Table) -> str:
-    """Returns the speed-ups as Markdown: one row per competitor, one column per scenario."""
+    """Returns the speed-ups as a Markdown table, with a row per competitor."""
     scenarios = list(dict.fromkeys(scenario for _, scenario in table))
     lines = [
         f"| | memory | {' | '.join(scenarios)} | simulated / measured |",
@@ -196,7 +198,7 @@ def _least(title: str, value: float, goal: float, note: str) -> Row:
 
 
 def chart(table: Table, title: str, path: Path) -> None:
-    """Draws the speed-ups as bars, grouped by scenario; bars of rules have an outline."""
+    """Draws the speed-ups as bars grouped by scenario. Bars of rules have an outline."""
     import matplotlib
 
     matplotlib.use("Agg")

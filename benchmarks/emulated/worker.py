@@ -1,4 +1,4 @@
-"""Processes of the emulated pipeline, one per rank, which run all competitors alternately.
+"""Runs the ranks of the emulated pipeline, in which all competitors alternate.
 
 A step begins on all ranks at the same time of the machine's clock. Its makespan is the time until
 the last rank has finished.
@@ -30,20 +30,20 @@ from harness.sleeping_ranks import Channels, Sleeper, sharpen_timers  # noqa: E4
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 _LEAD_S = 0.006
-"""Seconds from the agreement on a start time to that time; enough to inform all ranks."""
+"""Seconds from agreeing on a start time until that time, which is enough to inform all ranks."""
 Runner = MegatronRunner | EmulatedTorchRunner | PluggedRunner | OurRunner
-"""One competitor on one rank; ``run`` is timed, ``prepare`` and ``finish`` are not."""
+"""A competitor on one rank. ``run`` is timed, but ``prepare`` and ``finish`` are not."""
 
 
 class Rank:
-    """One rank of the emulated pipeline.
+    """Runs one rank of the emulated pipeline.
 
     Args:
         rank: Rank of this process.
         plan: Description of the run: ``num_ranks``; ``cases``, each with its scenario, number of
-            microbatches, and number of steps of each competitor; ``competitors``, which
-            alternate; ``times``, the mean durations; ``seed`` of all draws. Each step has new
-            random durations.
+            microbatches, and number of steps of each competitor; ``competitors``, which alternate;
+            ``times``, the mean durations; ``seed`` of all draws. Each step has new random
+            durations.
     """
 
     def __init__(self, rank: int, plan: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Rank:
 
         Returns:
             One record per step, the same on every rank: its competitor, scenario and repetition,
-            ``makespan_s``, and ``peak``, the largest number of activations that a rank held, in
+            ``makespan_s``, and ``peak``, the maximum number of activations that a rank held, in
             microbatches of a whole rank.
         """
         records: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ class Rank:
         return [record for record in records if record["repetition"] >= 0]
 
     def close(self) -> None:
-        """Closes the resources that the runners share. All ranks must call this together."""
+        """Closes the resources that the runners share. All ranks must call this method."""
         for channels in self._channels.values():
             channels.close()
         for runner in self._runners.values():
@@ -108,7 +108,8 @@ class Rank:
             repetition=repetition,
         )
         names = list(self._runners)
-        # The competitor that follows a slow competitor must not be the same in every round.
+        # Rotate the order, so that the same competitor does not follow a slow competitor in every
+        # round.
         turn = repetition % len(names)
         return [
             {
@@ -121,7 +122,7 @@ class Rank:
         ]
 
     def _step(self, name: str, draws: Draws) -> dict[str, float]:
-        """Runs a step; returns its record."""
+        """Runs a step, and returns its record."""
         runner = self._runners[name]
         work = RankWork(
             runner.placement,
@@ -144,7 +145,7 @@ class Rank:
         return {"makespan_s": last_end - start, "peak": peak}
 
     def _latest(self, *values: float) -> list[float]:
-        """Returns the maximum of each value over all ranks; also acts as a barrier."""
+        """Returns the maximum of each value over all ranks. This is also a barrier."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
         result: list[float] = tensor.tolist()
@@ -152,10 +153,11 @@ class Rank:
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one rank; returns its records (see :class:`Rank`)."""
+    """Runs one rank, and returns its records (see :class:`Rank`)."""
     if not sharpen_timers() and rank == 0:
         print(
-            "warning: no permission for real-time priority: other programs slow down the steps",
+            "warning: no permission for real-time priority, so other programs may slow down "
+            "the steps",
             file=sys.stderr,
         )
     member = Rank(rank, plan)

@@ -16,14 +16,14 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// What a subclass keeps with an arrival: attributes of its own would make each one known to the
-// garbage collector, which costs as much as all else.
+// Values that a subclass stores with an arrival. With attributes of its own, the garbage collector
+// would track every arrival, which doubles the cost.
 enum Kept : std::size_t { kLabel, kSettled, kNumKept };
 
 struct PyArrival {
   PyObject_HEAD bool taken;
-  long free_slots;  // when it was taken
-  long least_free;  // as in ArrivalForm
+  long free_slots;  // number of free slots when it was taken
+  long least_free;  // see ArrivalForm
   PyObject* kept[kNumKept];
   Arrival arrival;
 };
@@ -37,7 +37,7 @@ const Message& message_of(PyObject* self) noexcept {
   return own(self)->arrival.message;
 }
 
-// Attributes that are whole numbers of the message.
+// Attributes that are integers of the message.
 template <auto Message::* field>
 PyObject* arrival_number(PyObject* self, void*) {
   return PyLong_FromLongLong(static_cast<long long>(message_of(self).*field));
@@ -54,7 +54,7 @@ PyObject* arrival_arrived_ns(PyObject* self, void*) {
   return PyLong_FromLongLong(arrived_ns);
 }
 
-// At most as many as are free: what is on its way is not known here.
+// Returns an upper limit of the free slots: messages on their way are not known here.
 long free_slots(const Arrival& arrival) noexcept {
   if (arrival.held == nullptr) {
     return kManySlots;
@@ -93,16 +93,15 @@ PyObject* arrival_on_device(PyObject* self, void*) {
   return PyBool_FromLong(own(self)->arrival.device != nullptr);
 }
 
-// Hands the payload out as a tensor; null, with Python's error set, where that cannot be.
+// Returns the payload as a tensor. On failure returns null and sets Python's error.
 PyObject* take_tensor(PyArrival* object, bool on_device, Place place = {}) {
   if (object->taken) {
-    PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can be taken once");
+    PyErr_SetString(PyExc_RuntimeError, "the payload of an arrival can only be taken once");
     return nullptr;
   }
   if (on_device != (object->arrival.device != nullptr)) {
-    PyErr_SetString(PyExc_RuntimeError, on_device
-                                            ? "the payload is in the host's memory: use tensor()"
-                                            : "the payload is on a device: use tensor_on()");
+    PyErr_SetString(PyExc_RuntimeError, on_device ? "the payload is in host memory: use tensor()"
+                                                  : "the payload is on a device: use tensor_on()");
     return nullptr;
   }
   try {
@@ -193,18 +192,18 @@ PyGetSetDef kArrivalFields[] = {
     {"chunk", arrival_number<&Message::chunk>, nullptr, nullptr, nullptr},
     {"microbatch", arrival_number<&Message::microbatch>, nullptr, nullptr, nullptr},
     {"dtype", arrival_number<&Message::dtype>, nullptr, "Code of the element type.", nullptr},
-    {"variant", arrival_number<&Message::variant>, nullptr, "Which 8-bit float.", nullptr},
+    {"variant", arrival_number<&Message::variant>, nullptr, "Which 8-bit float type.", nullptr},
     {"shape", arrival_shape, nullptr, nullptr, nullptr},
     {"nbytes", arrival_number<&Message::nbytes>, nullptr, nullptr, nullptr},
     {"arrived_ns", arrival_arrived_ns, nullptr,
-     "When it arrived, as time.monotonic_ns(), or None where no thread saw that.", nullptr},
+     "Arrival time as time.monotonic_ns(), or None if no thread observed it.", nullptr},
     {"sequence", arrival_number<&Message::sequence>, nullptr,
      "Number of the message on its channel.", nullptr},
     {"on_device", arrival_on_device, nullptr, "Whether the payload is in a GPU's memory.", nullptr},
     {"free_slots", arrival_free_slots, nullptr,
-     "Slots of the channel that this process does not hold, now or when it was taken.", nullptr},
-    {"least_free", arrival_least_free, nullptr, "As deliver_as() was told.", nullptr},
-    {"_label", arrival_kept, arrival_keep, "For a subclass; None at first.",
+     "Slots of the channel that this process does not hold, now or during take().", nullptr},
+    {"least_free", arrival_least_free, nullptr, "The argument of deliver_as().", nullptr},
+    {"_label", arrival_kept, arrival_keep, "For subclasses; initially None.",
      reinterpret_cast<void*>(kLabel)},
     {"_settled", arrival_kept, arrival_keep, "What take() returns instead of the payload.",
      reinterpret_cast<void*>(kSettled)},
@@ -213,17 +212,15 @@ PyGetSetDef kArrivalFields[] = {
 
 PyMethodDef kArrivalMethods[] = {
     {"tensor", arrival_tensor, METH_NOARGS,
-     "Returns the payload as a tensor, once. Its memory goes back to the channel when the last "
-     "view "
-     "of it is gone, or this object, if it is not called. After use_torch()."},
+     "Returns the payload as a tensor. May be called once, after use_torch(). The memory returns "
+     "to the channel when the last view is destroyed, or with this object if it was not called."},
     {"tensor_on", arrival_tensor_on, METH_VARARGS,
-     "tensor_on(stream, device_type, device_id)\n\nAs tensor(), for a payload on a device as "
-     "DLPack "
-     "names it, which `stream`, a CUstream as a number, may read from now on. The memory goes back "
-     "when that stream is past what is on it when the tensor is dropped. Waits for nothing."},
+     "tensor_on(stream, device_type, device_id)\n\nLike tensor(), for a payload on a device with "
+     "DLPack's type and id. `stream`, a CUstream as a number, may read it from now on. The memory "
+     "is returned after the work on the stream when the tensor is destroyed. Does not wait."},
     {"take", arrival_take, METH_NOARGS,
-     "As tensor(), but a copy where fewer slots than least_free are free; what _take() of a "
-     "subclass returns, where the payload is on a device or a variant."},
+     "Like tensor(), but returns a copy if fewer slots than least_free are free. Returns the "
+     "result of the subclass's _take() if the payload is on a device or has a variant."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -231,7 +228,7 @@ PyType_Slot kArrivalSlots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(&delete_arrival)},
     {Py_tp_getset, kArrivalFields},
     {Py_tp_methods, kArrivalMethods},
-    {Py_tp_doc, const_cast<char*>("A whole message of a peer.")},
+    {Py_tp_doc, const_cast<char*>("A complete message from a peer.")},
     {0, nullptr},
 };
 
@@ -240,7 +237,7 @@ PyType_Spec kArrivalSpec = {"megatron.adaptive._C.Arrival", sizeof(PyArrival), 0
                                 Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
                             kArrivalSlots};
 
-PyTypeObject* arrival_type = nullptr;  // of this module, which is never unloaded
+PyTypeObject* arrival_type = nullptr;  // belongs to this module, which is never unloaded
 
 }  // namespace
 
@@ -266,7 +263,7 @@ void check_arrival_type(const py::object& type) {
 
 py::object make_arrival(Arrival&& arrival, const ArrivalForm& form) {
   auto* const type = reinterpret_cast<PyTypeObject*>(form.type.ptr());
-  auto* const object = reinterpret_cast<PyArrival*>(type->tp_alloc(type, 0));  // zeroed
+  auto* const object = reinterpret_cast<PyArrival*>(type->tp_alloc(type, 0));  // filled with zeros
   if (object == nullptr) {
     throw py::error_already_set();
   }

@@ -9,19 +9,19 @@ namespace adaptive {
 // Adds the type `Arrival` to the module. Must be called before the function below.
 void bind_arrival(pybind11::module_& module);
 
-// As what a node's arrivals are handed to Python.
+// How a node returns its arrivals to Python.
 struct ArrivalForm {
   pybind11::object type;  // `Arrival`, or a subclass of it
-  long least_free = 0;    // with fewer free slots take() copies
+  long least_free = 0;    // take() copies if fewer slots are free
 };
 
-// The form of a node that was told of none.
+// The default.
 ArrivalForm plain_arrivals();
 
 // Throws py::type_error if `type` is not a subclass of `Arrival`.
 void check_arrival_type(const pybind11::object& type);
 
-// A new object of that form. Throws py::error_already_set.
+// Returns a new object. Throws py::error_already_set.
 pybind11::object make_arrival(Arrival&& arrival, const ArrivalForm& form);
 
 }  // namespace adaptive

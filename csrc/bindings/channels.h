@@ -19,7 +19,7 @@ namespace adaptive {
 class DropList {
  public:
   void push(PyObject* object) noexcept;  // any thread; steals the reference
-  void drain() noexcept;                 // with the GIL
+  void drain() noexcept;                 // needs the GIL
 
  private:
   std::mutex mutex_;
@@ -41,8 +41,8 @@ class Kept {
   std::shared_ptr<DropList> drops_;
 };
 
-// The same for a tensor's storage, which is fetched only if the channel needs an owner; the GIL is
-// held until then.
+// The same for a tensor's storage, which is fetched only if the channel needs an owner. Holds the
+// GIL during the fetch.
 class KeptStorage {
  public:
   KeptStorage(PyObject* tensor, const std::shared_ptr<DropList>& drops)
@@ -54,7 +54,8 @@ class KeptStorage {
   const std::shared_ptr<DropList>& drops_;
 };
 
-// A new reference. Not the tensor: its owner may put another storage into it before it is sent.
+// Returns a new reference to the storage. A reference to the tensor would not be enough: its owner
+// may replace its storage before the message is sent.
 PyObject* storage_of(PyObject* tensor);
 
 // Makes a channel's initial connection to the peer. Called without the GIL.

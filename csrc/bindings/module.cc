@@ -1,8 +1,8 @@
-// The Python module megatron.adaptive._C: decision log and RDMA devices; the channels are
-// in node.cc. Only files in this folder include Python's headers.
+// The Python module megatron.adaptive._C: decision log and RDMA devices. The channels are in
+// node.cc. Only files in this folder include Python's headers.
 //
-// Blocking calls release the GIL; those that wait come back about every 100 ms so that signal
-// handlers of Python run. Exceptions of the core become those of megatron.adaptive.errors.
+// Blocking calls release the GIL. Waits return to Python about every 100 ms, so that signal
+// handlers run. Exceptions of the core become the ones in megatron.adaptive.errors.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,11 +22,11 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Raised by one whenever Python code has to know about a change here; see extension.py.
+// Must be increased by one for every change that Python code needs to know about; see extension.py.
 constexpr int kInterface = 6;
 
-// Calls wait(deadline) without the GIL, in slices. Worth avoiding where nothing has to be waited
-// for: getting the GIL back from a busy thread can take milliseconds.
+// Calls wait(deadline) without the GIL, in slices. Should be avoided if there is nothing to wait
+// for, because getting the GIL back from a busy thread can take milliseconds.
 template <typename Wait>
 WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   const Deadline deadline = deadline_after(timeout_s);
@@ -43,12 +43,12 @@ WaitStatus wait_in_slices(double timeout_s, const Wait& wait) {
   }
 }
 
-// One end of a log, which belongs to one thread at a time.
+// One end of a log. Only one thread may use it at a time.
 template <typename Log>
 struct End {
   explicit End(Log value) : log(std::move(value)) {}
 
-  // Tries, then waits; `try_now` and `wait` say how. Throws DeadlineError with the words of `late`.
+  // Calls `try_now`, then `wait`. Throws DeadlineError with the text of `late`.
   template <typename TryNow, typename Wait, typename Late>
   void act(double timeout_s, const TryNow& try_now, const Wait& wait, const Late& late) {
     const Busy guard(busy, "use one end of a decision log");
@@ -83,7 +83,8 @@ void publish(PyWriter& end, std::int64_t value, double timeout_s) {
       [&] {
         return "decision " + std::to_string(log.published()) + " could not be published within " +
                seconds_text(timeout_s) + ": reader " + std::to_string(log.slowest_reader()) +
-               " is " + std::to_string(log.capacity()) + " decisions behind, it is stuck or gone";
+               " is " + std::to_string(log.capacity()) +
+               " decisions behind; it hangs or has exited";
       });
 }
 
@@ -96,19 +97,19 @@ std::int64_t next_of(PyReader& end, double timeout_s) {
       [&] {
         return "decision " + std::to_string(log.position()) + " did not reach reader " +
                std::to_string(log.index()) + " within " + seconds_text(timeout_s) +
-               ": the leader is stuck or gone";
+               ": the leader hangs or has exited";
       });
   return value;
 }
 
-// What both ends have.
+// Methods that both ends have.
 template <typename Log>
 py::class_<End<Log>> bind_end(py::module_& module, const char* name, const char* words) {
   return py::class_<End<Log>>(module, name, words)
       .def(
           "abort", [](End<Log>& self, std::uint32_t code) { self.log.abort(code); },
           py::arg("reason_code"),
-          "Ends the log at once and wakes all who wait. Any thread; the first reason stays.")
+          "Aborts the log and wakes all waiting threads. Any thread; the first reason is kept.")
       .def_property_readonly("abort_reason",
                              [](const End<Log>& self) { return self.log.abort_reason(); });
 }
@@ -119,15 +120,15 @@ void bind_decision_log(py::module_& module) {
            R"(Appends a signed 64-bit integer for every reader.
 
 Waits only while the slowest reader is `capacity` decisions behind, without the GIL, for at most
-timeout_s seconds. One thread at a time. Raises DeadlineError; TransportError when the log was
+timeout_s seconds. One thread at a time. Raises DeadlineError, and TransportError if the log was
 closed or aborted.)")
       .def(
           "close", [](PyWriter& self) { self.log.close(); },
-          "Ends the log in order: readers still get what was published. Any thread, repeatable.")
+          "Closes the log. Readers still get all published values. Any thread; idempotent.")
       .def_property_readonly("published", [](const PyWriter& self) { return self.log.published(); })
       .def_property_readonly(
           "fd", [](const PyWriter& self) { return self.log.fd(); },
-          "Descriptor of the shared memory, for attach(); the writer keeps and closes it.");
+          "Descriptor of the shared memory for attach(). The writer owns it.");
 
   bind_end<DecisionReader>(module, "DecisionReader", "A follower's end of a decision log.")
       .def_property_readonly("position", [](const PyReader& self) { return self.log.position(); })
@@ -135,7 +136,7 @@ closed or aborted.)")
            R"(Returns the next decision, in the order of publication.
 
 Waits without the GIL for at most timeout_s seconds. One thread at a time. Raises DeadlineError;
-TransportError when the log was aborted, or closed with nothing left to read.)");
+TransportError if the log was aborted, or closed and completely read.)");
 
   py::class_<DecisionLog>(module, "DecisionLog", R"(One writer, N readers, a ring of decisions.)")
       .def_static(
@@ -145,11 +146,11 @@ TransportError when the log was aborted, or closed with nothing left to read.)")
                 DecisionWriter::create(num_readers, capacity, local_processes));
           },
           py::arg("num_readers"), py::arg("capacity"), py::arg("local_processes") = 0,
-          R"(Makes a log and returns its DecisionWriter.
+          R"(Creates a log and returns its DecisionWriter.
 
-local_processes is how many busy processes share this node's CPUs (0: the writer and its readers);
-with more of them than CPUs this process may use, waits sleep almost at once instead of spinning.
-Processes pinned to a CPU each should therefore pass 1.)")
+local_processes is the number of busy processes that share this node's CPUs (0: the writer and its
+readers). If this process may use fewer CPUs, waits spin only briefly before they sleep. Processes
+that are pinned to one CPU each should therefore pass 1.)")
       .def_static(
           "attach",
           [](int fd, std::uint32_t reader_index, unsigned local_processes) {
@@ -157,10 +158,10 @@ Processes pinned to a CPU each should therefore pass 1.)")
                 DecisionReader::attach(fd, reader_index, local_processes));
           },
           py::arg("fd"), py::arg("reader_index"), py::arg("local_processes") = 0,
-          R"(Takes one reader's place in the log behind fd and returns its DecisionReader.
+          R"(Opens the log in fd as the given reader and returns its DecisionReader.
 
-fd stays the caller's and may be closed afterwards. Raises TransportError when fd holds no decision
-log of this version or the index is taken.)");
+The caller owns fd and may close it afterwards. Raises TransportError if fd is not a decision log of
+this version, or if the index is already used.)");
 }
 
 void bind_rdma(py::module_& module) {
@@ -172,11 +173,11 @@ void bind_rdma(py::module_& module) {
       .def_readonly("ports", &RdmaDevice::ports);
   module.attr("built_with_rdma") = built_with_rdma();
   module.def("rdma_devices", &list_rdma_devices, py::call_guard<py::gil_scoped_release>(),
-             "Every verbs device of this node with its ports and their states. Raises "
+             "Returns all verbs devices of this node with their ports and states. Raises "
              "TransportError in a build without RDMA.");
 }
 
-// Only the core's own exceptions; pybind11 knows the others.
+// Translates only the core's own exceptions; pybind11 translates the others.
 void translate(std::exception_ptr thrown) {
   if (!thrown) {
     return;

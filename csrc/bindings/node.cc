@@ -1,6 +1,7 @@
-// The Python class Node: the channels of one process in one job, over the core's senders.
+// The Python class Node: all channels of one process in one job.
 //
-// What runs per message takes its arguments as an array (METH_FASTCALL); the rest is pybind11's.
+// Methods that run once per message get their arguments as an array (METH_FASTCALL). pybind11
+// handles the others.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,11 +33,11 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// Copies of this size and above take so long that other threads should run meanwhile.
+// Copies of this size and above take so long that other threads should run during the copy.
 constexpr std::uint64_t kLongCopyBytes = 256 * 1024;
 
-// What is told about peers in error messages. Filled by open(), read by any thread: asking Python
-// then could wait for the GIL in the hands of one who waits for that thread.
+// Descriptions of peers for error messages. Filled by open() and read by any thread. Asking Python
+// instead could deadlock, if the thread that holds the GIL waits for the asking thread.
 class Descriptions {
  public:
   void set(int peer, std::string text) {
@@ -56,11 +57,11 @@ class Descriptions {
 
 // ---- Node
 
-// One process's end of all its channels. All methods need the GIL; those that wait release it.
+// One process's end of all its channels. All methods need the GIL, and release it during waits.
 class Node {
  public:
-  // Memory that reserve() gave out and nobody committed, as far as is known: what is dropped is
-  // forgotten only when it is reserved again.
+  // Memory that reserve() returned and that is not committed, as far as is known: dropped
+  // reservations are removed only when the memory is reserved again.
   struct Reservation {
     const void* data;
     int peer;
@@ -85,11 +86,11 @@ class Node {
   Node& operator=(const Node&) = delete;
   ~Node() {
     if (!guard_.in_maker()) {
-      parts_.release();  // threads and peers belong to the process that made them
+      parts_.release();  // threads and peers belong to the process that created them
       return;
     }
     drop_all();
-    // What nobody took: it may own objects of Python, or channels.
+    // Arrivals that nobody took may own Python objects or channels.
     while (const auto item = parts_->session.completions->poll()) {
       if (const auto* posted = std::get_if<Posted>(&*item)) {
         Py_DECREF(reinterpret_cast<PyObject*>(static_cast<std::uintptr_t>(posted->item)));
@@ -138,7 +139,7 @@ class Node {
     all.senders.emplace_back(peer, std::move(sender));
   }
 
-  // Sends memory that `keep` owns. With a stream, see Sender::send_after().
+  // Sends memory that `keep` owns. For streams see Sender::send_after().
   void send(int peer, const Message& message, const void* data, PyObject* keep) {
     Sender& sender = sender_to(peer);
     const Busy busy(sending_, "send");
@@ -158,7 +159,7 @@ class Node {
     sender.send_after(message, data, on_device, stream, kept.keeper());
   }
 
-  // As send(), of the tensor whose memory `data` is.
+  // Like send(), for the tensor with the memory at `data`.
   void send_tensor(int peer, const Message& message, const void* data, PyObject* tensor) {
     if (message.nbytes >= kLongCopyBytes) {
       const auto storage = py::reinterpret_steal<py::object>(storage_of(tensor));
@@ -184,7 +185,7 @@ class Node {
     return reserved;
   }
 
-  // The place that begins at `data`; null for none.
+  // Returns the reservation that begins at `data`, or null.
   const Reservation* reserved_at(const void* data) const noexcept {
     for (const Reservation& place : reserved_) {
       if (place.data == data) {
@@ -203,7 +204,7 @@ class Node {
     sender.commit(message, std::move(reserved));
   }
 
-  // From now on poll() and wait() return arrivals as `type`; see ArrivalForm.
+  // Sets the type of the arrivals that poll() and wait() return; see ArrivalForm.
   void deliver_as(const py::object& type, long least_free) {
     check_arrival_type(type);
     parts().form = {type, least_free};
@@ -265,7 +266,7 @@ class Node {
     try {
       flushed = flush_all(timeout_s);
     } catch (const Error&) {
-      // Who waits hears of a lost peer; this end is closed all the same.
+      // Callers that wait are told about a lost peer. This end is closed in any case.
     } catch (...) {
       drop_all();
       throw;
@@ -283,7 +284,7 @@ class Node {
     py::object describe;
     std::optional<Listener> unix_listener;
     std::optional<Listener> tcp_listener;
-    std::vector<std::pair<int, std::unique_ptr<Sender>>> senders;  // few: searched one by one
+    std::vector<std::pair<int, std::unique_ptr<Sender>>> senders;  // only a few: linear search
     ArrivalForm form = plain_arrivals();
     bool closed = false;
   };
@@ -394,15 +395,15 @@ class Node {
   const int rank_;
   const Token token_;
   const ForkGuard guard_;
-  std::unique_ptr<Parts> parts_;       // null in a forked child that ended
-  std::vector<Reservation> reserved_;  // few: searched one by one
-  bool waiting_ = false;               // guarded by the GIL, as is the next
+  std::unique_ptr<Parts> parts_;       // null in a forked child after its end
+  std::vector<Reservation> reserved_;  // only a few: linear search
+  bool waiting_ = false;               // guarded by the GIL, like the next member
   bool sending_ = false;
 };
 
 Node& node_of(PyObject* self) {
-  // The method descriptor has checked the type; pybind11's own way to the pointer takes longer than
-  // all the rest of a call.
+  // The method descriptor has checked the type. pybind11's own conversion to a pointer takes longer
+  // than the rest of a call.
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   auto* const node = static_cast<Node*>(instance->simple_value_holder[0]);
   if (node == nullptr) {
@@ -475,7 +476,7 @@ void fill_label(Message& message, PyObject* const* args) {
   message.step = as_int(args[0]);
   message.kind = static_cast<MessageKind>(narrow<std::uint8_t>(args[1], "kind"));
   if (message.kind == MessageKind::kEnd) {
-    throw std::invalid_argument("kind 255 is the transports' own: close() sends it");
+    throw std::invalid_argument("kind 255 is reserved for close()");
   }
   message.chunk = narrow<std::int32_t>(args[2], "chunk");
   message.microbatch = narrow<std::int32_t>(args[3], "microbatch");
@@ -648,39 +649,36 @@ PyMethodDef kFastMethods[] = {
     {"send", as_method(&node_send), METH_FASTCALL,
      "send(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, nbytes, "
      "keep)\n\nStarts sending the contiguous tensor at data_ptr and never waits for the peer. "
-     "`keep` is held until its memory is no longer needed; which must not be written to before.\n\n"
+     "`keep` is kept until its memory is no longer needed, and must not be written to before.\n\n"
      "Raises PeerLostError, TransportError."},
     {"send_after", as_method(&node_send_after), METH_FASTCALL,
      "send_after(peer, step, kind, chunk, microbatch, dtype_code, variant, shape, data_ptr, "
-     "nbytes, "
-     "on_device, stream, keep)\n\nAs send(), for a tensor that is there when `stream`, a CUstream "
-     "as a number, has come so far: at data_ptr of this process's GPU, at most a slot of it, or of "
-     "the host. Where info() says that gpu_path is cuda-ipc; all messages then go this way."},
+     "nbytes, on_device, stream, keep)\n\nLike send(), for a tensor that the work queued on "
+     "`stream`, a CUstream as a number, computes. It is at data_ptr in the memory of this "
+     "process's GPU, and at most as large as a slot, or in host memory. Must be used for all "
+     "messages if gpu_path is cuda-ipc in info()."},
     {"send_tensor", as_method(&node_send_tensor), METH_FASTCALL,
-     "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nAs send(), for a contiguous "
-     "tensor of the CPU; as commit(), where it begins where reserved memory of the channel does. "
-     "False, and nothing is sent, for any other, and for memory of another channel. After "
-     "use_torch()."},
+     "send_tensor(peer, step, kind, chunk, microbatch, tensor)\n\nLike send(), for a contiguous "
+     "CPU tensor, or like commit(), if it begins at reserved memory of the channel. Returns False "
+     "and sends nothing for other tensors and for memory of another channel. Needs use_torch()."},
     {"commit", as_method(&node_commit), METH_FASTCALL,
-     "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends what "
-     "is in reserved memory without a copy. It may be read afterwards, but not written to."},
+     "commit(peer, token, step, kind, chunk, microbatch, dtype_code, variant, shape)\n\nSends the "
+     "payload in reserved memory without a copy. It may be read afterwards, but not written to."},
     {"reserve_tensor", as_method(&node_reserve_tensor), METH_FASTCALL,
-     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, or "
-     "None "
-     "where there is none and for no bytes; send_tensor() and commit() send it. Dropping it before "
-     "gives the memory back. After use_torch()."},
+     "reserve_tensor(peer, dtype_code, shape)\n\nReturns a tensor in memory of the channel, which "
+     "send_tensor() and commit() send. Returns None for empty tensors and if there is no memory. "
+     "Destroying an unsent tensor returns the memory. Needs use_torch()."},
     {"reserved_at", as_method(&node_reserved_at), METH_O,
-     "reserved_at(address)\n\nReturns (peer, token) of reserved memory that begins there and was "
-     "not committed, or None."},
+     "reserved_at(address)\n\nReturns (peer, token) of uncommitted reserved memory that begins at "
+     "the address, or None."},
     {"poll", as_method(&node_poll), METH_NOARGS,
-     "poll()\n\nReturns the oldest arrival or put item, None if there is none now.\n\nRaises "
-     "PeerLostError or TransportError, once, for a channel that ended."},
+     "poll()\n\nReturns the oldest arrival or item of put(), or None if there is none.\n\nRaises "
+     "PeerLostError or TransportError once for each channel that failed."},
     {"wait_until", as_method(&node_wait_until), METH_O,
-     "wait_until(deadline_s)\n\nAs poll(), but waits, without the GIL; None when the time of "
-     "time.monotonic(), -inf to inf, has come. Does not ask for the time where something is there "
-     "at once or soon."},
+     "wait_until(deadline_s)\n\nLike poll(), but waits without the GIL. Returns None at the given "
+     "time of time.monotonic(), -inf to inf. Reads the clock only if there is no item soon."},
     {"put", as_method(&node_put), METH_O,
-     "put(item)\n\nAdds any object to what poll() and wait_until() return. Any thread."},
+     "put(item)\n\nAdds any object to the items of poll() and wait_until(). Any thread."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -711,46 +709,45 @@ std::unique_ptr<Node> make_node(int rank, const py::bytes& token, std::uint64_t 
 void bind_transport(py::module_& module) {
   bind_arrival(module);
   bind_tensors(module);
-  py::class_<Node> node(module, "Node", R"(The channels of one process in one job.
+  py::class_<Node> node(module, "Node", R"(All channels of one process in one job.
 
-One thread at a time sends and one waits; put() may be called by any. All of it ends with close().)");
+One thread at a time may send and one may wait; any thread may call put(). close() ends all.)");
   node.def(py::init(&make_node), py::arg("rank"), py::arg("token"), py::arg("job"),
            py::arg("local_processes"), py::arg("describe") = py::none(),
-           R"(Makes a process known to its peers as `rank`.
+           R"(Creates the channels of the process with number `rank`.
 
-token: 16 bytes that only the processes of this job know. local_processes: busy processes on the
-CPUs of this node, which decides how long waits spin.
-describe(peer): text for error messages, asked once per peer by open().)");
+token: 16 bytes that only the processes of this job know. local_processes: number of busy processes
+on this node's CPUs; determines how long waits spin.
+describe(peer): returns text for error messages; open() calls it once per peer.)");
   node.def("listen", &Node::listen, py::arg("kind"), py::arg("host") = "", py::arg("port") = 0,
-           R"(Waits for peers with lower ranks from now on; returns the address for their open().
+           R"(Starts to listen for peers with lower ranks. Returns the address for their open().
 
-kind: "unix" for peers on this node, "tcp" for others, then with the numeric `host` to listen at.)");
+kind: "unix" for peers on this node, or "tcp" for other peers, with the numeric address `host`.)");
   node.def(
       "open",
       [](Node& self, const std::string& kind, int peer, const std::string& address,
          double timeout_s,
          const py::kwargs& options) { self.open(kind, peer, address, timeout_s, options); },
       py::arg("kind"), py::arg("peer"), py::arg("address"), py::arg("timeout_s"),
-      R"(Opens the channels to and from `peer`, which calls the same with this rank.
+      R"(Opens the channels to and from `peer`, which must make the same call with this rank.
 
-kind: "shm", "rdma" or "tcp". The lower rank connects to `address`, what
-listen() gave the peer; the higher one listens. Options: slot_bytes, slots, limit_bytes, crc,
-silent_limit_s, reservable; for shm also turn_name, cuda_device, whose memory payloads are in, and
-cuda_refusal;
+kind: "shm", "rdma" or "tcp". The lower rank connects to `address`, the result of the peer's
+listen(); the higher rank listens. Options: slot_bytes, slots, limit_bytes, crc, silent_limit_s,
+reservable; for shm also turn_name, cuda_device (the GPU with the payloads) and cuda_refusal;
 for rdma also device, near_pci, port, gid_index, mtu, num_qps, ack_timeout. Raises DeadlineError,
 TransportError.)");
   node.def("flush", &Node::flush, py::arg("timeout_s"),
-           "Waits until no memory of what was sent is needed; False when the time was over.");
+           "Waits until the memory of sent tensors is not needed. Returns False after timeout_s.");
   node.def("pending", &Node::pending, py::arg("peer"), "Messages that flush() would wait for.");
   node.def("close", &Node::close, py::arg("timeout_s"),
-           R"(Flushes, says goodbye to all peers and ends the channels. Idempotent.
+           R"(Flushes, says goodbye to all peers and closes the channels. Idempotent.
 
-Returns False when something was still pending after timeout_s. Views of what arrived stay valid.)");
+Returns False if messages were still pending after timeout_s. Views of arrivals stay valid.)");
   node.def("deliver_as", &Node::deliver_as, py::arg("type"), py::arg("least_free"),
            R"(Makes poll() and wait_until() return arrivals as `type`, a subclass of Arrival.
 
-least_free: take() copies where a channel has fewer free slots.)");
-  node.def("info", &Node::info, py::arg("peer"), "What the channel to `peer` found and chose.");
+least_free: take() copies if a channel has fewer free slots.)");
+  node.def("info", &Node::info, py::arg("peer"), "Properties of the channel to `peer`.");
   add_fast_methods(node);
 }
 

@@ -19,7 +19,7 @@ void raise_as(const char* name, const std::exception& error) {
   PyErr_SetString(type.ptr(), error.what());
 }
 
-// The most special exception first.
+// Ordered from derived to base classes.
 void set_error_of(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
@@ -53,7 +53,7 @@ Deadline deadline_after(double timeout_s) {
 }
 
 Deadline deadline_at(double monotonic_s) noexcept {
-  constexpr double kNeverS = 9e9;  // of the clock's 64 bits of nanoseconds
+  constexpr double kNeverS = 9e9;  // limit of the clock's 64-bit nanoseconds
   const double when_s = monotonic_s >= 0.0 ? std::min(monotonic_s, kNeverS) : 0.0;
   return Deadline::at(Deadline::Clock::time_point(
       std::chrono::nanoseconds(static_cast<std::int64_t>(when_s * 1e9))));
@@ -77,7 +77,7 @@ void set_python_error(std::exception_ptr thrown) noexcept {
   } catch (py::error_already_set& error) {  // errors.py itself cannot be imported
     error.restore();
   } catch (...) {
-    PyErr_SetString(PyExc_RuntimeError, "an error of the C++ extension has no Python form");
+    PyErr_SetString(PyExc_RuntimeError, "an error of the C++ extension has no Python class");
   }
 }
 

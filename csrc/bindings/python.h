@@ -22,7 +22,7 @@ Deadline deadline_after(double timeout_s);
 // Returns a deadline for a time of time.monotonic(). Later times become the longest deadline.
 Deadline deadline_at(double monotonic_s) noexcept;
 
-// "0.25 s"
+// Returns text like "0.25 s".
 std::string seconds_text(double seconds);
 
 // Throws the exception that a signal handler raised. Needs the GIL.

@@ -13,8 +13,7 @@ namespace py = pybind11;
 namespace adaptive {
 namespace {
 
-// ---- The layout of DLPack, https://dmlc.github.io/dlpack: how array libraries lend each other
-// memory
+// ---- The layout of DLPack, https://dmlc.github.io/dlpack, with which array libraries share memory
 
 struct DlDevice {
   std::int32_t type;
@@ -34,7 +33,7 @@ struct DlTensor {
   std::int64_t* strides;
   std::uint64_t byte_offset;
 };
-// The unversioned form, which every consumer takes.
+// The unversioned struct, which every consumer accepts.
 struct DlManagedTensor {
   DlTensor tensor;
   void* context;
@@ -51,7 +50,7 @@ struct DlManagedVersioned {
   std::uint64_t flags;
   DlTensor tensor;
 };
-// What a library offers to callers in C. Only the functions that are called here have their types.
+// The C functions that a library offers. Only functions that are called here have their full type.
 struct DlExchange {
   DlVersion version;
   const void* previous;
@@ -74,9 +73,9 @@ constexpr std::uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDl
 constexpr std::uint32_t kMajor = 1;
 constexpr std::uint32_t kMinor = 3;
 constexpr const char* kTableName = "dlpack_exchange_api";
-constexpr const char* kCapsuleName = "dltensor";  // of one that was not taken yet
+constexpr const char* kCapsuleName = "dltensor";  // name of a capsule that was not consumed yet
 
-// Of torch, which is never unloaded. Written with the GIL.
+// Table of torch, which is never unloaded. Written with the GIL.
 const DlExchange* exchange = nullptr;
 PyObject* from_capsule = nullptr;
 
@@ -87,7 +86,7 @@ struct ElementCode {
   std::uint8_t variant;
 };
 
-// Variants as in megatron/adaptive/transport/interface.py. Complex types are missing on purpose.
+// Variants as in megatron/adaptive/transport/interface.py. Complex types are omitted on purpose.
 constexpr ElementCode kElements[] = {
     {kDlFloat, 32, ElementType::kFloat32, 0},      {kDlBfloat, 16, ElementType::kBFloat16, 0},
     {kDlFloat, 16, ElementType::kFloat16, 0},      {kDlFloat, 64, ElementType::kFloat64, 0},
@@ -106,10 +105,10 @@ const ElementCode* find_element(DlType dtype) noexcept {
   return nullptr;
 }
 
-// The memory of a tensor, of whichever form.
+// A tensor's memory, in either struct.
 template <typename Head>
 struct Managed {
-  Head head{};  // first: consumers hold its address
+  Head head{};  // must be first: consumers hold its address
   Lease lease;
   std::int64_t shape[kMaxDimensions];
   std::int64_t strides[kMaxDimensions];
@@ -117,7 +116,7 @@ struct Managed {
   static void destroy(Head* head) { delete static_cast<Managed*>(head->context); }
 };
 
-// A contiguous tensor over the memory of `lease`.
+// Creates a contiguous tensor that uses the memory of `lease`.
 template <typename Head>
 std::unique_ptr<Managed<Head>> manage(Lease&& lease, const Message& message, Place place) {
   auto managed = std::make_unique<Managed<Head>>();
@@ -127,7 +126,7 @@ std::unique_ptr<Managed<Head>> manage(Lease&& lease, const Message& message, Pla
   for (int i = message.dimensions - 1; i >= 0; --i) {
     managed->shape[i] = message.shape[i];
     managed->strides[i] = stride;
-    // Only the sizes of a tensor without elements can be too large; it has no strides to speak of.
+    // Only sizes of a tensor without elements can overflow. Its strides do not matter.
     if (message.shape[i] != 0 && __builtin_mul_overflow(stride, message.shape[i], &stride)) {
       stride = 1;
     }
@@ -191,7 +190,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
   }
   DlTensor found;
   if (exchange->tensor_from_object(tensor, &found) != 0) {
-    PyErr_Clear();  // of a type that DLPack does not know: the caller's other way says more
+    PyErr_Clear();  // unknown type for DLPack: the caller's other method gives a better error
     return false;
   }
   const ElementCode* const element = find_element(found.dtype);
@@ -211,7 +210,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
     }
   }
   if (count < 2) {
-    return false;  // a single one may be a part of a complex number that is to be negated
+    return false;  // a single element may be part of a complex number that is lazily conjugated
   }
   message.dimensions = static_cast<std::uint8_t>(found.dimensions);
   message.dtype = element->dtype;
@@ -226,7 +225,7 @@ bool read_tensor(PyObject* tensor, Message& message, const void** data) {
 
 py::object make_tensor(Lease&& lease, const Message& message, Place place) {
   if (from_capsule == nullptr) {
-    throw std::runtime_error("tensors can be made only after use_torch()");
+    throw std::runtime_error("tensors can only be created after use_torch()");
   }
   if (exchange == nullptr) {
     return make_through_capsule(std::move(lease), message, place);
@@ -242,10 +241,11 @@ py::object make_tensor(Lease&& lease, const Message& message, Place place) {
 
 void bind_tensors(py::module_& module) {
   module.def("use_torch", &use_torch, py::arg("exchange_api"), py::arg("from_dlpack"),
-             R"(Makes tensors by torch from now on.
+             R"(Makes the extension create torch tensors from now on.
 
-exchange_api: torch.Tensor.__dlpack_c_exchange_api__, or None. from_dlpack: what makes a tensor of a
-DLPack capsule, where there is no such table. Returns whether the table's version is known here.)");
+exchange_api: torch.Tensor.__dlpack_c_exchange_api__, or None. from_dlpack: a function that creates
+a tensor from a DLPack capsule, for torch without the table. Returns whether the table's version is
+supported.)");
 }
 
 }  // namespace adaptive

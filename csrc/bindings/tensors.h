@@ -14,7 +14,7 @@ void bind_tensors(pybind11::module_& module);
 
 // Location of memory, as in DLPack.
 struct Place {
-  int type = 1;  // the host's
+  int type = 1;  // host memory
   int id = 0;
 };
 

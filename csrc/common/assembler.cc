@@ -16,7 +16,7 @@ constexpr std::size_t kAlignment = 64;
 std::shared_ptr<std::byte> allocate(std::uint64_t size_bytes, const Message& message, int peer) {
   void* memory = nullptr;
   if (::posix_memalign(&memory, kAlignment, size_bytes) != 0) {
-    throw Error("there is no memory for the " + std::to_string(size_bytes) + " bytes of " +
+    throw Error("there is not enough memory for the " + std::to_string(size_bytes) + " bytes of " +
                 describe(message) + " from rank " + std::to_string(peer));
   }
   return {static_cast<std::byte*>(memory), [](std::byte* bytes) { std::free(bytes); }};

@@ -24,13 +24,14 @@ namespace adaptive {
 struct Session {
   std::shared_ptr<Completions> completions;
   std::shared_ptr<Reactor> reactor;
-  std::uint64_t job = 0;  // in every message
+  std::uint64_t job = 0;  // included in every message
   int rank = -1;
-  unsigned local_processes = 0;              // busy processes on this node's CPUs
-  std::function<std::string(int)> describe;  // "rank 3 (stage 1, pid 77 on b)"; any thread
+  unsigned local_processes = 0;  // busy processes on this node's CPUs
+  // returns text like "rank 3 (stage 1, pid 77 on b)"; any thread
+  std::function<std::string(int)> describe;
 };
 
-constexpr unsigned kMostSlots = 64;  // one bit each
+constexpr unsigned kMostSlots = 64;  // one bit per slot
 constexpr std::size_t kLargestSlotBytes = std::size_t{1} << 40;
 constexpr std::chrono::milliseconds kLeastSilence(10);
 constexpr std::chrono::milliseconds kMostSilence(std::chrono::hours(24));
@@ -40,7 +41,8 @@ struct ChannelOptions {
   std::size_t slot_bytes = std::size_t{1} << 20;       // largest payload in one piece
   unsigned slots = 16;                                 // messages that the channel holds
   std::uint64_t limit_bytes = std::uint64_t{4} << 30;  // largest payload accepted
-  bool crc = false;                                    // of what this end sends
+  // adds a checksum to messages that this end sends
+  bool crc = false;
   // A peer is considered lost if no message or heartbeat arrives from it for this time.
   std::chrono::milliseconds silent_limit{60'000};
   // Maximum number of slots that are reserved and not yet sent. If a sender reserved all free
@@ -110,7 +112,7 @@ class Sender {
 };
 
 inline void Sender::send_after(Message, const void*, bool, void*, const Keeper&) {
-  throw Error("this channel has no way between GPUs: bring payloads to the host");
+  throw Error("this channel does not connect GPUs: copy payloads to the host");
 }
 
 }  // namespace adaptive

@@ -47,7 +47,7 @@ void ChannelState::post(Reactor::Task task) const noexcept {
     if (const auto reactor = reactor_.lock()) {
       reactor->post(std::move(task));
     }
-  } catch (...) {  // no memory: the next event or wait finds it
+  } catch (...) {  // no memory: the next event or wait notices the failure
   }
 }
 
@@ -72,7 +72,7 @@ void ChannelState::break_off(Failure::Kind kind, const std::string& finding) noe
       kind_ = kind;
       text_ = text_of(finding);
     }
-  } catch (...) {  // there is no memory for words
+  } catch (...) {  // no memory for the text
   }
   broken_.store(true, std::memory_order_release);
 }
@@ -86,7 +86,7 @@ void ChannelState::fail(Failure::Kind kind, const std::string& finding) noexcept
   try {
     completions->put(Failure{kind, peer_, text_of(finding)});
   } catch (...) {
-    reported_.store(false);  // no memory now: whoever finds it next tells
+    reported_.store(false);  // no memory now: the next thread that notices the failure reports it
   }
 }
 

@@ -21,13 +21,13 @@ namespace adaptive {
 
 // ---- Bell
 //
-//   who rings             the owner
-//   writes what is new    sleeping = 1
+//   ringing thread        owner
+//   writes new data       sleeping = 1
 //   ── full fence ──      ── full fence ──
-//   reads sleeping        looks for what is new
+//   reads sleeping        looks for new data
 //
-// One of them sees the other. A ring between announce_sleep() and sleep() changes `rung`, on which
-// the sleep then does not begin.
+// At least one of the two sees the other's write. A ring between announce_sleep() and sleep()
+// changes `rung`, and then the sleep does not begin.
 
 struct Bell::Words {
   std::uint64_t magic;
@@ -42,11 +42,11 @@ std::size_t page_bytes() {
   return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// Everything this thread wrote before comes before everything it reads afterwards, for all.
+// Writes that this thread made earlier become visible to all threads before its later reads.
 template <typename Word>
 std::uint32_t load_after_fence(std::atomic<Word>& word) noexcept {
 #if defined(ADAPTIVE_THREAD_SANITIZER)
-  return word.fetch_or(0);  // the sanitizer does not know fences
+  return word.fetch_or(0);  // the thread sanitizer does not support fences
 #else
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return word.load(std::memory_order_relaxed);
@@ -90,7 +90,7 @@ bool Bell::ring() noexcept {
 }
 
 std::uint32_t Bell::announce_sleep() noexcept {
-  words_->sleeping.exchange(1);  // a full fence, other than a store
+  words_->sleeping.exchange(1);  // a full fence, which a store is not
   return words_->rung.load();
 }
 
@@ -99,7 +99,7 @@ void Bell::sleep(std::uint32_t announced, const Deadline& deadline) {
 }
 
 void Bell::end_sleep() noexcept {
-  words_->sleeping.exchange(0);  // before the look that follows: a full fence again
+  words_->sleeping.exchange(0);  // a full fence again, before the following check
 }
 
 // ---- Completions
@@ -128,7 +128,8 @@ std::optional<Item> Completions::pop() {
 }
 
 std::optional<Item> Completions::poll() {
-  // What others put is older than what is found now; both keep the order of each channel.
+  // Items that other threads put are older than items found now. Both keep the order of each
+  // channel.
   if (auto item = pop()) {
     return item;
   }
@@ -156,7 +157,8 @@ void Completions::sleep(const Deadline& deadline) {
     throw;
   }
   bell_.end_sleep();
-  poll_sources();  // even if there is an item already: who rang leaves all of it to us
+  // even if there is an item already: a ringing thread leaves all sources to this one
+  poll_sources();
 }
 
 std::optional<Item> Completions::wait(const Deadline& deadline, std::chrono::nanoseconds longest) {
@@ -200,11 +202,11 @@ void Completions::add(std::shared_ptr<Source> source) {
     const std::lock_guard<std::mutex> lock(sources_mutex_);
     sources_.push_back(std::move(source));
   }
-  bell_.ring();  // it may hold something already
+  bell_.ring();  // the source may already have items
 }
 
 void Completions::remove(const Source* source) noexcept {
-  std::shared_ptr<Source> last;  // destroyed after the lock is open again
+  std::shared_ptr<Source> last;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(sources_mutex_);
   const auto place = std::find_if(sources_.begin(), sources_.end(),
                                   [&](const auto& entry) { return entry.get() == source; });

@@ -13,7 +13,7 @@ namespace adaptive {
 namespace {
 
 constexpr std::size_t kLine = 64;
-// From here on a copy is read from memory anyway.
+// Copies of this size and above are read from memory in any case.
 constexpr std::size_t kStreamFromBytes = std::size_t{512} << 10;
 
 // Copies whole lines to an aligned address.
@@ -76,7 +76,7 @@ __attribute__((target("clflushopt"))) void flush_weakly(const std::byte* line,
   }
 }
 
-// Not among the names that every compiler's __builtin_cpu_supports() knows.
+// Not every compiler's __builtin_cpu_supports() knows this name.
 bool has_clflushopt() noexcept {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ebx & bit_CLFLUSHOPT) != 0;
@@ -93,7 +93,7 @@ Method choose() noexcept {
 }
 
 void fence_stores() noexcept {
-  _mm_sfence();  // streaming stores are not ordered by anything weaker
+  _mm_sfence();  // weaker fences do not order streaming stores
 }
 
 #else

@@ -1,9 +1,9 @@
-// The exceptions of the core. What they mean:
+// The exceptions of the core, and their meanings:
 //
 //   Error             a rule was broken: foreign memory, wrong peer, misuse
 //   +- SystemError    a system call failed; carries its name, its argument and errno's text
 //   +- DeadlineError  nothing happened within the time limit
-//   +- PeerLostError  the process at the other end is gone
+//   +- PeerLostError  the process at the other end has exited
 //
 // std::invalid_argument is thrown for arguments that no call could accept.
 #pragma once
@@ -42,7 +42,7 @@ class PeerLostError : public Error {
   using Error::Error;
 };
 
-// Throws what the system call that just failed left in errno.
+// Throws the error of the failed system call, from errno.
 [[noreturn]] inline void throw_errno(const std::string& call, const std::string& argument) {
   const int code = errno;
   throw SystemError(call, argument, code);

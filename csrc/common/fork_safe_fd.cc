@@ -15,7 +15,7 @@
 namespace adaptive {
 namespace {
 
-// Of the whole process, as fork() is. Never destroyed: other objects may end after it would.
+// One per process, as fork() is. Never destroyed, because other objects may be destroyed later.
 class Registry {
  public:
   static Registry& instance() {
@@ -34,7 +34,7 @@ class Registry {
     fds_.push_back(fd);
   }
 
-  // Closes it before another thread's fork() can take the number for one of ours.
+  // Closes it before another thread's fork() can mistake the number for one of ours.
   void close(ScopedFd* fd) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     fds_.erase(std::remove(fds_.begin(), fds_.end(), fd->get()), fds_.end());
@@ -54,7 +54,7 @@ class Registry {
     }
   }
 
-  // In the child, which has the lock of the thread that forked.
+  // Runs in the child, which holds the lock of the thread that called fork().
   void replace_all() noexcept {
     for (const int fd : fds_) {
       ::dup3(nobody_.get(), fd, O_CLOEXEC);
@@ -63,7 +63,7 @@ class Registry {
   }
 
   std::mutex mutex_;
-  ScopedFd nobody_;  // while there are any fds_
+  ScopedFd nobody_;  // set while fds_ is not empty
   std::vector<int> fds_;
 };
 

@@ -100,7 +100,7 @@ const char* reason_of(Verdict verdict) {
     case Verdict::kCount:
       break;
   }
-  return "of a reason that this version does not know";
+  return "for a reason that this version does not know";
 }
 
 bool same_token(const Token& one, const Token& other) noexcept {
@@ -129,7 +129,7 @@ std::size_t parse_record_header(const std::uint8_t* bytes, std::size_t size_byte
     std::memcpy(&layout, bytes, sizeof(layout));
   }
   if (layout.magic != kRecordMagic) {
-    throw Error("the peer sent something else than a record: do both run the same version?");
+    throw Error("the peer did not send a record: do both run the same version?");
   }
   const std::size_t announced_bytes = layout.num_bytes;
   const std::size_t announced_fds = layout.num_fds;

@@ -29,12 +29,12 @@ constexpr auto kFirstRetry = std::chrono::milliseconds(2);
 constexpr auto kLongestRetry = std::chrono::milliseconds(100);
 constexpr auto kTickEvery = std::chrono::milliseconds(100);
 
-// Between two attempts there is no event to sleep on.
+// Waits between two attempts, where no event can end the wait.
 class Pause {
  public:
   Pause(const Deadline& deadline, const Tick& tick) : deadline_(deadline), tick_(tick) {}
 
-  // False when the deadline has passed.
+  // Returns false when the deadline has passed.
   bool sleep() {
     if (deadline_.expired()) {
       return false;
@@ -59,8 +59,8 @@ class Pause {
   std::chrono::milliseconds since_tick_{0};
 };
 
-// One attempt to connect. Returns an empty owner, and the reason in errno, where it makes sense to
-// try again.
+// Tries to connect once. If another attempt makes sense, returns an empty owner with the reason in
+// errno.
 ScopedFd try_connect(const SocketAddress& address, const std::string& name,
                      const Deadline& deadline, const Tick& tick) {
   ScopedFd socket = open_stream_socket(address.family());
@@ -79,12 +79,12 @@ ScopedFd try_connect(const SocketAddress& address, const std::string& name,
     }
   }
   switch (code) {
-    case ENOENT:  // it does not listen yet
+    case ENOENT:  // the peer does not listen yet
     case ECONNREFUSED:
-    case EAGAIN:  // its queue is full
+    case EAGAIN:  // the peer's queue is full
     case ECONNRESET:
     case ECONNABORTED:
-    case ETIMEDOUT:  // the network does not carry yet
+    case ETIMEDOUT:  // the network is not ready yet
     case EHOSTUNREACH:
     case ENETUNREACH:
       errno = code;
@@ -94,7 +94,7 @@ ScopedFd try_connect(const SocketAddress& address, const std::string& name,
   }
 }
 
-// Says who we are and reads the answer. False when the peer closed without one.
+// Sends our hello and reads the answer. Returns false if the peer closed without an answer.
 bool shake_hands(int socket, const Identity& self, int peer, const std::string& name,
                  const Deadline& deadline, const Tick& tick) {
   const std::string what =
@@ -117,13 +117,13 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
   }
   const std::optional<Hello> theirs = parse_hello(answer.data(), answer.size());
   if (!theirs) {
-    throw Error("what listens at " + name + " is not a process of this package");
+    throw Error("the process listening at " + name + " does not run this package");
   }
   if (theirs->verdict != Verdict::kWelcome) {
     throw Error("rank " + std::to_string(peer) + " at " + name +
                 " refused this process: " + reason_of(theirs->verdict));
   }
-  // Its view of us says little about its own right to be there.
+  // The peer's verdict on this process does not show that the peer is the right process.
   const Verdict verdict = judge_hello(*theirs, self);
   if (verdict != Verdict::kWelcome || theirs->self.rank != peer) {
     throw Error("the process at " + name + " is not rank " + std::to_string(peer) + ": " +
@@ -132,7 +132,7 @@ bool shake_hands(int socket, const Identity& self, int peer, const std::string& 
   return true;
 }
 
-// Connects and shakes hands until it works, a rule is broken, or the deadline passes.
+// Repeats connection and handshake until they succeed, a rule is broken, or the deadline passes.
 ScopedFd connect_and_greet(const SocketAddress& address, const Identity& self, int peer,
                            const Deadline& deadline, const Tick& tick) {
   const std::string name = address.text();
@@ -146,10 +146,10 @@ ScopedFd connect_and_greet(const SocketAddress& address, const Identity& self, i
     }
     if (address.family() == AF_UNIX && !peer_of_same_user(socket.get())) {
       throw Error("the process listening at " + name +
-                  " runs as another user: it is not to be trusted");
+                  " runs as another user, so it is not trusted");
     }
-    // While nobody listens at a port of the range for outgoing connections, the kernel may give a
-    // socket that very port and connect it with itself.
+    // If no process listens at a port in the range for outgoing connections, the kernel may give
+    // this port to a socket and connect the socket to itself.
     if (address.family() != AF_UNIX && SocketAddress::local_of(socket.get()).text() == name) {
       obstacle = std::strerror(ECONNREFUSED);
       continue;
@@ -171,11 +171,11 @@ void Link::send_record(const std::vector<std::uint8_t>& bytes, const std::vector
   std::vector<std::uint8_t> frame(header.begin(), header.end());
   frame.insert(frame.end(), bytes.begin(), bytes.end());
   if (!fds.empty() && !unix_) {
-    throw std::invalid_argument("descriptors travel over unix links only");
+    throw std::invalid_argument("only unix links can send descriptors");
   }
-  send_all(
-      fd(), frame.data(), frame.size(), fds, deadline, tick,
-      "rank " + std::to_string(peer_) + " (" + remote_ + ") took no record within the time limit");
+  send_all(fd(), frame.data(), frame.size(), fds, deadline, tick,
+           "rank " + std::to_string(peer_) + " (" + remote_ +
+               ") did not accept a record within the time limit");
 }
 
 Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const Deadline& deadline,
@@ -187,8 +187,8 @@ Link::Record Link::recv_record(std::size_t max_bytes, std::size_t num_fds, const
   record.bytes.resize(parse_record_header(header.data(), header.size(), max_bytes, num_fds));
   receive_all(fd(), record.bytes.data(), record.bytes.size(), record.fds, deadline, tick, from);
   if (record.fds.size() != num_fds) {
-    throw Error(from + " came with " + std::to_string(record.fds.size()) +
-                " descriptors instead of " + std::to_string(num_fds));
+    throw Error(from + " has " + std::to_string(record.fds.size()) + " descriptors instead of " +
+                std::to_string(num_fds));
   }
   return record;
 }

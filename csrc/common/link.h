@@ -33,7 +33,7 @@ using Token = std::array<std::uint8_t, 16>;  // known to the processes of one jo
 struct Identity {
   Token token{};
   int rank = -1;
-  std::string purpose;  // "shm", "rdma", "tcp": what the link is for; at most 15 characters
+  std::string purpose;  // use of the link: "shm", "rdma" or "tcp"; at most 15 characters
 };
 
 // The socket is non-blocking and closed on exec; a forked child gets no copy of it.
@@ -92,7 +92,7 @@ class Listener {
   ~Listener();
 
   std::string address() const;  // "@name" or "host:port" (IPv6 in brackets), for the peers
-  std::size_t num_refused() const noexcept;  // strangers so far
+  std::size_t num_refused() const noexcept;  // number of rejected connections so far
 
   // Foreign connections (wrong token, user, version, garbage) are closed and counted, and never
   // block other connections.
@@ -122,7 +122,7 @@ class LinkWatch {
  public:
   LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds silent_limit,
             std::function<void(const std::string& reason)> lost, std::function<void()> left = {});
-  ~LinkWatch();  // stops watching; neither is called any more
+  ~LinkWatch();  // stops watching; calls no function afterwards
   LinkWatch(const LinkWatch&) = delete;
   LinkWatch& operator=(const LinkWatch&) = delete;
 

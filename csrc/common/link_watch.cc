@@ -20,7 +20,7 @@ namespace {
 constexpr char kHeartbeat = 'h';
 constexpr char kGoodbye = 'g';
 constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
-// Heartbeats within the time limit, and looks at what came.
+// Number of heartbeats, and of reads from the socket, within the time limit.
 constexpr int kTicksPerLimit = 4;
 
 }  // namespace
@@ -63,8 +63,8 @@ struct LinkWatch::Impl : std::enable_shared_from_this<LinkWatch::Impl> {
   std::uint64_t timer = 0;
   std::atomic<bool> said_goodbye{false};
 
-  // Of the reactor's thread.
-  bool over = false;  // it said goodbye, or its loss was reported
+  // Used only by the reactor's thread.
+  bool over = false;  // a goodbye came, or the loss was reported
   int silent_ticks = 0;
   Deadline::Clock::time_point heard = Deadline::Clock::now();
 };
@@ -81,7 +81,7 @@ void LinkWatch::Impl::start() {
   timer = reactor.every(period, [self] { self->on_tick(); });
 }
 
-// Breaks the ring of owners: the reactor's entries hold this object.
+// Breaks the reference cycle: the reactor's entries own this object.
 void LinkWatch::Impl::stop() noexcept {
   reactor.remove(link.fd());
   if (process) {
@@ -99,7 +99,7 @@ void LinkWatch::Impl::report(const std::string& reason) {
   }
 }
 
-// Takes what came. A goodbye makes everything that follows unimportant.
+// Reads everything that came. Bytes after a goodbye are ignored.
 void LinkWatch::Impl::read_all() {
   std::array<char, 256> bytes;
   while (!over) {
@@ -136,18 +136,18 @@ void LinkWatch::Impl::on_socket() {
 }
 
 void LinkWatch::Impl::on_process() {
-  // A goodbye may still lie in the socket.
+  // The socket may still contain a goodbye.
   read_all();
   report("its process ended");
   reactor.remove(process.get());
 }
 
-// Counts ticks, not time: where this process itself stood still, what the peer sent meanwhile is
-// read before the peer is called silent.
+// Counts ticks instead of time: after a pause of this process, messages that the peer sent
+// meanwhile are read before the peer counts as silent.
 void LinkWatch::Impl::on_tick() {
   if (!said_goodbye.load()) {
     const char beat = kHeartbeat;
-    // A full buffer means that the peer reads nothing, which its silence will say.
+    // If the buffer is full, the peer reads nothing and will soon count as silent.
     [[maybe_unused]] const ssize_t sent = ::send(link.fd(), &beat, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
   ++silent_ticks;
@@ -174,8 +174,8 @@ LinkWatch::LinkWatch(Reactor& reactor, Link link, std::chrono::milliseconds sile
 LinkWatch::~LinkWatch() {
   impl_->stop();
   if (impl_->guard.in_maker() && impl_->said_goodbye.load()) {
-    // Bytes that nobody read would turn the end of the connection into an abort, which could
-    // overtake the goodbye.
+    // Unread bytes would turn the end of the connection into a reset, which could overtake the
+    // goodbye.
     std::array<char, 256> ignored;
     while (::recv(impl_->link.fd(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
     }

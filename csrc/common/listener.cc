@@ -23,11 +23,12 @@ namespace {
 using Clock = Deadline::Clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
-// A peer says hello as soon as it is connected; who does not is no peer, or comes again.
+// Peers send their hello immediately after they connect. Later ones are not peers, or connect
+// again.
 constexpr auto kHelloLimit = std::chrono::seconds(5);
-// A peer whose connection broke connects again at once; one that failed does not.
+// A peer whose connection broke connects again immediately; a failed peer does not.
 constexpr auto kReconnectLimit = std::chrono::seconds(1);
-// Strangers may not use up this process's descriptors.
+// Limits the descriptors that unknown processes can use up in this process.
 constexpr std::size_t kMostHalfOpen = 64;
 
 std::string random_name() {
@@ -43,7 +44,7 @@ std::string random_name() {
   return name;
 }
 
-// Somebody who has connected and not said everything yet.
+// A connection whose hello is not complete yet.
 struct HalfOpen {
   ScopedFd fd;
   HelloBytes bytes{};
@@ -51,7 +52,7 @@ struct HalfOpen {
   Clock::time_point since;
 };
 
-// Whether the other end has closed without a word.
+// Returns whether the other end closed without sending anything.
 bool ended(int socket) {
   char ignored = 0;
   const ssize_t got = ::recv(socket, &ignored, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -66,7 +67,7 @@ struct Listener::Impl {
   void listen(const SocketAddress& address);
   void accept_new();
   void look_at_all();
-  // True when there is nothing left to wait for.
+  // Returns true when there is nothing left to wait for.
   bool advance(HalfOpen& guest);
   void answer(HalfOpen& guest, const Hello& hello);
   void wait(const Deadline& deadline);
@@ -102,7 +103,8 @@ void Listener::Impl::accept_new() {
       if (errno == EINVAL || errno == EBADF || errno == ENOTSOCK || out_of_descriptors) {
         throw_errno("accept4", SocketAddress::local_of(fd.get()).text());
       }
-      return;  // nobody there, or one that went away again: its errors are no errors of ours
+      // no connection, or one that was closed again: its errors do not concern this process
+      return;
     }
     if (is_unix && !peer_of_same_user(guest.get())) {
       ++refused;
@@ -132,7 +134,7 @@ bool Listener::Impl::advance(HalfOpen& guest) {
   std::vector<ScopedFd> unwanted;
   try {
     while (guest.filled_bytes < kHelloBytes) {
-      // Not a byte more: what follows belongs to the channel.
+      // Reads no further byte: the bytes that follow belong to the channel.
       switch (receive_some(guest.fd.get(), guest.bytes.data() + guest.filled_bytes,
                            kHelloBytes - guest.filled_bytes, guest.filled_bytes, unwanted)) {
         case IoResult::kProgress:
@@ -147,7 +149,7 @@ bool Listener::Impl::advance(HalfOpen& guest) {
       answer(guest, *hello);
     }
   } catch (const Error&) {
-    // A stranger's connection that broke concerns nobody; a peer's is made again by the peer.
+    // Broken connections of unknown processes do not matter, and a peer connects again.
   }
   return true;
 }
@@ -159,7 +161,7 @@ void Listener::Impl::answer(HalfOpen& guest, const Hello& hello) {
   reply.target = hello.self.rank;
   reply.verdict = judge_hello(hello, self);
   const HelloBytes bytes = encode_hello(reply);
-  // So short that a fresh socket always has room.
+  // Short enough that a new socket always has room.
   const ssize_t sent = ::send(guest.fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   if (sent != static_cast<ssize_t>(bytes.size()) || reply.verdict != Verdict::kWelcome) {
     return;
@@ -175,7 +177,7 @@ void Listener::Impl::answer(HalfOpen& guest, const Hello& hello) {
     link.remote_ = SocketAddress::remote_of(guest.fd.get()).text();
   }
   link.fd_ = ForkSafeFd(std::move(guest.fd));
-  // A second one of the same peer: it gave the first one up.
+  // A second connection from the same peer replaces the first, which the peer gave up.
   ready.insert_or_assign(Key(hello.self.rank, hello.self.purpose), std::move(link));
 }
 
@@ -221,7 +223,8 @@ std::size_t Listener::num_refused() const noexcept {
 Link Listener::accept(int peer, const std::string& purpose, const Deadline& deadline,
                       const Tick& tick) {
   auto next_tick = Clock::now() + kSlice;
-  std::optional<Clock::time_point> gave_up;  // when the peer was seen to have gone again
+  // when this process noticed that the peer had closed again
+  std::optional<Clock::time_point> gave_up;
   for (;;) {
     impl_->accept_new();
     impl_->look_at_all();
@@ -237,7 +240,7 @@ Link Listener::accept(int peer, const std::string& purpose, const Deadline& dead
     if (gave_up && Clock::now() - *gave_up > kReconnectLimit) {
       throw Error("rank " + std::to_string(peer) + " connected to " + address() + " for '" +
                   purpose +
-                  "' and went away again: it could not make its end of the channel, or "
+                  "' and closed it again: it could not open its end of the channel, or "
                   "its process ended");
     }
     if (deadline.expired()) {

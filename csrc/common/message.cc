@@ -22,7 +22,7 @@ struct Element {
   std::uint8_t dlpack;  // DLDataTypeCode
 };
 
-// By code. 8-bit floats are bytes for DLPack; `variant` says how to read them.
+// Ordered by code. For DLPack, 8-bit floats are bytes; `variant` specifies how to read them.
 constexpr std::uint8_t kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kComplex = 5, kBool = 6;
 constexpr std::array<Element, static_cast<std::size_t>(ElementType::kCount)> kElements{{
     {4, kFloat},
@@ -59,7 +59,7 @@ const char* kind_name(MessageKind kind) noexcept {
               "; do both ranks run the same version, and is nothing else writing to the channel?");
 }
 
-// Bytes of a payload of this shape; false where they cannot be counted.
+// Computes the bytes of a payload of this shape. Returns false if they do not fit.
 bool payload_bytes(const Message& message, std::uint64_t* result) noexcept {
   std::uint64_t bytes = element_bytes(message.dtype);
   bool empty = false;

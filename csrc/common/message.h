@@ -47,15 +47,16 @@ struct Message {
   std::uint8_t variant = 0;
   std::uint8_t has_crc = 0;
   std::uint8_t reserved = 0;
-  std::uint32_t crc = 0;       // CRC-32C of this piece's bytes, if has_crc
-  std::uint64_t job = 0;       // the same in all processes of a job
-  std::uint64_t sequence = 0;  // of the message on its channel, from 0; equal in all its pieces
+  std::uint32_t crc = 0;  // CRC-32C of this piece's bytes, if has_crc
+  std::uint64_t job = 0;  // the same in all processes of a job
+  // number of the message on its channel, starting at 0; equal in all pieces
+  std::uint64_t sequence = 0;
   std::int64_t step = 0;
   std::int32_t chunk = 0;
   std::int32_t microbatch = 0;
-  std::uint64_t nbytes = 0;       // of the whole payload
-  std::uint64_t offset = 0;       // of this piece within the payload
-  std::uint64_t piece_bytes = 0;  // of this piece; equal to nbytes where there is one piece
+  std::uint64_t nbytes = 0;       // size of the whole payload
+  std::uint64_t offset = 0;       // position of this piece in the payload
+  std::uint64_t piece_bytes = 0;  // size of this piece; equal to nbytes if there is only one piece
   std::int64_t shape[kMaxDimensions] = {};  // [0, dimensions)
 };
 static_assert(sizeof(Message) == 128, "the message is part of the wire format");

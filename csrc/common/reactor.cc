@@ -34,8 +34,8 @@ using Clock = Deadline::Clock;
 constexpr std::uint64_t kWakeId = 0;
 constexpr std::size_t kEventsPerRound = 64;
 
-// A handler may have been removed, and its number used for another descriptor, between the kernel's
-// report of an event and its turn: events therefore carry an id that is never used again.
+// Between the kernel's report of an event and its processing, a handler may have been removed and
+// its descriptor's number reused. Events therefore have an id that is never reused.
 struct Watch {
   std::uint64_t id = 0;
   int fd = -1;
@@ -43,7 +43,7 @@ struct Watch {
   std::function<void(const std::exception&)> on_error;
 };
 
-// What the kernel calls sched_attr, as far as it is needed here.
+// The part of the kernel's struct sched_attr that is needed here.
 struct Scheduling {
   std::uint32_t size = sizeof(Scheduling);
   std::uint32_t policy = 0;
@@ -55,9 +55,9 @@ struct Scheduling {
   std::uint64_t period_ns = 0;
 };
 
-// This thread runs for some microseconds, often beside one that computes on the same CPU.
-// Linux 6.12 and later let whoever asks for short slices run soon after a wake, instead of when the
-// other's slice of some milliseconds is over; earlier ones ignore it.
+// This thread runs for a few microseconds, often on the same CPU as a thread that computes. Linux
+// 6.12 and later run threads with short slices soon after a wake, instead of after the other
+// thread's slice of a few milliseconds. Earlier versions ignore the setting.
 void ask_for_short_slices() noexcept {
   constexpr std::uint64_t kSliceNs = 100'000;
   Scheduling now;
@@ -77,8 +77,8 @@ struct Timer {
   Reactor::Task task;
 };
 
-// Blocks the signals that programs handle in their main thread. Those that a fault of this thread
-// itself raises stay, for the sake of crash reports.
+// Blocks the signals that programs handle in their main thread. Signals for faults of this thread
+// stay enabled for crash reports.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -115,7 +115,7 @@ struct Reactor::Impl : std::enable_shared_from_this<Reactor::Impl> {
   void rethrow_kept();
   void wait_until_not_running(std::unique_lock<std::mutex>& lock, std::uint64_t id);
   bool is_own_thread() const noexcept { return thread.get_id() == std::this_thread::get_id(); }
-  // In a child of a fork there is no thread, and the kernel's side belongs to the parent.
+  // A forked child has no such thread, and the kernel's objects belong to the parent.
   bool forked() const noexcept { return !guard.in_maker(); }
 
   ScopedFd epoll;
@@ -128,7 +128,7 @@ struct Reactor::Impl : std::enable_shared_from_this<Reactor::Impl> {
   std::mutex mutex;
   std::condition_variable finished;  // a handler or a timer's task has returned
   std::uint64_t next_id = kWakeId + 1;
-  std::uint64_t running = kWakeId;  // id of what runs now
+  std::uint64_t running = kWakeId;  // id of the current handler or task
   std::unordered_map<int, std::shared_ptr<Watch>> watches;
   std::unordered_map<std::uint64_t, std::shared_ptr<Watch>> watches_by_id;
   std::map<std::uint64_t, std::shared_ptr<Timer>> timers;
@@ -145,7 +145,7 @@ Reactor::Impl::Impl() : epoll(::epoll_create1(EPOLL_CLOEXEC)), wake_fd(make_even
 
 void Reactor::Impl::start() {
   const AllSignalsBlocked blocked;
-  // The mutex makes the thread see `thread` before it runs anything.
+  // The mutex ensures that the new thread sees `thread` before it runs anything.
   const std::lock_guard<std::mutex> lock(mutex);
   thread = std::thread([self = shared_from_this()] { self->run(); });
   ::pthread_setname_np(thread.native_handle(), "adaptive-io");
@@ -173,7 +173,7 @@ void Reactor::Impl::keep_error() noexcept {
   }
 }
 
-// A task has nobody to tell of its failure: the next caller that can be told is.
+// A failed task has no caller to report to: the next caller of the reactor gets the error.
 void Reactor::Impl::rethrow_kept() {
   if (kept_error) {
     std::rethrow_exception(std::exchange(kept_error, nullptr));
@@ -199,7 +199,7 @@ void Reactor::Impl::run() {
       const epoll_event& event = events[static_cast<std::size_t>(i)];
       if (event.data.u64 == kWakeId) {
         clear(wake_fd);
-        // Cleared before the tasks are looked at: a task put from now on wakes again.
+        // Cleared before the tasks are read: a task added later wakes the thread again.
         wake_sent.store(false);
       } else {
         dispatch(event.data.u64, event.events);
@@ -319,13 +319,13 @@ Reactor::Reactor() : impl_(std::make_shared<Impl>()) {
 
 Reactor::~Reactor() {
   if (impl_->forked()) {
-    // The copy of the thread's handle can neither be joined nor destroyed here.
+    // The copy of the thread object can neither be joined nor destroyed here.
     new std::shared_ptr<Impl>(std::move(impl_));
     return;
   }
   impl_->stopping.store(true);
   impl_->wake();
-  // The last owner of a reactor may be one of its own handlers.
+  // A reactor's last owner may be one of its own handlers.
   if (impl_->is_own_thread()) {
     impl_->thread.detach();
   } else {
@@ -336,12 +336,12 @@ Reactor::~Reactor() {
 void Reactor::add(int fd, std::uint32_t events, Handler handler,
                   std::function<void(const std::exception&)> on_error) {
   if (impl_->forked()) {
-    throw Error("a reactor cannot be used in a forked child of the process that made it");
+    throw Error("a reactor cannot be used in a forked child of the process that created it");
   }
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->rethrow_kept();
   if (impl_->watches.count(fd) != 0) {
-    throw Error("descriptor " + std::to_string(fd) + " is in the reactor already");
+    throw Error("descriptor " + std::to_string(fd) + " is already in the reactor");
   }
   auto watch = std::make_shared<Watch>();
   watch->id = impl_->next_id++;
@@ -365,7 +365,7 @@ void Reactor::modify(int fd, std::uint32_t events) {
   }
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   const auto entry = impl_->watches.find(fd);
-  // Removed meanwhile, by its own failure perhaps.
+  // It may have been removed meanwhile, for example after a failure of its handler.
   if (entry != impl_->watches.end()) {
     impl_->control(EPOLL_CTL_MOD, fd, events, entry->second->id);
   }
@@ -375,7 +375,7 @@ void Reactor::remove(int fd) noexcept {
   if (impl_->forked()) {
     return;
   }
-  std::shared_ptr<Watch> watch;  // destroyed, with what its handler owns, outside the lock
+  std::shared_ptr<Watch> watch;  // destroyed outside the lock, together with the handler's objects
   std::unique_lock<std::mutex> lock(impl_->mutex);
   const auto entry = impl_->watches.find(fd);
   if (entry == impl_->watches.end()) {
@@ -404,7 +404,7 @@ void Reactor::post(Task task) {
 
 std::uint64_t Reactor::every(std::chrono::milliseconds period, Task task) {
   if (impl_->forked()) {
-    throw Error("a reactor cannot be used in a forked child of the process that made it");
+    throw Error("a reactor cannot be used in a forked child of the process that created it");
   }
   std::uint64_t id = 0;
   {

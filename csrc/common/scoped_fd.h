@@ -53,7 +53,7 @@ inline ScopedFd make_eventfd() {
   return fd;
 }
 
-// One that cannot take more is readable already.
+// If the descriptor's counter is full, it is already readable.
 inline void signal(const ScopedFd& fd) noexcept {
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(fd.get(), &one, sizeof(one));

@@ -16,7 +16,7 @@ namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(100);
 
-// Twice the allowed number, so that too many are counted and closed instead of cut off.
+// Twice the allowed number, so that an excess is counted and closed instead of truncated.
 union ControlBuffer {
   cmsghdr align;
   char bytes[CMSG_SPACE(2 * kMaxRecordFds * sizeof(int))];
@@ -26,7 +26,7 @@ bool would_block(int code) {
   return code == EAGAIN || code == EWOULDBLOCK || code == EINTR;
 }
 
-// Owns every descriptor of a message before any check can throw.
+// Takes ownership of all descriptors of a message before any check can throw.
 void take_descriptors(msghdr& message, std::vector<ScopedFd>& fds) {
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
        header = CMSG_NXTHDR(&message, header)) {
@@ -111,7 +111,7 @@ IoResult receive_some(int socket, void* data, std::size_t room_bytes, std::size_
   message.msg_iovlen = 1;
   message.msg_control = control.bytes;
   message.msg_controllen = sizeof(control.bytes);
-  fds.reserve(fds.size() + 2 * kMaxRecordFds);  // nothing may throw while they have no owner
+  fds.reserve(fds.size() + 2 * kMaxRecordFds);  // no exceptions while the descriptors have no owner
   const ssize_t count = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (count < 0) {
     if (would_block(errno)) {

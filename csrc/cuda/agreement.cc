@@ -21,7 +21,7 @@ constexpr std::size_t kLongestReason = 400;
 constexpr std::size_t kLongestRecord = std::size_t{16} << 10;
 enum : std::uint8_t { kNo = 0, kYes = 1, kNoDevice = 2 };
 
-// Ends the talk, at both ends after the same words.
+// Ends the negotiation at both ends after the same exchange of records.
 struct Declined {
   std::string reason;
 };
@@ -52,7 +52,7 @@ class Talk {
       round([&] { return read(); });
       round([&] { return see_consumed(); });
     } catch (const Declined&) {
-      // What is exported goes when the importer has let go of it.
+      // The exported objects are freed after the importer has closed them.
       path_.peer = {};
       say(kYes, {});
       hear();
@@ -62,7 +62,7 @@ class Talk {
   }
 
  private:
-  // Both do their part, then tell each other how it went.
+  // Each end does its part and then tells the other end the result.
   Bytes round(const std::function<Bytes()>& part) {
     Bytes result;
     std::string failure;
@@ -110,7 +110,7 @@ class Talk {
     Link::Record record = link_.recv_record(kLongestRecord, 0, deadline_, tick_);
     if (record.bytes.empty()) {
       throw Error("rank " + std::to_string(link_.peer()) +
-                  " said nothing about its device; do both ranks run the same version?");
+                  " sent nothing about its device; do both ranks run the same version?");
     }
     return std::move(record.bytes);
   }
@@ -132,12 +132,12 @@ class Talk {
     const Context& context = *path_.context;
     Uuid theirs;
     if (identity.size() != sizeof(theirs.bytes)) {
-      throw Error("the peer's device has a name of " + std::to_string(identity.size()) +
+      throw Error("the peer's device has an identity of " + std::to_string(identity.size()) +
                   " bytes; do both ranks run the same version?");
     }
     std::memcpy(theirs.bytes, identity.data(), sizeof(theirs.bytes));
     if (std::memcmp(theirs.bytes, own_.bytes, sizeof(theirs.bytes)) != 0) {
-      // One that this process does not see may still be reached: the trial shows.
+      // A device that this process does not see may still be reachable; the trial determines this.
       const Device peer = context.driver().find(theirs);
       if (peer >= 0 && !context.driver().can_access_peer(context.device(), peer)) {
         throw Error("device " + std::to_string(context.device()) +
@@ -148,7 +148,8 @@ class Talk {
     const Current current(context);
     path_.stream = make_stream(path_.context);
     local_ = make_event(path_.context, false);
-    for (const unsigned slot : tried()) {  // nothing that was there before passes for the pattern
+    // so that earlier contents of the slot cannot match the pattern
+    for (const unsigned slot : tried()) {
       fill(path_.arena.slot(slot), [&](std::size_t i) {
         return static_cast<std::uint8_t>(~trial_byte(wish_.job, link_.peer(), slot, i));
       });
@@ -214,7 +215,7 @@ class Talk {
     finish("a copy to the device");
   }
 
-  // Waits for what is on the stream: before training, where that may take its time.
+  // Waits for the work on the stream. This runs before training, so the time does not matter.
   void finish(const char* what) {
     record(local_, stream());
     const Deadline limit = deadline_.at_most(kLongestTrial);
@@ -225,7 +226,7 @@ class Talk {
       return limit.expired();
     });
     if (!done) {
-      path_.arena.leak();  // the device may still be at it
+      path_.arena.leak();  // the device may still use the arena
       throw Error(std::string(what) + " did not end within " +
                   std::to_string(kLongestTrial.count()) + " s");
     }
@@ -235,7 +236,7 @@ class Talk {
 
   std::size_t trial_bytes() const noexcept { return std::min(wish_.slot_bytes, kTrialBytes); }
 
-  // The first and the last.
+  // The first and the last slot.
   std::vector<unsigned> tried() const {
     return wish_.slots == 1 ? std::vector<unsigned>{0} : std::vector<unsigned>{0, wish_.slots - 1};
   }

@@ -15,10 +15,10 @@
 namespace adaptive::cuda {
 
 struct Wish {
-  int ordinal = -1;                   // of the device; negative: payloads are in host memory
-  std::string library = kDriverName;  // another one only in tests
-  std::string refusal;                // why not, should this end not want it
-  unsigned slots = 0;                 // of either direction
+  int ordinal = -1;                   // device's number; negative if payloads are in host memory
+  std::string library = kDriverName;  // another library only in tests
+  std::string refusal;                // reason why this end does not want a path, or empty
+  unsigned slots = 0;                 // per direction
   std::size_t slot_bytes = 0;
   std::uint64_t job = 0;
   int rank = -1;
@@ -27,14 +27,14 @@ struct Wish {
 // The resources that both directions need.
 struct Path {
   std::shared_ptr<const Context> context;
-  Arena arena;  // for what comes in
+  Arena arena;  // memory for incoming payloads
   PeerArena peer;
-  Stream stream;  // for copies out
+  Stream stream;  // copies outgoing payloads
 };
 
 struct Agreement {
   std::optional<Path> path;
-  std::string reason;  // why there is none
+  std::string reason;  // the reason if there is no path
 };
 
 // Both ends must call it at the same time, with or without a device, and both get the same result.

@@ -10,7 +10,7 @@ namespace adaptive::cuda {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
-// Smaller allocations share a block, all of which an importer would see.
+// Smaller allocations share a block, and an importer would see the whole block.
 constexpr std::size_t kBlock = std::size_t{2} << 20;
 
 struct Header {

@@ -52,10 +52,10 @@ void Driver::check(Result result, const char* call, const std::string& argument)
   const char* name = nullptr;
   const char* text = nullptr;
   if (api_.get_error_name(result, &name) != kSuccess || name == nullptr) {
-    name = "an error without a name";
+    name = "an unknown error";
   }
   if (api_.get_error_string(result, &text) != kSuccess || text == nullptr) {
-    text = "the driver says no more";
+    text = "the driver gives no text";
   }
   throw Error(std::string(call) + "(" + argument + ") failed: " + text + " (" + name + ", " +
               std::to_string(result) + ")");

@@ -13,7 +13,7 @@ namespace adaptive::cuda {
 
 using Result = int;
 using Device = int;
-using Address = unsigned long long;  // of memory of a device
+using Address = unsigned long long;  // address of device memory
 struct ContextHandle;
 struct StreamHandle;
 struct EventHandle;
@@ -40,7 +40,7 @@ constexpr Result kNotReady = 600;
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kEventWithoutTime = 2;
 constexpr unsigned kEventBetweenProcesses = 4;
-constexpr unsigned kEnablePeerAccess = 1;  // of cuIpcOpenMemHandle
+constexpr unsigned kEnablePeerAccess = 1;  // a flag of cuIpcOpenMemHandle
 
 // The driver's functions: name in this file, name in the driver, name in older drivers if it
 // differs, and parameters. The function for UUIDs supports parts of a GPU (MIG).

@@ -11,7 +11,7 @@ namespace {
 constexpr int kLooksAtOnce = 16;
 constexpr std::chrono::milliseconds kLookUp(20);
 
-// A place in a stream that a thread sleeps for. Shared with the driver, which may get there after
+// A position in a stream that a thread waits for. Shared with the driver, which may reach it after
 // the thread has given up.
 struct Place {
   std::mutex mutex;
@@ -29,7 +29,7 @@ void reach(void* data) {
   place.changed.notify_all();
 }
 
-// Has the driver wake who sleeps for what is on the stream now.
+// Makes the driver wake the waiting thread after the work that is on the stream now.
 std::shared_ptr<Place> mark(const Context& context, StreamHandle* stream) {
   auto place = std::make_shared<Place>();
   auto held = std::make_unique<std::shared_ptr<Place>>(place);
@@ -148,7 +148,7 @@ bool await(const Event& event, StreamHandle* stream, const std::function<bool()>
   std::unique_lock<std::mutex> lock(place->mutex);
   while (!place->changed.wait_for(lock, kLookUp, [&] { return place->reached; })) {
     lock.unlock();
-    // The driver calls nobody after an error, which this throws.
+    // After an error the driver does not call back; this call throws the error instead.
     if (is_done(event)) {
       return true;
     }
@@ -158,7 +158,7 @@ bool await(const Event& event, StreamHandle* stream, const std::function<bool()>
     lock.lock();
   }
   lock.unlock();
-  static_cast<void>(is_done(event));  // throws what went wrong on the device
+  static_cast<void>(is_done(event));  // throws errors of the device
   return true;
 }
 

@@ -95,7 +95,7 @@ class Owned {
 using Stream = Owned<StreamHandle*, &Api::stream_destroy>;
 using Event = Owned<EventHandle*, &Api::event_destroy>;
 using Memory = Owned<Address, &Api::mem_free>;
-using PeerMemory = Owned<Address, &Api::ipc_close_mem>;  // of another process
+using PeerMemory = Owned<Address, &Api::ipc_close_mem>;  // memory of another process
 
 // These functions require that the context is current, and throw Error.
 Stream make_stream(const std::shared_ptr<const Context>& context);

@@ -26,7 +26,7 @@ namespace adaptive {
 namespace rdma {
 namespace {
 
-// Both directions with one peer, as the completions see them.
+// Both directions of a channel with one peer. The completions poll this object.
 class Pair : public Source, public std::enable_shared_from_this<Pair> {
  public:
   Pair(const Session& session, std::shared_ptr<ChannelState> channel_state,
@@ -61,7 +61,7 @@ class Pair : public Source, public std::enable_shared_from_this<Pair> {
   std::shared_ptr<Incoming> incoming_;
   std::shared_ptr<Outgoing> outgoing_;
   std::optional<LinkWatch> watch_;
-  bool told_of_leaving_ = false;  // of the thread that polls
+  bool told_of_leaving_ = false;  // used only by the polling thread
 };
 
 EndpointRecord Pair::describe(unsigned num_lanes) const {
@@ -84,7 +84,7 @@ void Pair::connect(const EndpointRecord& peer, const RdmaOptions& options) {
 }
 
 void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
-  // Weak: the reactor must not end up as the last owner of what owns it.
+  // A weak pointer, because the reactor must not become the last owner of an object that owns it.
   session_.reactor->add(
       device_->events->fd, EPOLLIN,
       [weak = weak_from_this()](std::uint32_t) {
@@ -111,11 +111,11 @@ void Pair::start(Link link, std::chrono::milliseconds silent_limit) {
           self->on_left();
         }
       });
-  // The peer may have been faster: what came before we asked makes no event.
+  // Arrivals from before the request cause no event.
   session_.completions->drain_sources();
 }
 
-// Of the reactor's thread.
+// Runs on the reactor's thread.
 void Pair::on_events() {
   ibv_cq* queue = nullptr;
   void* ignored = nullptr;
@@ -132,7 +132,8 @@ void Pair::on_events() {
     }
     Completions& completions = *session_.completions;
     const bool looks = completions.bell().ring();
-    // What the peer marked has to move on even if nobody waits, and may have come before we asked.
+    // Messages that the peer marked must progress even if no thread waits, and may have arrived
+    // before the request.
     if (!looks || stalled || asked == Notify::Level::kSolicited || incoming_->assembling()) {
       completions.drain_sources();
     }
@@ -154,7 +155,7 @@ void Pair::arm() noexcept {
 }
 
 void Pair::on_lost(const std::string& reason) {
-  // What it sent before it ended comes first.
+  // Messages that the peer sent before its end come first.
   channel_state_->drain_sources();
   const bool in_order = incoming_->peer_gone() || (incoming_->ended() && outgoing_->finished());
   if (!in_order) {
@@ -163,8 +164,9 @@ void Pair::on_lost(const std::string& reason) {
   }
 }
 
-// The word that it is gone goes ahead of the goodbye, but nobody waits long for its
-// acknowledgement: on a bad network it may be lost with the queue pair that would have repeated it.
+// The peer's last control word arrives before its goodbye, but the peer waits only briefly for the
+// acknowledgement. On an unreliable network, the word may be lost together with the queue pair that
+// would repeat it.
 void Pair::on_left() {
   channel_state_->drain_sources();
   if (incoming_->peer_gone()) {
@@ -202,7 +204,7 @@ class RdmaSender : public Sender {
   ~RdmaSender() override {
     pair_->stop();
     if (!pair_->channel_state().in_maker()) {
-      // In a child of a fork nothing may be given back to the device: it is the parent's.
+      // A forked child must not release resources of the device, because they belong to the parent.
       static_cast<void>(new (std::nothrow) std::shared_ptr<Pair>(std::move(pair_)));
     }
   }
@@ -224,7 +226,7 @@ class RdmaSender : public Sender {
   Info info() const override;
 
  private:
-  // Throws Error in a child of a fork, which would disturb the device of its parent.
+  // Throws Error in a forked child, which would disturb its parent's device.
   Outgoing& outgoing() const {
     pair_->channel_state().check_process();
     return pair_->outgoing();
@@ -259,12 +261,12 @@ void check_options(const RdmaOptions& options) {
   require(options.slot_bytes >= 64 && options.slot_bytes <= (std::size_t{1} << 30),
           "slot_bytes must be within 64 and 1 GiB");
   require(options.num_qps >= 1 && options.num_qps <= kMostLanes, "num_qps must be within 1 and 16");
-  // 31 is 2.4 hours, 0 for ever.
+  // 31 means 2.4 hours, and 0 means no limit.
   require(options.ack_timeout >= 8 && options.ack_timeout <= 24,
           "ack_timeout must be within 8 (1 ms) and 24 (69 s)");
 }
 
-// "10.0.0.3" of "10.0.0.3:4711".
+// Returns "10.0.0.3" for "10.0.0.3:4711".
 std::string local_address(const Link& link) {
   std::string text = SocketAddress::local_of(link.fd()).text();
   text.resize(std::min(text.size(), text.rfind(':')));
@@ -302,7 +304,7 @@ void check_alike(const EndpointRecord& mine, const EndpointRecord& theirs,
   if (mine.lanes[0].link_layer != theirs.lanes[0].link_layer) {
     throw Error(channel_state.peer_name() +
                 " uses an RDMA port of another kind: one is InfiniBand, the "
-                "other Ethernet; choose alike ones by device and port");
+                "other Ethernet; choose ports of the same kind with device and port");
   }
 }
 
@@ -335,11 +337,11 @@ std::unique_ptr<Sender> open_rdma(const Session& session, Link link, const RdmaO
     pair = rdma::build_pair(session, &link, options, deadline, tick);
   } catch (const std::exception& error) {
     try {
-      // So that the peer does not have to guess.
+      // Tells the peer the reason.
       link.send_record(rdma::encode_refusal(error.what()), {},
                        deadline.at_most(std::chrono::seconds(1)), tick);
     } catch (const std::exception&) {
-      // It is gone itself.
+      // The peer has exited as well.
     }
     throw;
   }

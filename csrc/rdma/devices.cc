@@ -43,11 +43,11 @@ std::string state_name(ibv_port_state state) {
 }
 
 std::uint32_t mtu_bytes(ibv_mtu mtu) noexcept {
-  // IBV_MTU_256 is 1, each next one doubles.
+  // IBV_MTU_256 is 1, and each further value doubles the size.
   return mtu >= IBV_MTU_256 && mtu <= IBV_MTU_4096 ? 128U << static_cast<unsigned>(mtu) : 0;
 }
 
-// From sysfs: the verbs call for it is younger than some installed libraries.
+// Read from sysfs, because some installed libraries are older than the verbs function for it.
 std::string gid_type(const std::string& device, int port, int index) {
   std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) +
                      "/gid_attrs/types/" + std::to_string(index));
@@ -62,7 +62,7 @@ std::vector<RdmaGid> list_gids(ibv_context* context, const std::string& device, 
   for (int index = 0; index < table_length; ++index) {
     ibv_gid gid{};
     if (::ibv_query_gid(context, static_cast<std::uint8_t>(port), index, &gid) != 0) {
-      continue;  // a slot of the table that holds nothing
+      continue;  // an empty entry of the table
     }
     if (gid.global.subnet_prefix == 0 && gid.global.interface_id == 0) {
       continue;
@@ -113,7 +113,7 @@ std::vector<RdmaDevice> list_rdma_devices() {
   const DeviceList list(::ibv_get_device_list(&count));
   if (!list) {
     if (errno == ENOSYS) {
-      return {};  // the kernel has no RDMA at all, so there is no device either
+      return {};  // the kernel does not support RDMA, so there are no devices
     }
     throw_errno("ibv_get_device_list", "");
   }

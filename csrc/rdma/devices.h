@@ -11,7 +11,7 @@ namespace adaptive {
 
 struct RdmaGid {
   int index;
-  std::string address;  // as an IPv6 address
+  std::string address;  // written like an IPv6 address
   std::string type;     // "IB/RoCE v1" or "RoCE v2" as the kernel calls them, "" when unknown
 };
 

@@ -17,15 +17,15 @@ namespace adaptive::rdma {
 namespace {
 
 constexpr unsigned kSignalEvery = 8;       // writes of credits
-constexpr std::size_t kCreditWords = 512;  // where credits cannot be inline
+constexpr std::size_t kCreditWords = 512;  // if credits cannot be sent inline
 
-// Every slot may have been returned in a write of its own that is not acknowledged yet.
+// Each slot may have been returned in a separate write that is not acknowledged yet.
 std::uint32_t credit_writes(unsigned slots) {
   return slots + 2 * kSignalEvery;
 }
 
-// With immediate, that the peer may have under way: one for each slot, a hurry after each of those,
-// and the word that it is gone.
+// Maximum number of writes with immediate that the peer may have in flight: one per slot, a hurry
+// after each of these, and the final control word.
 unsigned most_writes(unsigned slots) {
   return 2 * slots + 2;
 }
@@ -119,7 +119,7 @@ bool Incoming::take(Completions& into) {
 void Incoming::note(const ibv_wc& completion) {
   const bool is_receive = (completion.wr_id & kReceiveId) != 0;
   if (completion.status != IBV_WC_SUCCESS) {
-    // A peer that has said its last word may be gone before it hears of its slots.
+    // A peer that has sent its last message may exit before it learns of its returned slots.
     if (!ended()) {
       channel_state_->fail(status_text(completion.status).kind,
                            describe_status(is_receive ? "receiving" : "returning slots",
@@ -133,7 +133,7 @@ void Incoming::note(const ibv_wc& completion) {
     return;
   }
   if (completion.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
-    throw Error("it sent something else than writes with immediate");
+    throw Error("it sent operations other than writes with immediate");
   }
   const std::size_t lane = completion.wr_id & ~kReceiveId;
   if (!receives_.at(lane).used()) {
@@ -172,7 +172,7 @@ void Incoming::obey(Control word) {
       return;
     case Control::kHurry: {
       const std::lock_guard<std::mutex> lock(mutex_);
-      haste_ = Haste::kAtOnce;  // and settle() follows
+      haste_ = Haste::kAtOnce;  // settle() is called afterwards
       return;
     }
   }
@@ -194,7 +194,8 @@ void Incoming::hold(unsigned slot, bool urgent) {
 void Incoming::deliver_slot(unsigned slot, Completions& into) {
   std::byte* const data = slot_data(slot);
   Message message;
-  std::memcpy(&message, data, sizeof(message));  // first: the peer could change it any time
+  // copied first, because the peer could change it at any time
+  std::memcpy(&message, data, sizeof(message));
   Lease lease(
       data + kHeaderBytes, message.piece_bytes, shared_from_this(),
       [](void* owner, std::uint64_t token) noexcept {
@@ -244,8 +245,8 @@ void Incoming::give_back(unsigned slot) noexcept {
   }
 }
 
-// What an earlier call could not say: before the peer was known to be short of slots, or because
-// the queue pair had no room.
+// Sends credits that an earlier call could not send, because this end did not know yet that the
+// peer lacked slots, or because the queue pair was full.
 void Incoming::settle() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (credits_due()) {
@@ -263,7 +264,7 @@ bool Incoming::credits_due() const noexcept {
 
 void Incoming::write_credits() noexcept {
   if (stopped_ || ended() || channel_state_->broken()) {
-    return;  // nobody needs them
+    return;  // credits are no longer needed
   }
   if (num_writes_ - num_writes_done_ >= credit_writes(slots_)) {
     stall();
@@ -290,7 +291,7 @@ void Incoming::write_credits() noexcept {
   request.wr.rdma.remote_addr = credit_address_;
   request.wr.rdma.rkey = credit_key_;
   ibv_send_wr* refused = nullptr;
-  // Refused, it was an error of the device, of which a completion or the next write tells more.
+  // A refused write means an error of the device. A completion or the next write gives the details.
   if (::ibv_post_send(pairs_.front().get(), &request, &refused) == 0) {
     num_unsaid_ = 0;
   } else {
@@ -298,13 +299,13 @@ void Incoming::write_credits() noexcept {
   }
 }
 
-// Waits for the acknowledgement of earlier writes, which are not marked: settle() follows it.
+// Waits until earlier writes are acknowledged. They are not marked, so settle() follows.
 void Incoming::stall() noexcept {
   if (stalled_.exchange(true)) {
     return;
   }
   notify_.ask(Notify::Level::kAll);
-  // What came before we asked makes no event.
+  // Arrivals from before the request cause no event.
   channel_state_->post([weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
       self->channel_state_->drain_sources();

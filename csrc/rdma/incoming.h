@@ -85,12 +85,12 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   Arena arena_;
   CompletionQueue queue_;
   Notify notify_;
-  std::vector<Receives> receives_;  // by lane
+  std::vector<Receives> receives_;  // one entry per lane
   std::vector<QueuePair> pairs_;
   std::vector<std::uint32_t> first_psns_;
   std::uint32_t inline_bytes_ = 0;
 
-  // Of the thread that polls.
+  // Used only by the polling thread.
   std::array<Place, kWindow> window_{};
   std::uint32_t next_number_ = 0;
   std::uint64_t next_sequence_ = 0;
@@ -100,16 +100,16 @@ class Incoming : public std::enable_shared_from_this<Incoming> {
   std::atomic<bool> gone_{false};
   std::atomic<bool> stalled_{false};
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the following members
   bool stopped_ = false;
   Haste haste_ = Haste::kNone;
-  std::uint64_t held_ = 0;             // slots not given back
-  std::atomic<unsigned> num_held_{0};  // how many, as arrivals tell it
+  std::uint64_t held_ = 0;             // slots that were not returned
+  std::atomic<unsigned> num_held_{0};  // number of these slots; arrivals refer to it
   std::uint64_t returned_ = 0;         // one bit per slot, flipped by each return
-  unsigned num_unsaid_ = 0;            // returns that the peer was not told of
+  unsigned num_unsaid_ = 0;            // number of returns that the peer does not know of
   std::uint64_t num_writes_ = 0;
   std::uint64_t num_writes_done_ = 0;
-  std::uint64_t credit_address_ = 0;  // at the peer
+  std::uint64_t credit_address_ = 0;  // address at the peer
   std::uint32_t credit_key_ = 0;
 };
 

@@ -1,10 +1,10 @@
-// The verbs library, opened at the first call instead of at the import of the extension: one built
-// file then runs on nodes with and without libibverbs.
+// The verbs library, which is opened at the first call instead of at the extension's import. So the
+// same built file runs on nodes with and without libibverbs.
 //
 // Each function that the rest of `rdma/` links against is defined here, hidden from other modules,
-// and hands its call on to the library's own. What `infiniband/verbs.h` defines in line (posting,
-// polling) goes through the device's table of functions and needs nothing of this. A node without
-// the library gets an Error that names the package.
+// and calls the library's function. The inline functions of `infiniband/verbs.h` (posting, polling)
+// use the device's function table and do not need this file. Without the library, the functions
+// throw an Error with the package's name.
 #ifdef MEGATRON_ADAPTIVE_RDMA
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 
 #include "common/error.h"
 
-// The header wraps these in macros; here the functions themselves are meant.
+// The header defines these names as macros too; this file needs the functions.
 #undef ibv_get_device_list
 #undef ibv_query_port
 #undef ibv_reg_mr
@@ -25,7 +25,8 @@ namespace {
 constexpr const char* kLibrary = "libibverbs.so.1";
 
 void* open_library() {
-  void* const opened = ::dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);  // providers look it up
+  // the providers look up symbols in it
+  void* const opened = ::dlopen(kLibrary, RTLD_NOW | RTLD_GLOBAL);
   if (opened == nullptr) {
     const char* const words = ::dlerror();
     throw Error("RDMA needs the verbs library, which cannot be opened (" +
@@ -35,10 +36,11 @@ void* open_library() {
   return opened;
 }
 
-// Returns the library's function of that name, of the newest version it has.
+// Returns the library's newest version of the function with that name.
 template <typename Function>
 Function* find(const char* name) {
-  static void* const library = open_library();  // stays open; a failure is tried again
+  // stays open; after a failure, the next call tries again
+  static void* const library = open_library();
   void* const found = ::dlsym(library, name);
   if (found == nullptr) {
     throw Error(std::string(kLibrary) + " has no " + name + ": it is too old for this build");
@@ -49,7 +51,7 @@ Function* find(const char* name) {
 }  // namespace
 }  // namespace adaptive::rdma
 
-// clang-format off: it takes the stars in these parameters for products
+// clang-format off: it mistakes the stars in these parameters for products
 #define ADAPTIVE_VERB(result, name, parameters, arguments)                           \
   result name parameters {                                                           \
     static auto* const function = adaptive::rdma::find<result parameters>(#name);    \

@@ -26,7 +26,7 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr auto kLeaveWait = milliseconds(300);
 constexpr auto kLookAgain = milliseconds(20);
 
-// A long message is several writes, so that each lost packet costs one write's repetition.
+// A long message is split into several writes, so that a lost packet only repeats one write.
 constexpr std::size_t kWishedWriteBytes = std::size_t{32} << 10;
 
 std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writes) {
@@ -34,8 +34,8 @@ std::size_t choose_write_bytes(const RdmaOptions& options, std::size_t most_writ
   return round_up(std::max(kWishedWriteBytes, least), kPageBytes);
 }
 
-// Writes of credits that may have come unseen: each returns one slot at least, and slots are used
-// again only after a look at the queue.
+// Number of credit writes that may have arrived and were not processed yet. Each returns at least
+// one slot, and slots are only used again after the queue was read.
 unsigned credit_receives(unsigned slots) {
   return 2 * slots;
 }
@@ -161,7 +161,7 @@ void Outgoing::enqueue(Waiting waiting, const Keeper* keeper) {
   }
   waiting_.push_back(std::move(waiting));
   num_waiting_.store(waiting_.size());
-  // From now on credits and given up reservations wake the reactor; those that came before do not.
+  // From now on, credits and dropped reservations wake the reactor; earlier ones do not.
   notify_.ask(Notify::Level::kAll);
   take_completions();
   channel_state_->check();
@@ -204,7 +204,7 @@ std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
   return reserved;
 }
 
-// Any thread, and maybe with locks of its own: only notes it.
+// May be called by any thread, which may hold locks of its own, so it only records the slot.
 void Outgoing::give_up(unsigned slot) noexcept {
   leases_gone_.fetch_or(std::uint64_t{1} << slot);
   if (num_waiting_.load() == 0 || !channel_state_->in_maker()) {
@@ -229,7 +229,7 @@ void Outgoing::close() noexcept {
     Waiting end;
     end.message.kind = MessageKind::kEnd;
     end.message.dtype = ElementType::kUInt8;
-    end.message.dimensions = 1;  // of size 0
+    end.message.dimensions = 1;  // an empty payload
     enqueue(std::move(end), nullptr);
     const std::lock_guard<std::mutex> lock(mutex_);
     closed_ = true;
@@ -238,11 +238,11 @@ void Outgoing::close() noexcept {
   }
 }
 
-// ---- What waits
+// ---- Waiting messages
 
 void Outgoing::move_on(Finished* finished) {
   while (!waiting_.empty()) {
-    finished->emplace_back();  // before the message is out: this may throw
+    finished->emplace_back();  // may throw, so it comes before the message is sent
     if (!post_rest(&waiting_.front())) {
       finished->pop_back();
       break;
@@ -322,7 +322,7 @@ bool Outgoing::flush(const Deadline& deadline) {
         moved_.wait_for(lock, wait);
       }
     }
-    // The peer may wait for its own messages to be taken, or have left.
+    // The peer may wait until its own messages are taken, or may have closed the channel.
     channel_state_->drain_sources();
   }
 }
@@ -339,7 +339,7 @@ Info Outgoing::info() const {
   return info;
 }
 
-// ---- The end
+// ---- Closing
 
 void Outgoing::peer_left() noexcept {
   {
@@ -388,7 +388,7 @@ void Outgoing::stop() noexcept {
   }
 }
 
-// ==== What talks to the device, with the lock held
+// ==== Functions that use the device. The caller holds the lock.
 
 // ---- Slots
 
@@ -419,7 +419,7 @@ void Outgoing::take_credits() noexcept {
 
 // ---- Completions
 
-// Does not throw: what it finds broken is for channel_state_->check() to tell.
+// Does not throw: channel_state_->check() reports the failures.
 void Outgoing::take_completions() noexcept {
   std::array<ibv_wc, 16> found;
   int count = 0;
@@ -461,7 +461,7 @@ bool Outgoing::all_done() const noexcept {
                      [](const OutLane& lane) { return lane.num_done == lane.num_posted; });
 }
 
-// Makes everything sent so far end in a completion.
+// Makes all earlier writes end in a completion.
 void Outgoing::fence() {
   for (OutLane& lane : lanes_) {
     if (lane.last_signalled != lane.num_posted) {
@@ -472,7 +472,7 @@ void Outgoing::fence() {
 
 // ---- Posting
 
-// Sends what is possible; whether that was the rest.
+// Sends as much as possible. Returns whether the message is complete.
 bool Outgoing::post_rest(Waiting* waiting) {
   Message& message = waiting->message;
   const bool staged = waiting->slot >= 0;
@@ -572,8 +572,9 @@ void Outgoing::post_control(Control word) {
   post_empty(&lane, IBV_WR_RDMA_WRITE_WITH_IMM, pack(value));
 }
 
-// The peer may hold returns back, and nothing may come to it any more that makes it write them:
-// reserved slots can make this end short of them without an urgent message, and with few under way.
+// The peer may delay credits, and may receive no further message that makes it send them: with
+// reserved slots, this end can run out of slots without an urgent message and with few messages in
+// flight.
 void Outgoing::hurry() {
   const OutLane& lane = next_lane();
   const bool has_room = lane.num_posted - lane.num_done < message_sends_ + kSpareSends / 2;

@@ -60,8 +60,9 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
 
  private:
   static constexpr std::size_t kMostWrites = 64;    // per slot
-  static constexpr std::uint64_t kSpareSends = 16;  // for what is no message
-  static constexpr unsigned kLaneShift = 48;        // of ids of sends, above the count
+  static constexpr std::uint64_t kSpareSends = 16;  // room for sends that are not messages
+  // position of the lane in a send's id, above the count
+  static constexpr unsigned kLaneShift = 48;
   static constexpr std::uint64_t kCountMask = (std::uint64_t{1} << kLaneShift) - 1;
 
   struct OutLane {
@@ -75,11 +76,12 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   };
   struct Waiting {
     Message message;
-    const std::byte* data = nullptr;  // not if `slot` holds it already
+    const std::byte* data = nullptr;  // null if `slot` already holds the payload
     int slot = -1;
     std::shared_ptr<void> owner;
   };
-  using Finished = std::vector<Waiting>;  // to be destroyed without the lock: owners are foreign
+  // must be destroyed without the lock, because owners may run the caller's code
+  using Finished = std::vector<Waiting>;
 
   void enqueue(Waiting waiting, const Keeper* keeper);
   bool post_rest(Waiting* waiting);
@@ -112,27 +114,27 @@ class Outgoing : public std::enable_shared_from_this<Outgoing> {
   const bool crc_;
   const std::size_t write_bytes_;
   const std::uint64_t writes_per_slot_;
-  const std::uint64_t message_sends_;  // room of a queue pair for writes of messages
+  const std::uint64_t message_sends_;  // number of messages' writes that fit into a queue pair
   Arena staging_;
   Arena credit_page_;
   CompletionQueue queue_;
   Notify notify_;
   std::vector<OutLane> lanes_;
   std::uint32_t inline_bytes_ = 0;
-  std::uint64_t arena_address_ = 0;  // at the peer
+  std::uint64_t arena_address_ = 0;  // address at the peer
   std::atomic<std::uint64_t> num_waiting_{0};
-  std::atomic<std::uint64_t> leases_gone_{0};  // slots whose reserved part nobody holds any more
-  std::atomic<bool> unfinished_{false};        // writes are under way
+  std::atomic<std::uint64_t> leases_gone_{0};  // slots whose reserved memory is no longer held
+  std::atomic<bool> unfinished_{false};        // writes are in flight
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the following members
   std::condition_variable moved_;
   std::deque<Waiting> waiting_;
   bool closed_ = false;
   bool peer_left_ = false;
   bool stopped_ = false;
-  std::uint64_t leased_ = 0;     // slots: reserved by the caller, who still has the memory
-  std::uint64_t committed_ = 0;  // reserved and given to commit()
-  std::uint64_t in_flight_ = 0;  // written to the peer and not returned
+  std::uint64_t leased_ = 0;     // reserved slots whose memory the caller still holds
+  std::uint64_t committed_ = 0;  // reserved slots that were passed to commit()
+  std::uint64_t in_flight_ = 0;  // slots that were written to the peer and not returned
   std::uint64_t seen_credits_ = 0;
   std::uint32_t next_number_ = 0;
   std::uint64_t next_sequence_ = 0;

@@ -23,15 +23,15 @@
 namespace adaptive::rdma {
 namespace {
 
-// 7 is "for ever" on some devices.
+// Some devices treat 7 as no limit.
 constexpr std::uint8_t kRetries = 6;
-// A receiver that keeps the protocol always has receives posted, so this only delays an error.
+// A correct receiver always has receives posted, so this only delays an error.
 constexpr std::uint8_t kRnrTimer = 12;  // 0.64 ms
 
-// Without this, a fork on older kernels takes registered pages away from this process.
+// Otherwise a fork on older kernels takes registered pages away from this process.
 void prepare_for_forks() {
   static const int once = ::ibv_fork_init();
-  static_cast<void>(once);  // fails only where memory is registered already; then it is too late
+  static_cast<void>(once);  // only fails if memory was registered before; then it is too late
 }
 
 Context open_context(const std::string& name) {
@@ -52,7 +52,7 @@ Context open_context(const std::string& name) {
   throw Error("the RDMA device " + name + " has disappeared");
 }
 
-// Processes with this capability are not bound by the limit.
+// The limit does not apply to processes with this capability.
 bool may_lock_any_amount() {
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3] = {};
@@ -60,7 +60,8 @@ bool may_lock_any_amount() {
          (data[CAP_TO_INDEX(CAP_IPC_LOCK)].effective & CAP_TO_MASK(CAP_IPC_LOCK)) != 0;
 }
 
-// Throws Error unless this process may lock so many bytes more in memory, and the node has them.
+// Throws Error if this process may not lock that many additional bytes, or if the node lacks the
+// memory.
 void check_lockable(std::size_t size_bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0) {
@@ -77,8 +78,8 @@ void check_lockable(std::size_t size_bytes) {
                 "`* - memlock unlimited` in /etc/security/limits.conf, LimitMEMLOCK=infinity for a "
                 "service, `--ulimit memlock=-1` for a container; or use fewer or smaller slots");
   }
-  // The kernel pins the pages one by one: past the end of memory it would end some process instead
-  // of refusing.
+  // The kernel pins the pages one by one. If memory ran out, it would kill some process instead of
+  // returning an error.
   check_memory(size_bytes, "one direction of an RDMA channel");
 }
 
@@ -189,7 +190,7 @@ QueuePair create_queue_pair(const Device& device, ibv_cq* completions, const Que
                             std::uint32_t* inline_bytes) {
   ibv_qp_init_attr attributes{};
   QueuePair result;
-  // The device tells how much it takes only by taking it.
+  // The device's limit can only be found by trying.
   for (std::uint32_t wish = *inline_bytes;; wish /= 2) {
     attributes = {};
     attributes.send_cq = attributes.recv_cq = completions;
@@ -223,7 +224,7 @@ void connect(ibv_qp* queue_pair, const Device& device, const RemoteQueuePair& re
   attributes.min_rnr_timer = kRnrTimer;
   attributes.ah_attr.port_num = static_cast<std::uint8_t>(device.choice.port);
   attributes.ah_attr.dlid = remote.lane.lid;
-  // Ethernet has no local identifiers, and an InfiniBand port without one is reached by GID, too.
+  // Ethernet has no local identifiers. An InfiniBand port without one can also be reached by GID.
   if (device.choice.ethernet || remote.lane.lid == 0) {
     attributes.ah_attr.is_global = 1;
     std::memcpy(attributes.ah_attr.grh.dgid.raw, remote.lane.gid.data(), remote.lane.gid.size());

@@ -79,14 +79,15 @@ struct QueueSizes {
   std::uint32_t receives = 0;
 };
 
-// A queue pair that can have receives posted. `inline_bytes`: what is wished, then what there is.
+// Creates a queue pair that can have receives posted. `inline_bytes` is the desired size on entry
+// and the actual size on return.
 QueuePair create_queue_pair(const Device& device, ibv_cq* completions, const QueueSizes& sizes,
                             std::uint32_t* inline_bytes);
 
 struct RemoteQueuePair {
   std::uint32_t number = 0;
-  std::uint32_t first_psn = 0;  // of what it sends
-  Lane lane;                    // for its port's address
+  std::uint32_t first_psn = 0;  // number of the first packet that it sends
+  Lane lane;                    // contains the address of its port
 };
 
 // Connects the queue pair, which can then send, beginning with `own_psn`, and receive. For
@@ -130,25 +131,25 @@ class Receives {
   ibv_qp* queue_pair_ = nullptr;
 };
 
-// When a completion queue wakes the reactor. An event is for the next entry of its kind only and
-// must be asked for again; who asks must look into the queue afterwards, since what came before
-// makes no event.
+// Determines when a completion queue wakes the reactor. An event only reports the next entry of its
+// kind, and must be requested again afterwards. After a request, the caller must read the queue,
+// because earlier entries cause no event.
 class Notify {
  public:
   enum class Level { kNone, kSolicited, kAll };
 
   explicit Notify(ibv_cq* queue) noexcept : queue_(queue) {}
 
-  // Asks for an event unless one of at least this level is due already. Returns whether that went
-  // well: if not, the device has failed.
+  // Requests an event unless one of at least this level is already due. Returns false if the device
+  // has failed.
   bool ask(Level level) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     return ask_locked(level);
   }
 
-  // To be called with each event taken: what it was asked for, then asks for `next`. Where somebody
-  // asked for more in between that may be lost, so the caller rings the bell afterwards: whoever
-  // sleeps looks again and asks again.
+  // Must be called for each event. Returns the level that was requested, and requests `next`. This
+  // may overwrite a higher level that was requested meanwhile, so the caller must ring the bell
+  // afterwards. Sleeping threads then check the queue again and repeat their request.
   Level taken(Level next) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Level before = level_;
@@ -173,7 +174,7 @@ class Notify {
 
 std::uint32_t random_psn();
 
-// `mtu_bytes` as the verbs number it, 256 is 1; and back.
+// Converts `mtu_bytes` to the number in the verbs headers, where 256 is 1, and back.
 std::uint8_t mtu_code(unsigned mtu_bytes) noexcept;
 
 }  // namespace adaptive::rdma

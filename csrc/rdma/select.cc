@@ -26,8 +26,8 @@ bool is_of(const RdmaGid& gid, const std::string& address) {
   return !address.empty() && (gid.address == address || gid.address == kMapped + address);
 }
 
-// Higher is better. Both ends must use the same RoCE version, and version 2 is what switches
-// route; of its addresses the one made from an IPv4 address is there on every node.
+// Higher is better. Both ends must use the same RoCE version, and only version 2 passes routers. Of
+// its addresses, every node has the one that is made from an IPv4 address.
 int rank_of(const RdmaGid& gid, const std::string& local_address) {
   const bool v2 = gid.type == "RoCE v2" || gid.type.empty();
   const int scope = is_mapped(gid.address) ? 2 : is_link_local(gid.address) ? 0 : 1;
@@ -153,7 +153,8 @@ PortChoice choose_port(const std::vector<RdmaDevice>& devices, const Wanted& wan
       }
       const Candidate found{&device, &port, gid, is_of(*gid, wanted.local_address),
                             wanted.near_pci.empty() ? 0 : nearness(device.name, wanted.near_pci)};
-      // The first of equals stays: all ranks of a kind of node choose alike.
+      // If several are equal, the first wins, so that all ranks on nodes of the same kind choose
+      // the same.
       if (!best ||
           std::tie(found.nearness, found.of_link) > std::tie(best->nearness, best->of_link)) {
         best = found;

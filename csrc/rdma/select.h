@@ -24,7 +24,7 @@ struct PortChoice {
   int port = 0;
   bool ethernet = false;
   int gid_index = 0;
-  std::string gid;  // as an IPv6 address
+  std::string gid;  // written like an IPv6 address
   unsigned mtu_bytes = 0;
   std::string reason;  // why this one, for logs
 };

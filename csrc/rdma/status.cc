@@ -10,7 +10,7 @@ namespace {
 constexpr Failure::Kind kLost = Failure::Kind::kPeerLost;
 constexpr Failure::Kind kBroken = Failure::Kind::kTransport;
 
-// By ibv_wc_status, which the kernel's interface fixes.
+// Indexed by ibv_wc_status, whose values are fixed by the kernel's interface.
 constexpr std::array<StatusText, 22> kTexts{{
     {"SUCCESS", "nothing is wrong", kBroken},
     {"LOC_LEN_ERR", "a message was longer than what was posted for it: a fault of this program",

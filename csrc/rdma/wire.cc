@@ -44,7 +44,7 @@ std::uint32_t magic_of(const std::vector<std::uint8_t>& bytes) {
   return magic;
 }
 
-// A record of a magic number and what follows.
+// Encodes a record with a magic number and a text.
 std::vector<std::uint8_t> tagged(std::uint32_t magic, const std::string& text) {
   std::vector<std::uint8_t> bytes(sizeof(magic) + text.size());
   std::memcpy(bytes.data(), &magic, sizeof(magic));
@@ -56,7 +56,7 @@ std::string from(int peer) {
   return " from rank " + std::to_string(peer);
 }
 
-// The peer's own words, without what could disturb a terminal.
+// Throws the peer's own text, without characters that could affect a terminal.
 [[noreturn]] void throw_refusal(const std::vector<std::uint8_t>& bytes, int peer) {
   std::string reason(bytes.begin() + sizeof(std::uint32_t), bytes.end());
   for (char& letter : reason) {
@@ -104,8 +104,8 @@ EndpointRecord decode_endpoint(const std::vector<std::uint8_t>& bytes, int peer)
     std::memcpy(&fixed, bytes.data(), sizeof(fixed));
   }
   if (fixed.magic != kEndpointMagic || fixed.version != kVersion) {
-    throw Error("what came" + from(peer) +
-                " is no RDMA endpoint of this version; do both ranks run the same version?");
+    throw Error("the record" + from(peer) +
+                " is not an RDMA endpoint of this version; do both ranks run the same version?");
   }
   const std::size_t lane_bytes = sizeof(Lane) * fixed.lanes;
   const bool sane = fixed.lanes >= 1 && fixed.lanes <= kMostLanes &&
@@ -145,7 +145,7 @@ void decode_ready(const std::vector<std::uint8_t>& bytes, int peer) {
     throw_refusal(bytes, peer);
   }
   if (magic_of(bytes) != kReadyMagic || bytes.size() != sizeof(std::uint32_t)) {
-    throw Error("what came" + from(peer) + " is not the word that its queue pairs are ready");
+    throw Error("the record" + from(peer) + " does not confirm that its queue pairs are ready");
   }
 }
 

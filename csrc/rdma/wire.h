@@ -16,12 +16,12 @@ namespace adaptive::rdma {
 constexpr unsigned kMostLanes = 16;
 constexpr std::size_t kHeaderBytes = sizeof(Message);
 
-// As on the wire, little endian. One pair of queue pairs: messages this end sends, and messages it
-// receives. All lanes of a channel share its slots; keys are per lane because lanes may be on
-// different devices.
+// Encoded little endian. One pair of queue pairs, for this end's outgoing and incoming messages.
+// All lanes of a channel share its slots. Keys are per lane, because lanes may be on different
+// devices.
 struct Lane {
-  std::uint32_t qp_out = 0;   // queue pair that sends messages and is told of credits
-  std::uint32_t qp_in = 0;    // queue pair that receives messages and tells of credits
+  std::uint32_t qp_out = 0;   // queue pair that sends messages and receives credits
+  std::uint32_t qp_in = 0;    // queue pair that receives messages and sends credits
   std::uint32_t psn_out = 0;  // first packet sequence numbers of the two, 24 bits
   std::uint32_t psn_in = 0;
   std::uint32_t arena_key = 0;  // remote keys of this end's slots and of its credit word
@@ -38,7 +38,7 @@ struct Lane {
 struct EndpointRecord {
   std::uint64_t job = 0;
   std::uint64_t slot_bytes = 0;      // largest payload of one slot
-  std::uint64_t stride_bytes = 0;    // from slot to slot
+  std::uint64_t stride_bytes = 0;    // distance between slots
   std::uint64_t arena_address = 0;   // slot 0
   std::uint64_t credit_address = 0;  // the 8 bytes that are written when slots are free again
   std::uint32_t slots = 0;
@@ -65,7 +65,7 @@ constexpr std::size_t kLargestRecordBytes = 64 + 64 * kMostLanes;
 //   31                      8   7         6        5       0
 //  | number of the write     | control | urgent | slot       |
 //
-// `number` counts the writes with immediate of a channel, so that what comes over several queue
+// `number` counts the writes with immediate of a channel, so that messages from several queue
 // pairs can be put in order. Urgent: the sender has few slots left, see Haste::kUrgent.
 struct Immediate {
   std::uint32_t number = 0;  // modulo 2^24
@@ -84,9 +84,10 @@ enum class Control : std::uint8_t {
 // slow down a stream of messages. So several returns are combined while the sender has enough
 // messages in flight.
 enum class Haste : std::uint8_t {
-  kNone,    // when half of the slots are there to be returned
-  kUrgent,  // a quarter; or any, if half of the slots at most may be under way
-  kAtOnce,  // any: reserved slots are not under way, and the receiver does not know of them
+  kNone,  // when half of the slots can be returned
+  // when a quarter can be returned, or immediately if at most half of the slots may be in flight
+  kUrgent,
+  kAtOnce,  // immediately: reserved slots are not in flight, and the receiver does not know of them
 };
 
 constexpr std::uint32_t kNumberMask = 0xff'ffff;

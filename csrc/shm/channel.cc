@@ -23,14 +23,15 @@ namespace adaptive {
 namespace shm {
 namespace {
 
-// Processors that share a cache are nearer than this.
+// Processors that share a cache have smaller distances than this.
 constexpr double kFarNs = 115.0;
-// From here on bypassing the caches is quicker than waiting for lines that the receiver holds.
+// From this size on, bypassing the caches is faster than waiting for lines in the receiver's
+// caches.
 constexpr std::size_t kStreamNearBytes = 4096;
 constexpr std::size_t kStreamFarBytes = 2048;
 
-// Travels with five descriptors: control, data, credit (of the sender's reactor), bell and wake (of
-// the receiver that it is itself).
+// Sent together with five descriptors: control, data, credit (for the sender's reactor), and bell
+// and wake (for this process as a receiver).
 constexpr std::size_t kNumDescriptors = 5;
 
 struct Peer {
@@ -62,7 +63,7 @@ void send_offer(Link& link, const Session& session, const ShmOptions& options,
               "; do both ranks run the same version?");
 }
 
-// So many bytes, or rounded up to huge pages.
+// Returns whether `bytes` is `needed`, possibly rounded up to huge pages.
 bool is_about(std::uint64_t bytes, std::uint64_t needed) {
   return bytes >= needed && bytes - needed < kHugePageBytes;
 }
@@ -123,7 +124,7 @@ class ShmSender final : public Sender {
     Peer peer = receive_offer(link, session, channel_state_->peer_name(), deadline, tick);
     MappedRegion control = attach_segment(peer.fds[0], peer.offer.control_bytes, purpose);
     MappedRegion data = attach_segment(peer.fds[1], peer.offer.data_bytes, purpose);
-    // Both are through with what takes long, and meet.
+    // Both ends have finished their slow steps and now synchronize.
     cuda::Agreement agreement = cuda::agree(link, wish(), deadline, tick);
     device_refusal_ = std::move(agreement.reason);
     const bool leader = session.rank < link.peer();
@@ -150,7 +151,8 @@ class ShmSender final : public Sender {
 
   ~ShmSender() override {
     if (!channel_state_->in_maker()) {
-      // Threads, descriptors of the reactor and the peer belong to the process that made this.
+      // Threads, descriptors of the reactor and the peer belong to the process that created this
+      // object.
       static_cast<void>(watch_.release());
       static_cast<void>(device_sender_.release());
       return;
@@ -198,7 +200,7 @@ class ShmSender final : public Sender {
       return;
     }
     if (device_sender_ != nullptr) {
-      device_sender_->close();  // and the channel, after what is on its way
+      device_sender_->close();  // also closes the channel, after the pending messages
     } else {
       outgoing_->close();
     }
@@ -239,7 +241,7 @@ class ShmSender final : public Sender {
     wish.library = options_.cuda_driver;
     wish.refusal = options_.cuda_refusal;
     if (options_.crc && wish.refusal.empty()) {
-      wish.refusal = "checksums are asked for, which are made on the host";
+      wish.refusal = "checksums are enabled, which are computed on the host";
     }
     wish.slots = options_.slots;
     wish.slot_bytes = options_.slot_bytes;
@@ -270,8 +272,8 @@ class ShmSender final : public Sender {
   }
 
   void stop() noexcept {
-    device_sender_.reset();                              // its thread uses all the rest
-    session_.reactor->remove(memory_->credit_fd.get());  // its handler may use the watch
+    device_sender_.reset();                              // the thread uses all other members
+    session_.reactor->remove(memory_->credit_fd.get());  // the handler may use the watch
     session_.reactor->remove(wake_fd_.get());
     watch_.reset();
     session_.completions->remove(incoming_.get());

@@ -27,7 +27,8 @@ struct ShmOptions : ChannelOptions {
   // If the peer's GPU is the same or reachable, payloads are copied between the GPUs; otherwise the
   // caller must copy them to the host. info() shows which case applies.
   int cuda_device = -1;
-  std::string cuda_refusal;                     // why not, should this end not want it
+  // reason why this end does not want a GPU path, or empty
+  std::string cuda_refusal;
   std::string cuda_driver = cuda::kDriverName;  // another library in tests
 };
 

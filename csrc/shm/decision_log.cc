@@ -17,7 +17,7 @@ namespace detail {
 
 constexpr std::size_t kLineBytes = 64;
 
-// One cache line each, so that the sides disturb each other only where they have to.
+// One cache line each, so that the two sides only share the lines that they need.
 struct alignas(kLineBytes) HeaderLine {
   std::uint64_t magic;
   std::uint32_t version;
@@ -39,12 +39,13 @@ struct alignas(kLineBytes) StateLine {
 struct alignas(kLineBytes) WaitLine {
   std::atomic<std::uint32_t> sleeping_readers;
   std::atomic<std::uint32_t> writer_sleeps;
-  std::atomic<std::uint32_t> release_futex;  // changes when a reader acknowledged to a sleeper
+  // changes if a reader acknowledges while the writer sleeps
+  std::atomic<std::uint32_t> release_futex;
 };
 
 struct alignas(kLineBytes) ReaderLine {
   std::atomic<std::uint64_t> acknowledged;
-  std::atomic<std::uint32_t> taken_by;  // process id, 0: nobody
+  std::atomic<std::uint32_t> taken_by;  // process id, 0 if free
 };
 
 struct Lines {
@@ -52,7 +53,7 @@ struct Lines {
   WriterLine writer;
   StateLine state;
   WaitLine waits;
-  // num_readers times ReaderLine follow, then the entries.
+  // num_readers ReaderLines follow, then the entries.
 };
 
 }  // namespace detail
@@ -69,7 +70,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
 constexpr std::uint64_t kMagic = 0x4d41'4445'4349'4445ULL;
 constexpr std::uint32_t kVersion = 1;
 
-// Values of StateLine::state; the low half of kAborted carries the reason.
+// Values of StateLine::state. The low half of kAborted contains the reason.
 constexpr std::uint64_t kOpen = 0;
 constexpr std::uint64_t kClosed = 1ULL << 32;
 constexpr std::uint64_t kAborted = 2ULL << 32;
@@ -127,8 +128,8 @@ DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
     throw_foreign("its size is " + std::to_string(size_bytes) + " bytes");
   }
   MappedRegion region = MappedRegion::shared(fd, size_bytes);
-  // One copy, checked and used: a peer may write the original at any moment. The fence keeps the
-  // compiler from reading the original again.
+  // Copied once, so that the checked values are the used values: a peer may write the original at
+  // any time. The fence prevents the compiler from reading the original again.
   detail::HeaderLine header;
   std::memcpy(&header, region.data(), sizeof(header));
   std::atomic_signal_fence(std::memory_order_seq_cst);
@@ -150,7 +151,7 @@ DecisionLog DecisionLog::attach(int fd, unsigned local_processes) {
 
 void DecisionLog::set_state(std::uint64_t state) noexcept {
   std::uint64_t current = lines_->state.state.load();
-  // The state only rises: closed gives way to aborted, and the first abort stays.
+  // The state only increases: closed changes to aborted, and the first abort is kept.
   while (!is_aborted(current) && current < state &&
          !lines_->state.state.compare_exchange_weak(current, state)) {
   }
@@ -184,7 +185,7 @@ DecisionWriter DecisionWriter::create(std::uint32_t num_readers, std::uint32_t c
   const std::size_t size_bytes = size_for(num_readers, capacity);
   ScopedFd fd = make_sealed_file("megatron-adaptive-decisions", size_bytes);
   MappedRegion region = MappedRegion::shared(fd.get(), size_bytes);
-  // Fresh memory is zero, which is every atomic's initial value; the header says how much it is.
+  // New memory is zero, which is the initial value of every atomic; the header contains its size.
   auto* header = new (region.data()) detail::HeaderLine{};
   header->magic = kMagic;
   header->version = kVersion;
@@ -221,8 +222,8 @@ std::uint64_t DecisionWriter::acknowledged_by(std::uint32_t reader) const {
 }
 
 DecisionWriter::Laggard DecisionWriter::slowest() const {
-  // One look at each reader: a second look at the one found slowest could find it ahead of
-  // another, and the writer would overrun that one.
+  // Reads each position once. If the slowest position was read again, it could have overtaken
+  // another reader's, which the writer would then overrun.
   Laggard slowest{0, acknowledged_by(0)};
   for (std::uint32_t reader = 1; reader < num_readers_; ++reader) {
     const std::uint64_t position = acknowledged_by(reader);
@@ -246,8 +247,8 @@ bool DecisionWriter::wait_for_room(const Deadline& deadline) {
   if (spin_.spin_until(settled)) {
     return true;
   }
-  // Saying so before looking again is what keeps a reader from missing a sleeper: it moves its
-  // position first and looks for sleepers afterwards, both sequentially consistent.
+  // Sets the flag before the check, so that no reader misses a sleeping writer: a reader moves its
+  // position first and then reads the flag, both sequentially consistent.
   lines_->waits.writer_sleeps.store(1);
   const bool ready = sleep_until(lines_->waits.release_futex, deadline, settled);
   lines_->waits.writer_sleeps.store(0);
@@ -324,8 +325,8 @@ bool DecisionReader::wait_for_entry(const Deadline& deadline) {
   if (spin_.spin_until(settled)) {
     return true;
   }
-  // Counted before the last look, as in wait_for_room(). A reader killed in its sleep stays
-  // counted, which costs the writer one system call per entry and nothing else.
+  // Counted before the last check, as in wait_for_room(). A reader that is killed while it sleeps
+  // stays counted, which only costs the writer one system call per entry.
   lines_->waits.sleeping_readers.fetch_add(1);
   const bool ready = sleep_until(lines_->writer.futex, deadline, settled);
   lines_->waits.sleeping_readers.fetch_sub(1);
@@ -333,8 +334,8 @@ bool DecisionReader::wait_for_entry(const Deadline& deadline) {
 }
 
 WaitStatus DecisionReader::try_next(std::int64_t& value) {
-  // Read before the position: closed is set after the last entry, so with closed seen here an
-  // empty ring stays empty.
+  // Read before the position: closed is set after the last entry, so if it is set here, an empty
+  // ring stays empty.
   const std::uint64_t state = lines_->state.state.load();
   if (is_aborted(state)) {
     return WaitStatus::kAborted;

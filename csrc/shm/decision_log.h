@@ -37,7 +37,7 @@ enum class WaitStatus {
   kReady,    // done
   kNotYet,   // not possible within the time given; nothing changed, the call may be repeated
   kClosed,   // the other side closed and nothing is left to read
-  kAborted,  // somebody called abort(); see abort_reason()
+  kAborted,  // abort() was called; see abort_reason()
 };
 
 namespace detail {

@@ -43,7 +43,7 @@ void DeviceSender::send(const Message& message, const void* data, bool on_device
   if (on_device && message.nbytes > slot_bytes_) {
     throw Error(describe(message) + " has " + std::to_string(message.nbytes) +
                 " bytes in device memory, more than a slot, " + std::to_string(slot_bytes_) +
-                ": bring it to the host first");
+                ": copy it to the host first");
   }
   Job job;
   job.message = message;
@@ -121,19 +121,19 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
     if (stopping_) {
       return;
     }
-    Job& job = jobs_.front();  // stays where it is while others are added
+    Job& job = jobs_.front();  // keeps its address while other jobs are added
     lock.unlock();
     try {
       carry(job);
     } catch (const PeerLostError&) {
-      // The channel tells that itself, perhaps a moment later.
+      // The channel reports the loss itself.
     } catch (const std::exception& error) {
       channel_state_->fail(Failure::Kind::kTransport,
-                           describe(job.message) + " could not be brought to " +
+                           describe(job.message) + " could not be copied to " +
                                channel_state_->peer_name() + ": " + error.what());
     }
     std::shared_ptr<void> owner = std::move(job.owner);
-    owner.reset();  // not under the mutex, which its deleter does not know
+    owner.reset();  // not under the mutex, because its deleter may run the caller's code
     lock.lock();
     spare_events_.push_back(std::move(job.ready));
     jobs_.pop_front();
@@ -144,7 +144,7 @@ void DeviceSender::carry_all(std::unique_lock<std::mutex>& lock) {
   outgoing_.close();
 }
 
-// After a failure it only lets go, as the channel does.
+// After a failure it only releases the job, as the channel does.
 void DeviceSender::carry(Job& job) {
   const auto ended = [this] { return stopping_.load() || channel_state_->broken(); };
   if (!job.on_device) {
@@ -168,18 +168,18 @@ void DeviceSender::copy(Job& job, unsigned slot) {
     cuda::copy(*context_, peer_.slot(slot), reinterpret_cast<std::uintptr_t>(job.data),
                job.message.nbytes, stream_.get());
     cuda::record(peer_.written(slot), stream_.get());
-    // The device comes to an end even where the channel has: the memory is its own until then.
+    // The device needs the memory until it has finished, even if the channel has already failed.
     if (!cuda::await(peer_.written(slot), stream_.get(), [this] { return overdue(); })) {
       throw Error("the device did not copy it in time");
     }
   } catch (...) {
-    // The device may still read it: it stays to the end of the process.
+    // The device may still read the memory, so it is kept until the process exits.
     static_cast<void>(new std::shared_ptr<void>(std::move(job.owner)));
     throw;
   }
 }
 
-// A device may compute as long as it likes until this end is to stop.
+// Returns whether the device takes too long. There is a limit only after this end was told to stop.
 bool DeviceSender::overdue() {
   if (stopping_.load() && !limit_) {
     limit_ = Deadline::after(kDeviceEnds);

@@ -45,7 +45,7 @@ class DeviceSender {
     Message message;
     const void* data = nullptr;
     bool on_device = false;
-    cuda::Event ready;  // recorded behind what makes the payload
+    cuda::Event ready;  // recorded after the work that computes the payload
     std::shared_ptr<void> owner;
   };
 
@@ -63,15 +63,15 @@ class DeviceSender {
   const cuda::Stream stream_;
   const std::size_t slot_bytes_;
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the following members
   std::condition_variable changed_;
-  std::deque<Job> jobs_;  // the first is being carried
+  std::deque<Job> jobs_;  // the first job is in progress
   std::vector<cuda::Event> spare_events_;
   bool closing_ = false;
   std::atomic<bool> stopping_{false};
   std::atomic<std::size_t> num_jobs_{0};
-  std::optional<Deadline> limit_;  // of the thread: once it is to stop
-  std::thread thread_;             // last: it uses all of it
+  std::optional<Deadline> limit_;  // used by the thread; set after it was told to stop
+  std::thread thread_;             // last, because it uses all other members
 };
 
 }  // namespace adaptive::shm

@@ -49,7 +49,7 @@ DeviceSlots::~DeviceSlots() {
   }
 }
 
-// The socket of a process that is killed may end a while before its device does.
+// When a process is killed, its socket may close some time before its device stops.
 bool DeviceSlots::is_let_go(const Deadline& deadline) const {
   while (importer_() == Importer::kThere && !deadline.expired()) {
     std::this_thread::sleep_for(kLookUp);
@@ -72,7 +72,7 @@ void DeviceSlots::enter(unsigned slot, void* stream) {
 void DeviceSlots::leave(unsigned slot) noexcept {
   try {
     if (!entered_[slot].exchange(false, std::memory_order_acquire)) {
-      give_back_(slot);  // nobody looked at it
+      give_back_(slot);  // no stream has read it
       return;
     }
     const cuda::Current current(arena_.context());
@@ -83,7 +83,7 @@ void DeviceSlots::leave(unsigned slot) noexcept {
     }
     changed_.notify_all();
   } catch (const std::exception& error) {
-    failed_(error.what());  // the slot is lost, and with it the channel
+    failed_(error.what());  // the slot is lost, so the channel has failed
   }
 }
 
@@ -108,8 +108,8 @@ void DeviceSlots::run() noexcept {
   }
 }
 
-// False when the device was not done in time, which there is a limit for only at the end: until
-// then it may compute as long as it likes.
+// Returns false if the device did not finish in time. There is a limit only when this end stops;
+// before, computations may take any time.
 bool DeviceSlots::return_first(std::unique_lock<std::mutex>& lock) {
   const unsigned slot = leaving_.front();
   leaving_.pop_front();

@@ -56,16 +56,16 @@ class DeviceSlots final : public DevicePayload {
   const std::function<void(unsigned)> give_back_;
   const std::function<Importer()> importer_;
   const std::function<void(const char*)> failed_;
-  cuda::Stream waiting_;  // of the thread, for what it waits for
+  cuda::Stream waiting_;  // used by the thread to wait for other streams
   std::array<std::atomic<cuda::StreamHandle*>, kMostSlots> streams_{};
   std::array<std::atomic<bool>, kMostSlots> entered_{};
 
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the following members
   std::condition_variable changed_;
   std::deque<unsigned> leaving_;
   bool stopping_ = false;
-  bool stuck_ = false;  // the device did not come to an end with a slot
-  std::thread thread_;  // last: it uses all of it
+  bool stuck_ = false;  // the device did not finish with a slot
+  std::thread thread_;  // last, because it uses all other members
 };
 
 }  // namespace adaptive::shm

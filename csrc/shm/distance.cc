@@ -12,12 +12,12 @@ namespace {
 
 using Clock = Deadline::Clock;
 
-// Several short series: the quickest had the processors to itself.
+// Several short series; the fastest ran without other work on the processors.
 constexpr std::uint64_t kRounds = 64;
 constexpr int kSeries = 8;
-// Some time slices of a busy machine: both have to run at the same time for once.
+// A few time slices of a busy machine, so that both processes run at the same time at least once.
 constexpr auto kLongest = std::chrono::milliseconds(30);
-// Set in the leader's last value, whose rest is the result in picoseconds.
+// Set in the leader's last value, whose other bits are the result in picoseconds.
 constexpr std::uint64_t kLast = 1ULL << 63;
 constexpr std::uint64_t kNone = kLast - 1;
 
@@ -43,7 +43,8 @@ double lead(Control* control, Clock::time_point end) noexcept {
       answered = await(control->pong.value, value, end);
     }
     const std::chrono::duration<double, std::nano> taken = Clock::now() - start;
-    if (answered && series > 0) {  // the first waits for the other to come
+    // the first series includes the wait for the follower's start
+    if (answered && series > 0) {
       best_ns = std::min(best_ns, taken.count() / (2.0 * kRounds));
     }
   }
@@ -77,7 +78,7 @@ double follow(Control* control, Clock::time_point end) noexcept {
 
 double measure_distance_ns(Control* control, bool leader) noexcept {
   const auto end = Clock::now() + kLongest;
-  // The follower stays longer, so that an answer that the leader still counts is not missed.
+  // The follower waits longer, so that it answers as long as the leader counts answers.
   return leader ? lead(control, end) : follow(control, end + kLongest);
 }
 

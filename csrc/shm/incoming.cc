@@ -10,13 +10,13 @@
 namespace adaptive::shm {
 namespace {
 
-// What a far sender computes into a slot waits for every line that this processor still holds: five
-// times longer than flushing takes. More than this has left the caches by itself.
+// A distant sender that computes into a slot waits for every line in this processor's caches, which
+// takes five times longer than flushing. Larger amounts have already left the caches.
 constexpr std::uint64_t kMostFlushedBytes = std::uint64_t{512} << 10;
 
 }  // namespace
 
-// Owner of a message that was put together from pieces.
+// Owner of a message that was assembled from pieces.
 struct Incoming::Assembled {
   Assembled(std::shared_ptr<Incoming> incoming, Lease memory_in)
       : channel(std::move(incoming)), memory(std::move(memory_in)) {
@@ -52,7 +52,7 @@ Incoming::Incoming(std::shared_ptr<ChannelState> channel_state, std::uint64_t li
 
 Incoming::~Incoming() {
   if (!channel_state_->in_maker()) {
-    static_cast<void>(device_.release());  // its thread and the device are the parent's
+    static_cast<void>(device_.release());  // the thread and the device belong to the parent
   }
 }
 
@@ -89,7 +89,8 @@ bool Incoming::poll(Completions& into) noexcept {
         "the channel from " + channel_state_->peer_name() + " is broken: " + error.what());
   }
   if (!finished_ && lost_.load(std::memory_order_acquire) && !stalled_.load()) {
-    // What it published before its end was visible before that was known; one more look is enough.
+    // Entries from before the peer's end were visible before the loss was known, so one more check
+    // is enough.
     const Entry& entry = entries_[taken_ & (layout_.num_entries - 1)];
     if (entry.number.load(std::memory_order_acquire) != taken_ + 1) {
       tell_loss();
@@ -101,8 +102,8 @@ bool Incoming::poll(Completions& into) noexcept {
 
 void Incoming::read(const Entry& entry, Message* message, unsigned* slot,
                     std::uint32_t* flags) const {
-  // One copy, checked and used: the peer may write the original at any moment. The fence keeps the
-  // compiler from reading the original again.
+  // Copied once, so that the checked values are the used values: the peer may write the original at
+  // any time. The fence prevents the compiler from reading the original again.
   auto* const bytes = reinterpret_cast<unsigned char*>(message);
   *slot = entry.slot;
   *flags = entry.flags;
@@ -131,7 +132,7 @@ void Incoming::check_entry(const Message& message, unsigned slot) const {
   }
 }
 
-// The next entry, if it is there. Throws Error for one that breaks the rules.
+// Takes the next entry if there is one. Throws Error if the entry breaks the rules.
 bool Incoming::take_next(Completions& into) {
   const Entry& entry = entries_[taken_ & (layout_.num_entries - 1)];
   if (entry.number.load(std::memory_order_acquire) != taken_ + 1) {
@@ -160,7 +161,7 @@ bool Incoming::take_next(Completions& into) {
     if (message.offset == 0 && num_assembled_.load() >= layout_.slots) {
       stalled_.store(true);
       if (num_assembled_.load() >= layout_.slots) {
-        return false;  // its pieces stay in their slots
+        return false;  // the pieces remain in their slots
       }
     }
     stalled_.store(false);
@@ -231,7 +232,7 @@ void Incoming::release_on_device(void* owner, std::uint64_t token) noexcept {
 
 void Incoming::give_back(unsigned slot) noexcept {
   control_->returns.returned.fetch_or(std::uint64_t{1} << slot);
-  // Either the sender sees the slot after it has set this, or this is seen here.
+  // Either the sender sees the slot after it has set the flag, or this thread sees the flag.
   auto& wants_credit = control_->sender.wants_credit;
   if (wants_credit.load() != 0 && wants_credit.exchange(0) != 0) {
     signal(credit_fd_);

@@ -58,7 +58,7 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   static void release_on_device(void* owner, std::uint64_t token) noexcept;
 
   const std::shared_ptr<ChannelState> channel_state_;
-  const Offer layout_;  // checked
+  const Offer layout_;  // already checked
   const MappedRegion control_region_;
   const MappedRegion data_region_;
   Control* const control_;
@@ -66,10 +66,10 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   const ScopedFd credit_fd_;
   const bool flush_computed_;
 
-  // Of the thread that polls.
+  // Used only by the polling thread.
   Assembler assembler_;
-  std::uint64_t taken_ = 0;     // entries
-  std::uint64_t sequence_ = 0;  // of the message that is due
+  std::uint64_t taken_ = 0;     // number of entries
+  std::uint64_t sequence_ = 0;  // number of the next message
   bool finished_ = false;
 
   // Number of bytes to flush, by slot, when the slot is returned. Written before the lease of the
@@ -81,8 +81,8 @@ class Incoming final : public Source, public std::enable_shared_from_this<Incomi
   std::string reason_;
   // Reassembled messages that still exist; at most as many as there are slots.
   std::atomic<unsigned> num_assembled_{0};
-  std::atomic<bool> stalled_{false};     // a message waits for one of them
-  std::unique_ptr<DeviceSlots> device_;  // last: its thread gives slots back
+  std::atomic<bool> stalled_{false};     // a message waits until one of them is destroyed
+  std::unique_ptr<DeviceSlots> device_;  // last, because its thread returns slots
 };
 
 }  // namespace adaptive::shm

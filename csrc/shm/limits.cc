@@ -17,10 +17,10 @@ namespace adaptive {
 namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
-// Kept for everything else that runs: the last pages of a machine are not a channel's.
+// Left for other programs, so that a channel does not use a machine's last pages.
 constexpr std::uint64_t kReserveBytes = std::uint64_t{64} << 20;
 
-// The number a file starts with; empty for "max" and where there is none.
+// Returns the number at the beginning of a file. Empty for "max" and without a number.
 std::optional<std::uint64_t> read_number(const std::string& path) {
   std::ifstream file(path);
   std::uint64_t value = 0;
@@ -34,7 +34,8 @@ void narrow(MemoryRoom* room, std::uint64_t bytes, const std::string& limit,
   }
 }
 
-// One control group; its page cache counts as used but is given up when memory is needed.
+// Applies the limit of one control group. Its page cache counts as used, but is freed when memory
+// is needed.
 void narrow_by_group(MemoryRoom* room, const std::string& folder, bool second_version) {
   const std::string limit_file =
       folder + (second_version ? "/memory.max" : "/memory.limit_in_bytes");
@@ -53,8 +54,8 @@ void narrow_by_group(MemoryRoom* room, const std::string& folder, bool second_ve
          "raise that limit (docker run --memory, resources.limits.memory, MemoryMax)");
 }
 
-// The group and all above it. Inside a container the kernel may name a path of the host that is not
-// there; its own limit then stands at the top.
+// Applies the limits of the group and all its parents. In a container, the kernel may return a path
+// of the host that does not exist there; the container's own limit is then at the top.
 void narrow_by_groups(MemoryRoom* room, const std::string& mount, std::string path,
                       bool second_version) {
   while (!path.empty() && path != "/") {
@@ -76,7 +77,7 @@ bool has_memory_controller(const std::string& names) {
   return false;
 }
 
-// Lines "number:controllers:path"; the second version has no controllers.
+// Reads lines "number:controllers:path". In the second version, the controllers are empty.
 void narrow_by_cgroup(MemoryRoom* room, const SystemPaths& paths) {
   std::ifstream file(paths.proc + "/self/cgroup");
   std::string line;

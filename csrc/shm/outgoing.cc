@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kWorthWaitingBytes = std::size_t{64} << 10;
 constexpr std::chrono::nanoseconds kLongestPatience = std::chrono::microseconds(20);
-// How often a wait that a credit ends looks whether it is still wanted.
+// How often a wait for a credit checks `given_up`.
 constexpr std::chrono::milliseconds kLookUp(20);
 
 std::uint64_t bit(unsigned slot) noexcept {
@@ -44,7 +44,7 @@ OutgoingMemory::OutgoingMemory(const ShmOptions& options, const std::string& pur
       data_segment(
           make_segment(options.slots * slot_stride, purpose, deadline, tick, options.turn_name)),
       credit_fd(make_eventfd()) {
-  // Fresh memory is zero, which is the first value of all the rest.
+  // New memory is zero, which is the initial value of all other fields.
   new (control_segment.region.data()) Control{};
   control()->sender.magic = kControlMagic;
   control()->sender.version = kControlVersion;
@@ -89,7 +89,7 @@ bool Outgoing::receiver_closed() const noexcept {
   return control_->receiver.closed.load(std::memory_order_acquire) != 0;
 }
 
-// Fills in what the channel adds and refuses what the receiver would.
+// Fills in the channel's fields and throws for messages that the receiver would reject.
 void Outgoing::prepare(Message& message) const {
   channel_state_->check();
   if (closed_ || receiver_closed()) {
@@ -99,7 +99,7 @@ void Outgoing::prepare(Message& message) const {
   channel_state_->prepare(message, sequence_, options_.limit_bytes, options_.crc);
 }
 
-// Takes back what was given back. A receiver cannot free what is not out.
+// Marks returned slots as free. A receiver cannot free slots that it does not have.
 void Outgoing::gather() noexcept {
   auto& returned = control_->returns.returned;
   if (returned.load() != 0) {
@@ -150,9 +150,9 @@ void Outgoing::copy_in(unsigned slot, const std::byte* from,
   }
 }
 
-// A receiver that is about to return a slot is worth a little patience: an eighth of the time that
-// the copy takes, for going out from the other thread costs more. Not where processes share
-// processors: there the receiver may only run when this one does not.
+// Waits for a slot for an eighth of the time of the copy, because sending from the other thread
+// costs more. Does not wait if processes share processors, because the receiver may only run while
+// this process does not.
 unsigned Outgoing::take_slot_soon(std::size_t size_bytes) noexcept {
   unsigned slot = take_slot();
   if (slot != kNoSlot || size_bytes < kWorthWaitingBytes || crowded_) {
@@ -167,7 +167,7 @@ unsigned Outgoing::take_slot_soon(std::size_t size_bytes) noexcept {
   return slot;
 }
 
-// Publishes as much of a message as there are slots for; true when that was all.
+// Publishes as much of a message as there are slots for. Returns whether the message is complete.
 bool Outgoing::move_on(Pending& pending) noexcept {
   Message& message = pending.message;
   if (pending.slot != kNoSlot) {
@@ -194,8 +194,8 @@ bool Outgoing::move_on(Pending& pending) noexcept {
   return true;
 }
 
-// Asks whoever gives a slot back to say so. True if there is one by now. Pieces that the receiver
-// has not put together hold slots while its process computes: its reactor can do it.
+// Requests a signal when a slot is returned. Returns true if a slot is already free. The pieces of
+// an incomplete message occupy slots while the receiver computes; its reactor can assemble them.
 bool Outgoing::ask_for_credit(const Pending& first) noexcept {
   control_->sender.wants_credit.store(1);
   gather();
@@ -216,7 +216,7 @@ void Outgoing::drop_backlog(Owners& done) noexcept {
     try {
       done.push_back(std::move(pending.owner));
     } catch (...) {
-      // Then it is let go of under the mutex, which its deleter does not know.
+      // Without memory, the owner is destroyed under the mutex.
     }
   }
   backlog_.clear();
@@ -255,7 +255,7 @@ void Outgoing::advance(Owners& done) {
   }
   while (!backlog_.empty()) {
     Pending& first = backlog_.front();
-    done.reserve(done.size() + 1);  // what is published cannot be taken back
+    done.reserve(done.size() + 1);  // a published message cannot be taken back, so allocate first
     if (move_on(first)) {
       done.push_back(std::move(first.owner));
       backlog_.pop_front();
@@ -304,7 +304,7 @@ void Outgoing::send(Message& message, const void* data, const Keeper& keeper) {
     throw;
   }
   ++sequence_;
-  advance(done);  // asks for credit
+  advance(done);  // requests credits
 }
 
 std::optional<Reserved> Outgoing::reserve(std::size_t nbytes) {
@@ -332,7 +332,7 @@ void Outgoing::commit(Message& message, std::uint64_t token) {
   Owners done;
   const std::lock_guard<std::mutex> lock(mutex_);
   prepare(message);
-  gather();  // it may have been dropped
+  gather();  // the caller may already have dropped the memory
   const auto slot = static_cast<unsigned>(token % kMostSlots);
   if (slot >= options_.slots || (reserved_ & bit(slot)) == 0 || reservations_[slot] != token) {
     throw Error("the committed memory was not reserved from the channel to " +
@@ -372,7 +372,7 @@ unsigned Outgoing::await_slot(const Message& message, const std::function<bool()
       return kNoSlot;
     }
     Message probe = message;
-    prepare(probe);  // throws where the peer has closed its end
+    prepare(probe);  // throws if the peer has closed its end
     if (backlog_.empty()) {
       unsigned slot = take_slot();
       if (slot == kNoSlot) {
@@ -392,7 +392,7 @@ unsigned Outgoing::await_slot(const Message& message, const std::function<bool()
 void Outgoing::publish_on_device(Message& message, unsigned slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
   prepare(message);
-  message.has_crc = 0;  // its bytes are not at hand
+  message.has_crc = 0;  // the host does not have its bytes
   publish(message, slot, kOnDevice);
   reserved_ &= ~bit(slot);
   ++sequence_;

@@ -53,7 +53,7 @@ struct OutgoingMemory {
 //   out       the receiver may read it          until `returned`
 //   viewed    a reserved tensor uses it         until `gone`
 //   reserved  a payload is computed into it     until commit(), or `gone` without it
-//   queued    committed, but behind messages    until it is out
+//   queued    committed, but behind messages    until it is sent
 class Outgoing {
  public:
   Outgoing(const Session& session, std::shared_ptr<ChannelState> channel_state,
@@ -89,10 +89,10 @@ class Outgoing {
     Message message;
     const std::byte* data = nullptr;
     std::uint64_t offset = 0;
-    unsigned slot = kNoSlot;  // a committed one, instead of data
+    unsigned slot = kNoSlot;  // a committed slot, instead of data
     std::shared_ptr<void> owner;
   };
-  using Owners = std::vector<std::shared_ptr<void>>;  // let go of after the mutex
+  using Owners = std::vector<std::shared_ptr<void>>;  // must be destroyed without the mutex
 
   void prepare(Message& message) const;
   void gather() noexcept;
@@ -116,7 +116,7 @@ class Outgoing {
   const std::uint64_t all_slots_;
   const bool crowded_;  // more busy processes than processors
 
-  std::mutex mutex_;  // everything below
+  std::mutex mutex_;  // guards all following members
   std::condition_variable moved_;
   std::optional<Bell> bell_;
   ScopedFd wake_fd_;
@@ -124,7 +124,7 @@ class Outgoing {
   std::function<void()> on_end_;
   std::uint64_t free_;
   std::uint64_t out_ = 0, viewed_ = 0, reserved_ = 0, queued_ = 0;
-  std::array<std::uint64_t, kMostSlots> reservations_{};  // by slot: the token given last
+  std::array<std::uint64_t, kMostSlots> reservations_{};  // last token of each slot
   std::uint64_t last_reservation_ = 0;
   std::uint64_t published_ = 0;
   std::uint64_t sequence_ = 0;

@@ -41,7 +41,7 @@ constexpr std::size_t kFrontBytes = 112;
 constexpr int kFrontDimensions = 5;
 
 struct alignas(kLine) Entry {
-  std::atomic<std::uint64_t> number;  // from 1, written last
+  std::atomic<std::uint64_t> number;  // starts at 1, written last
   std::uint32_t slot;
   std::uint32_t flags;
   unsigned char front[kFrontBytes];

@@ -35,10 +35,10 @@ void look_up(const Tick& tick) {
   }
 }
 
-// Held while memory is checked and taken, so that ranks which start together do not all find the
-// same memory free. A bound abstract name is a lock that ends with its holder; it is random, known
-// to the job's processes alone, so that no other user can hold it. Best effort: who cannot have it
-// in time goes on, and so does who was given no name.
+// Held while memory is checked and allocated, so that ranks that start together do not all find the
+// same memory free. A bound abstract name is a lock that is released when its holder exits. It is
+// random and only known to the job's processes, so that no other user can hold it. Processes
+// without a name, or without the lock in time, continue without it.
 class AllocationTurn {
  public:
   AllocationTurn(const std::string& name, const Deadline& deadline, const Tick& tick) {
@@ -66,7 +66,7 @@ class AllocationTurn {
   ScopedFd socket_;
 };
 
-// A larger file would end the process with SIGXFSZ.
+// A larger file would cause SIGXFSZ, which kills the process.
 void check_file_size(std::size_t size_bytes, const std::string& purpose) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
@@ -83,7 +83,7 @@ std::size_t free_huge_bytes() {
   return file >> pages ? pages * kHugePageBytes : 0;
 }
 
-// The setting in brackets: "always within_size advise [never] deny force".
+// Reads the setting in brackets: "always within_size advise [never] deny force".
 bool transparent_huge_pages() {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
   std::string line;
@@ -92,7 +92,7 @@ bool transparent_huge_pages() {
          line.find("[deny]") == std::string::npos;
 }
 
-// Pages of a reserve of their own; empty where there are too few.
+// Allocates huge pages from the kernel's reserve. Returns an empty segment if there are not enough.
 Segment try_reserved_huge_pages(std::size_t size_bytes) {
   const std::size_t rounded = round_up(size_bytes, kHugePageBytes);
   if (size_bytes < kHugePageBytes || free_huge_bytes() < rounded) {
@@ -108,12 +108,12 @@ Segment try_reserved_huge_pages(std::size_t size_bytes) {
     segment.huge_pages = "reserved";
     return segment;
   } catch (const SystemError&) {
-    return {};  // others took them meanwhile, or a limit forbids them
+    return {};  // other processes took the pages meanwhile, or a limit forbids them
   }
 }
 
-// Every page is made now, by calls that can say no; a store to a page that cannot be made is
-// SIGBUS.
+// Allocates every page now, with calls that can fail. A later store to a page that cannot be
+// allocated would cause SIGBUS.
 void touch(const Segment& segment, const Deadline& deadline, const Tick& tick) {
   const std::size_t size_bytes = segment.region.size_bytes();
   for (std::size_t start = 0; start < size_bytes; start += kChunk) {
@@ -124,7 +124,7 @@ void touch(const Segment& segment, const Deadline& deadline, const Tick& tick) {
           ::fallocate(segment.fd.get(), 0, static_cast<off_t>(start), static_cast<off_t>(count));
     }
     if (result != 0 && errno == EINTR) {
-      start -= kChunk;  // once more; wraps around to the same start
+      start -= kChunk;  // repeats this chunk; wraps around to the same start
     } else if (result != 0) {
       throw_errno("madvise", "MADV_POPULATE_WRITE, " + std::to_string(count) + " bytes");
     }

@@ -12,9 +12,9 @@
 namespace adaptive {
 
 struct Segment {
-  ScopedFd fd;  // for the peer; not needed for the mapping
+  ScopedFd fd;  // passed to the peer; not needed for the mapping
   MappedRegion region;
-  const char* huge_pages = "none";  // "reserved", "transparent" (asked for, not promised)
+  const char* huge_pages = "none";  // "reserved", "transparent" (requested, not guaranteed)
 };
 
 // Allocates at least `size_bytes` of zeros and touches every page. Processes with the same

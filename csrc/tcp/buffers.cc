@@ -30,7 +30,7 @@ std::unique_ptr<Block> make_block(std::size_t wanted_bytes) {
   if (::madvise(block->data(), size_bytes, MADV_POPULATE_WRITE) == 0) {
     return block;
   }
-  // There is not enough memory: better said now than by a signal later.
+  // An error now is better than a signal later.
   if (errno == ENOMEM) {
     throw_errno("madvise", "MADV_POPULATE_WRITE of " + std::to_string(size_bytes) +
                                " bytes for a received payload");
@@ -49,7 +49,7 @@ std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto& blocks = large ? free_large_ : free_;
-    // A large block may be up to twice as large as need be.
+    // A large block may be up to twice as large as necessary.
     const auto fits = [&](const std::unique_ptr<Block>& block) {
       return block->size_bytes() >= size_bytes && (!large || block->size_bytes() / 2 <= size_bytes);
     };
@@ -67,7 +67,7 @@ std::unique_ptr<Block> BufferPool::take(std::size_t size_bytes) {
 }
 
 void BufferPool::give_back(std::unique_ptr<Block> block) noexcept {
-  std::vector<std::unique_ptr<Block>> surplus;  // unmapped without the lock
+  std::vector<std::unique_ptr<Block>> surplus;  // unmapped after the lock is released
   const std::lock_guard<std::mutex> lock(mutex_);
   try {
     if (block->size_bytes() <= rounded(slot_bytes_)) {
@@ -76,14 +76,14 @@ void BufferPool::give_back(std::unique_ptr<Block> block) noexcept {
     }
     free_large_.push_back(std::move(block));
     cached_bytes_ += free_large_.back()->size_bytes();
-    // The oldest go: their sizes may not come again.
+    // Frees the oldest blocks, because their sizes may not be needed again.
     while (cached_bytes_ > cache_bytes_) {
       surplus.push_back(std::move(free_large_.front()));
       free_large_.erase(free_large_.begin());
       cached_bytes_ -= surplus.back()->size_bytes();
     }
   } catch (...) {
-    // No memory to note a block in: it is unmapped.
+    // Without memory for the list, the block is unmapped.
   }
 }
 

@@ -32,7 +32,7 @@ class BufferPool {
   std::mutex mutex_;
   std::vector<std::unique_ptr<Block>> free_;
   std::vector<std::unique_ptr<Block>> free_large_;
-  std::size_t cached_bytes_ = 0;  // of free_large_
+  std::size_t cached_bytes_ = 0;  // total size of free_large_
 };
 
 }  // namespace adaptive::tcp

@@ -19,7 +19,7 @@ class TcpSender final : public Sender {
         peer_limit_bytes_(peer_limit_bytes),
         connection_(std::move(connection)) {}
 
-  // A forked child has no thread and no say in its parent's connections.
+  // A forked child has no thread and must not affect its parent's connections.
   ~TcpSender() override {
     if (connection_->state().in_maker()) {
       connection_->shut();
@@ -38,7 +38,7 @@ class TcpSender final : public Sender {
     ++sequence_;
   }
 
-  // There is no memory that the network card reads: what is sent is copied by the kernel.
+  // The network card cannot read this process's memory, because the kernel copies all sent data.
   std::optional<Reserved> reserve(std::size_t) override { return std::nullopt; }
 
   void commit(Message, Reserved) override {
@@ -49,7 +49,7 @@ class TcpSender final : public Sender {
     try {
       return connection_->writer().wait_empty(deadline);
     } catch (const Error&) {
-      connection_->check();  // knows better what happened
+      connection_->check();  // throws the actual cause, if it is known
       throw;
     }
   }

@@ -20,15 +20,15 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
 constexpr auto kLongestPeriod = std::chrono::milliseconds(1000);
 constexpr int kTicksPerLimit = 4;
-// At a time, so that one peer's stream does not keep others waiting.
+// Maximum per call, so that one peer's data does not delay other peers.
 constexpr std::size_t kReadBytes = std::size_t{4} << 20;
-// A look at a socket is a system call, and the waiter has other sources to look at.
+// Reading a socket is a system call, and the waiting thread must check other sources too.
 constexpr auto kBetweenLooks = std::chrono::nanoseconds(1000);
-// Blocks above slot_bytes that are kept for the next ones of that size.
+// Number of blocks above slot_bytes that are kept for later messages of the same size.
 constexpr std::size_t kCachedSlots = 4;
 constexpr std::size_t kMinCacheBytes = std::size_t{128} << 20;
 
-// Several times within each end's limit.
+// Returns the heartbeat period, which is several times shorter than each end's limit.
 std::chrono::milliseconds period_of(const Offer& mine, const Offer& theirs) {
   return std::clamp(std::min(mine.silent_limit, theirs.silent_limit) / kTicksPerLimit,
                     std::chrono::milliseconds(1), kLongestPeriod);
@@ -77,8 +77,8 @@ void Connection::shut() noexcept {
   writer_.stop();
   over_.store(true);
   const std::lock_guard<std::mutex> reading(read_mutex_);
-  // Bytes that nobody read would turn the end of the connection into an abort, which could overtake
-  // what was written last.
+  // Unread bytes would turn the end of the connection into a reset, which could overtake the last
+  // data.
   ::shutdown(socket_.get(), SHUT_WR);
   std::array<char, 4096> ignored;
   while (::recv(socket_.get(), ignored.data(), ignored.size(), MSG_DONTWAIT) > 0) {
@@ -118,7 +118,7 @@ void Connection::on_events(std::uint32_t events) {
   if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0) {
     receive(nullptr, kReadBytes);
   }
-  // The end of a connection is reported as long as somebody listens.
+  // Events for the end of a connection repeat as long as the socket is watched.
   if (over_.load()) {
     reactor_->remove(socket_.get());
   }
@@ -138,7 +138,7 @@ void Connection::on_tick() {
   }
   writer_.beat();
   pump();
-  // Ticks, not time: where this process itself stood still, the peer is not to blame.
+  // Counts ticks instead of time, because the peer did not cause pauses of this process.
   if (silent_ticks_ * period_ >= mine_.silent_limit && !over_.load() && !goodbye_came_.load()) {
     state_.fail(Failure::Kind::kPeerLost, silence_text(present - heard_at_, mine_.silent_limit));
     end();
@@ -146,7 +146,7 @@ void Connection::on_tick() {
   }
 }
 
-// Lets go of what waits to be sent; without a lock, as its owners may run code of others.
+// Drops unsent messages. Must be called without a lock, because owners may run the caller's code.
 void Connection::end() noexcept {
   over_.store(true);
   writer_.stop();
@@ -171,8 +171,9 @@ bool Connection::poll(Completions& into) noexcept {
   return receive(&into, kReadBytes);
 }
 
-// Of the reactor, which would be called again and again while the waiter copies: whoever reads now
-// watches the socket again afterwards. True when it has just finished.
+// Called by the reactor's thread, which would be called repeatedly while the waiter copies. The
+// reading thread watches the socket again afterwards. Returns true if that thread has just
+// finished.
 bool Connection::leave_to_other(std::unique_lock<std::mutex>& reading) noexcept {
   watch(kReadEvents, false);
   left_to_other_.store(true);
@@ -226,7 +227,7 @@ void Connection::read_some(std::size_t budget_bytes) {
       taken_bytes += received_bytes;
       decoder_.took(received_bytes, *this);
       if (received_bytes < room.size_bytes) {
-        return;  // that was all; should more have come meanwhile, it is reported again
+        return;  // all data were read; the kernel reports data that arrived meanwhile
       }
     } else if (count == 0) {
       on_end(writer_.broken());

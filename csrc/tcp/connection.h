@@ -68,7 +68,7 @@ class Connection final : public Source,
 
   ChannelState state_;
   const Offer mine_;
-  const std::chrono::milliseconds period_;  // of heartbeats
+  const std::chrono::milliseconds period_;  // time between heartbeats
   std::shared_ptr<Reactor> reactor_;
   ForkSafeFd socket_;
   BufferPool buffers_;
@@ -78,19 +78,19 @@ class Connection final : public Source,
   std::mutex events_mutex_;
   std::uint32_t events_ = 0;
 
-  std::mutex read_mutex_;  // only ever tried, but by shut()
+  std::mutex read_mutex_;  // try_lock only, except in shut()
   FrameDecoder decoder_;
-  std::unique_ptr<Block> block_;       // of the message that comes in
-  std::atomic<unsigned> num_held_{0};  // slots, as arrivals tell it
+  std::unique_ptr<Block> block_;       // memory of the incoming message
+  std::atomic<unsigned> num_held_{0};  // number of slots; arrivals refer to it
   Completions* into_ = nullptr;
   bool delivered_ = false;
-  std::atomic<bool> left_to_other_{false};  // the reactor came while the waiter was reading
+  std::atomic<bool> left_to_other_{false};  // the reactor was called while the waiter was reading
   std::atomic<bool> goodbye_came_{false};
   std::atomic<bool> credits_came_{false};
   std::atomic<std::int64_t> next_look_ns_{0};
 
   std::atomic<bool> heard_{false};
-  int silent_ticks_ = 0;  // of the reactor's thread, as is the next
+  int silent_ticks_ = 0;  // used by the reactor's thread, like the next member
   std::chrono::steady_clock::time_point heard_at_ = std::chrono::steady_clock::now();
 
   std::atomic<bool> over_{false};  // nothing is read any more

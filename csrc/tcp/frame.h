@@ -96,10 +96,10 @@ class FrameDecoder {
   const std::uint64_t limit_bytes_;
   const int peer_;
   std::unique_ptr<std::byte[]> staging_;
-  std::size_t begin_ = 0;  // of what is staged and not looked at
+  std::size_t begin_ = 0;  // start of the staged bytes that were not processed yet
   std::size_t end_ = 0;
 
-  Message message_;  // the one that is coming in
+  Message message_;  // the incoming message
   std::byte* payload_ = nullptr;
   std::uint64_t filled_bytes_ = 0;
   std::size_t piece_left_bytes_ = 0;

@@ -15,8 +15,8 @@
 namespace adaptive::tcp {
 namespace {
 
-// What the caller's thread writes itself, as far as the socket takes it: whatever waits for the
-// other thread waits until a processor is free.
+// Maximum that the caller's thread writes itself, if the socket accepts it. Data for the other
+// thread would have to wait for a free processor.
 constexpr std::size_t kDirectBytes = std::size_t{4} << 20;
 
 std::shared_ptr<void> owner_of(const Keeper& keeper) {
@@ -53,8 +53,8 @@ void Writer::send(const Message& message, const void* data, const Keeper& keeper
     return;
   }
   Owners done;
-  // Nobody but the holder of write_mutex_ takes messages out: until it is let go, the caller's
-  // memory needs no owner, and most messages are written by then.
+  // Only the holder of write_mutex_ removes messages. So the caller's memory needs no owner until
+  // the mutex is released, and by then most messages are written.
   push({message, bytes, nullptr});
   write_some(kDirectBytes, done);
   if (unsent() != 0) {
@@ -80,7 +80,7 @@ void Writer::keep_last(const Keeper& keeper) {
 void Writer::add_credits(std::uint32_t count) {
   const std::lock_guard<std::mutex> lock(queue_mutex_);
   if (count > peer_slots_ - credits_) {
-    throw Error("it gave " + std::to_string(count) + " slots back where " +
+    throw Error("it returned " + std::to_string(count) + " slots where " +
                 std::to_string(peer_slots_ - credits_) + " were in use");
   }
   credits_ += count;
@@ -125,7 +125,7 @@ void Writer::pump(std::size_t budget_bytes) {
     Owners done;
     const std::unique_lock<std::mutex> writing(write_mutex_, std::try_to_lock);
     if (!writing.owns_lock()) {
-      return;  // whoever writes looks for work once more after having let go
+      return;  // the writing thread checks for work again after it has released the mutex
     }
     write_some(budget_bytes, done);
   } while (has_work());
@@ -277,7 +277,7 @@ void Writer::stop() noexcept {
   const std::lock_guard<std::mutex> writing(write_mutex_);
   const std::lock_guard<std::mutex> lock(queue_mutex_);
   stopped_ = true;
-  goodbye_due_ = false;  // nobody is left to be told
+  goodbye_due_ = false;  // no peer is left to receive it
   wants_.store(false);
   left.swap(queue_);
   begun.swap(current_);

@@ -76,13 +76,13 @@ class Writer {
   bool next_frame();
   void set_frame(FrameType type, std::uint32_t credits);
   void finish_frame(Owners& done);
-  bool write_frame(std::size_t& budget_bytes);  // false when it is not whole yet
+  bool write_frame(std::size_t& budget_bytes);  // returns false if the frame is incomplete
   void set_want(bool want);
   void keep_last(const Keeper& keeper);
 
   void push(Waiting waiting);
   bool work_due();
-  bool has_work();  // that nobody is going to do
+  bool has_work();  // work that no other thread will do
 
   const int socket_;
   const std::uint32_t peer_slots_;
@@ -95,8 +95,8 @@ class Writer {
 
   // Held while writing. Threads that must not wait for a long copy only try to lock it.
   std::mutex write_mutex_;
-  std::unique_ptr<Waiting> current_;  // begun, not finished
-  std::uint64_t written_bytes_ = 0;   // of its payload, in frames that are done
+  std::unique_ptr<Waiting> current_;  // a started message
+  std::uint64_t written_bytes_ = 0;   // written part of current_'s payload, in complete frames
   std::array<std::byte, kFrameBytes + sizeof(Message)> head_{};
   std::size_t head_bytes_ = 0;
   std::size_t head_done_ = 0;
@@ -105,12 +105,12 @@ class Writer {
   std::size_t body_done_ = 0;
   bool frame_is_goodbye_ = false;
 
-  std::mutex queue_mutex_;  // taken after write_mutex_, for moments
+  std::mutex queue_mutex_;  // taken after write_mutex_, only briefly
   std::condition_variable emptied_;
   std::deque<Waiting> queue_;
   std::uint32_t credits_;
-  std::uint32_t used_slots_ = 0;    // of this end, as the peer knows it
-  std::uint32_t owed_credits_ = 0;  // of those, free again
+  std::uint32_t used_slots_ = 0;    // slots of this end that the peer counts as used
+  std::uint32_t owed_credits_ = 0;  // number of these slots that are free again
   bool control_due_ = false;
   bool goodbye_due_ = false;
   bool goodbye_said_ = false;

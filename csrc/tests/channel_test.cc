@@ -1,6 +1,6 @@
-// The contract of channels between processes, kept by shared memory, TCP and RDMA alike: most tests
-// have both ends in this process, so that sanitizers see both. RDMA takes part where the program
-// was built for it and there is a device, as in tests/labs.
+// Tests of the rules that channels with shared memory, TCP and RDMA have in common. Most tests have
+// both ends in this process, so that sanitizers see both. RDMA is included if the program was built
+// for it and there is a device, as in tests/labs.
 #include "shm/channel.h"
 
 #include <signal.h>
@@ -27,7 +27,7 @@ namespace {
 
 enum class Transport { kShm, kTcp, kRdma };
 
-// Which transport the tests are for at the moment.
+// The transport of the current tests.
 Transport transport = Transport::kShm;
 
 bool is_shm() {
@@ -37,7 +37,7 @@ bool is_rdma() {
   return transport == Transport::kRdma;
 }
 
-// Where the ends meet.
+// The kind of address at which the two ends connect.
 Kind wire() {
   return is_shm() ? Kind::kUnix : Kind::kTcp4;
 }
@@ -130,7 +130,7 @@ void both_directions_at_once() {
   }
 }
 
-// send() returns although nobody takes anything, and what it kept is let go of afterwards.
+// send() returns although the peer takes no message, and the stored data are released later.
 void sending_never_waits_for_the_peer() {
   auto [low, high] = open_two();
   std::vector<std::weak_ptr<Bytes>> kept;
@@ -147,7 +147,7 @@ void sending_never_waits_for_the_peer() {
   }
   check(low.sender->flush(patient()), "flushed");
   eventually([&kept = kept] { return kept.back().expired(); }, "memory let go of");
-  // And with a channel that ends before.
+  // The same if the channel is closed first.
   std::vector<Arrival> held;
   for (int number = 0; number < 10; ++number) {
     auto bytes = std::make_shared<Bytes>(pattern(3000, 1));
@@ -221,7 +221,7 @@ void a_slow_receiver_sees_what_was_sent_not_what_came_later() {
   check(nothing_comes(high), "no more messages than slots");
 }
 
-// ---- The end
+// ---- Closing
 
 void views_outlive_the_channel() {
   Arrival arrival;
@@ -308,9 +308,9 @@ void ends_may_differ_in_their_options() {
   check(std::get<std::int64_t>(high.sender->info().at("slots")) == 7, "info about this end");
 }
 
-// ---- Processes that end or fork
+// ---- Processes that exit or fork
 
-// Sends and takes until the peer is lost, which has to be said within 5 s of silence.
+// Sends and receives until the peer is lost, which must be reported within 5 s of silence.
 void exchange_until_lost(End& end) {
   try {
     for (int number = 0;; ++number) {
@@ -358,7 +358,7 @@ void a_killed_receiver_is_noticed_by_who_waits_in_flush() {
   char byte = 0;
   check(::read(sent[0], &byte, 1) == 1, "all to be sent, or to wait for slots");
   ::close(sent[0]);
-  ::usleep(100'000);  // until it waits in flush
+  ::usleep(100'000);  // the sender waits in flush by then
   both.high->kill();
   both.low->join();
 }
@@ -369,7 +369,7 @@ void a_forked_child_disturbs_nobody() {
     Arrival held = take_arrival(end);
     auto reserved = end.sender->reserve(100);
     Child([&] {
-      if (!is_rdma()) {  // whose memory may be gone from a child
+      if (!is_rdma()) {  // the RDMA memory may be missing in a child
         check_arrival(held, 1000, 7);
       }
       held = Arrival();
@@ -382,7 +382,7 @@ void a_forked_child_disturbs_nobody() {
     check_arrival(held, 1000, 7);
     end.sender->close();
     check(end.sender->flush(patient()), "flushed");
-    take(end);  // the peer's last word
+    take(end);  // the peer's last message
   };
   const auto high_body = [](End& end) {
     send_pattern(*end.sender, 1000, 7);
@@ -403,7 +403,7 @@ void reserved_memory_is_handed_over_without_a_copy() {
   auto reserved = low.sender->reserve(1000);
   check(reserved.has_value(), "room");
   check(reinterpret_cast<std::uintptr_t>(reserved->memory.data()) % 64 == 0, "alignment");
-  // Its place is that of the commit, behind what waits.
+  // Its position is the position of its commit, after the waiting messages.
   for (int number = 0; number < 6; ++number) {
     send_pattern(*low.sender, 100, number);
   }
@@ -432,7 +432,7 @@ void a_reserved_slot_waits_for_both_ends() {
   check_arrival(take_arrival(high), 20, 2);
 }
 
-// ---- Shared memory alone
+// ---- Only shared memory
 
 void dropped_reservations_come_back() {
   auto [low, high] = open_two(small_slots(2));
@@ -571,7 +571,7 @@ void run_all(const std::string& only) {
     test("kills", kills_at_random_moments);
     test("killed receiver", a_killed_receiver_is_noticed_by_who_waits_in_flush);
     test("fork", a_forked_child_disturbs_nobody);
-    if (one != Transport::kRdma) {  // where both ends have to be alike
+    if (one != Transport::kRdma) {  // RDMA needs the same options at both ends
       test("options, unequal", ends_may_differ_in_their_options);
     }
     if (one != Transport::kTcp) {

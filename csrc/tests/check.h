@@ -1,5 +1,5 @@
-// What the tests here share: checks that say what they expected, tests over forked processes, and a
-// line per test. tests/cpp_tests.py builds the programs.
+// Shared helpers of the tests: checks that print the expected values, tests with forked processes,
+// and a line of output per test. tests/cpp_tests.py builds the programs.
 #pragma once
 
 #include <dirent.h>
@@ -21,8 +21,8 @@
 
 namespace adaptive::testing {
 
-// Far longer than any wait that goes well.
-// An emulated machine with a sanitizer, beside other programs, takes more than usual.
+// Much longer than any successful wait. An emulated machine with a sanitizer and other programs
+// needs even more time.
 inline Deadline patient() {
   const char* const wanted = std::getenv("TEST_PATIENCE_S");
   return Deadline::after(std::chrono::seconds(wanted == nullptr ? 60 : std::atoi(wanted)));
@@ -53,7 +53,7 @@ void check_throws(const std::function<void()>& action, const std::string& words)
   throw std::runtime_error("expected an exception with '" + words + "'");
 }
 
-// Waits for what another thread or process does.
+// Waits for an action of another thread or process.
 inline void eventually(const std::function<bool()>& holds, const std::string& what) {
   for (const Deadline deadline = patient(); !holds();) {
     check(!deadline.expired(), what + ", at last");
@@ -61,8 +61,8 @@ inline void eventually(const std::function<bool()>& holds, const std::string& wh
   }
 }
 
-// A child process that runs `body`; killed, should its parent forget it. No destructor of the
-// parent's objects runs in it.
+// A child process that runs `body`. It is killed by the destructor if the parent did not wait for
+// it. It runs no destructors of the parent's objects.
 class Child {
  public:
   explicit Child(const std::function<void()>& body) {
@@ -114,7 +114,7 @@ class Child {
   pid_t pid_ = -1;
 };
 
-// A thread that is waited for, also where a check fails.
+// A thread that is always joined, even if a check fails.
 class Joined {
  public:
   explicit Joined(std::function<void()> body) : thread_(std::move(body)) {}
@@ -146,8 +146,8 @@ inline int& failures() {
   return count;
 }
 
-// Runs one test; it fails too if it leaves descriptors open. With an argument on the command line,
-// only tests whose name contains it run.
+// Runs one test. The test also fails if it leaves descriptors open. With a command line argument,
+// only tests whose name contains it are run.
 inline void run(const std::string& name, const std::function<void()>& test,
                 const std::string& only = "") {
   if (name.find(only) == std::string::npos) {

@@ -23,7 +23,7 @@ std::uint64_t posted(const std::optional<Item>& item) {
   return std::get<Posted>(*item).item;
 }
 
-// Two threads hand a number to and fro; a ring that gets lost is a hang.
+// Two threads pass a number back and forth. If a ring was lost, the test would hang.
 void exchange_rings(unsigned local_processes) {
   Completions ping(local_processes);
   Completions pong(local_processes);
@@ -41,11 +41,11 @@ void exchange_rings(unsigned local_processes) {
 }
 
 TEST(no_ring_is_lost) {
-  exchange_rings(100'000);  // crowded: no spins
-  exchange_rings(1);        // spins of a learnt length
+  exchange_rings(100'000);  // busy CPUs: no spinning
+  exchange_rings(1);        // adaptive spinning
 }
 
-// What makes the flag true is a plain store before the ring, as a peer's would be.
+// The flag becomes true by a plain store before the ring, like the store of a peer.
 TEST(a_bell_rings_in_another_process) {
   Bell mine;
   Bell theirs;

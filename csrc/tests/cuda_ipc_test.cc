@@ -1,5 +1,5 @@
-// Tests of shared memory channels between GPUs, over the stand-in driver: each end a process of its
-// own, streams that go on after random delays.
+// Tests of shared memory channels between GPUs with the stand-in driver. Each end is a separate
+// process, and streams continue after random delays.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <unistd.h>
@@ -17,7 +17,7 @@ namespace {
 using Settings = std::map<std::string, std::string>;
 using Body = std::function<void(End&)>;
 
-// One end in a process of its own, with settings of the stand-in.
+// One end in a separate process, with settings of the stand-in driver.
 struct Side {
   Body body;
   ShmOptions options = on_gpu();
@@ -30,7 +30,8 @@ Open opening(const ShmOptions& options) {
   };
 }
 
-// Sets the stand-in up before the channel opens, and looks at what is left when the body is done.
+// Configures the stand-in driver before the channel is opened, and checks for leftover objects
+// after the body.
 Open opening_with(const Side& side) {
   return [side](const Session& session, Link link) {
     ::setenv("STANDIN_CUDA_DELAY_US", "300", 0);
@@ -67,7 +68,7 @@ std::size_t size_of(int number) {
   return 1 + static_cast<std::size_t>(number) * 977 % 8192;
 }
 
-// Both send and read all the time; every third message is held for a while.
+// Both ends send and receive all the time. Every third message is held for a while.
 void talk(End& end, int count) {
   check_direct(end);
   Gpu gpu;
@@ -107,7 +108,7 @@ TEST(between_two_devices) {
       .join();
 }
 
-// A sender is not held up by a peer that takes nothing, nor by its own device.
+// Neither a peer that takes no messages nor the sender's own device blocks the sender.
 TEST(sending_never_waits) {
   constexpr int kCount = 30;
   Side low{[](End& end) {
@@ -117,7 +118,7 @@ TEST(sending_never_waits) {
     }
     check(!end.sender->flush(soon()), "not flushed");
     eventually([&] { return end.sender->pending() == kCount - 4; }, "all but four pending");
-    take_arrival(end);  // nothing went on until now
+    take_arrival(end);  // no work was done until now
     check(end.sender->flush(patient()), "flushed");
   }};
   Side high{[](End& end) {
@@ -132,7 +133,7 @@ TEST(sending_never_waits) {
   Sides(low, high).join();
 }
 
-// What is larger than a slot or comes from the host keeps its place among the rest.
+// Messages that are larger than a slot or come from the host keep their order among the others.
 TEST(the_order_is_kept_whatever_the_way) {
   constexpr int kCount = 60;
   const auto size = [](int number) {
@@ -180,14 +181,14 @@ TEST(what_nobody_looked_at_goes_back) {
   Sides(low, high).join();
 }
 
-// Both ends say the same, and messages go through the host.
+// Both ends report the same reason, and messages go through the host.
 void check_pinned(const std::string& reason, const Side& low, const Side& high) {
   const auto body = [&](End& end) {
     if (end.sender->info().count("gpu_path") != 0) {
       check(text_of(*end.sender, "gpu_path") == "pinned", "no way between the devices");
       check_contains(text_of(*end.sender, "gpu_reason"), reason);
       check_throws<Error>([&] { end.sender->send_after(message_of(1, 0), "", false, nullptr, {}); },
-                          "no way between GPUs");
+                          "does not connect GPUs");
     }
     send_pattern(*end.sender, 20'000, 3);
     check_arrival(take_arrival(end), 20'000, 3);
@@ -232,7 +233,7 @@ TEST(any_call_of_the_trial_may_fail) {
                {{}, on_gpu(), {{"STANDIN_CUDA_CORRUPT", "1"}}});
 }
 
-// Sends and takes until the peer is lost; then the device comes to an end with what it has.
+// Sends and receives until the peer is lost. Then the device finishes its work.
 void exchange_until_lost(End& end) {
   Gpu gpu;
   try {
@@ -263,7 +264,7 @@ TEST(a_killed_peer_holds_no_stream_up) {
   }
 }
 
-// ---- The stand-in itself: what it is to find, it finds
+// ---- The stand-in driver: it detects the errors that it should detect
 
 void check_misuse(const std::string& what, const std::function<void(Gpu&)>& body) {
   Child child([&] {
@@ -283,7 +284,7 @@ TEST(misuse_is_found) {
       const cuda::Memory to = cuda::allocate(gpu.context(), 100);
       const Bytes bytes(100);
       gpu.context()->api().copy_to_device(from.get(), bytes.data(), 100, other.get());
-      ::usleep(50'000);  // it has come out right by now
+      ::usleep(50'000);  // the result is correct by now
       cuda::copy(*gpu.context(), to.get(), from.get(), 100,
                  static_cast<cuda::StreamHandle*>(gpu.stream()));
       gpu.finish();
@@ -325,7 +326,7 @@ void linger(void*) {
   ::usleep(500'000);
 }
 
-// It asked the driver 10,000 times a second, in every process that waited.
+// An earlier version asked the driver 10,000 times a second in every waiting process.
 TEST(a_wait_sleeps_until_the_driver_calls) {
   Child([] {
     Gpu gpu;
@@ -356,7 +357,7 @@ TEST(a_wait_can_be_given_up) {
       cuda::record(event, computing);
       check(!cuda::await(event, waiting.get(), [] { return true; }), "no longer waited for");
       check(!cuda::is_done(event), "though it is not done");
-      gpu.finish();  // the driver calls when nobody waits any more
+      gpu.finish();  // the driver calls back after the waiting thread has given up
       return 0;
     });
   }).join();

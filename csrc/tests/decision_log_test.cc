@@ -1,4 +1,4 @@
-// Tests of the decision log over real processes: every reader is a fork.
+// Tests of the decision log with real processes. Every reader is a forked process.
 #include "shm/decision_log.h"
 
 #include <fcntl.h>
@@ -28,7 +28,7 @@ std::int64_t value_at(std::uint64_t position) {
   return static_cast<std::int64_t>(position * 0x9e3779b97f4a7c15ULL);
 }
 
-// Reads until the log closes; every value must be there once, in order.
+// Reads until the log is closed. Every value must appear exactly once and in order.
 void read_all(int fd, std::uint32_t index, std::uint64_t count, unsigned pause_every) {
   DecisionReader reader = DecisionReader::attach(fd, index, 0);
   for (std::uint64_t position = 0; position < count; ++position) {
@@ -48,7 +48,7 @@ void publish_many(std::uint32_t readers, std::uint32_t capacity) {
   DecisionWriter writer = DecisionWriter::create(readers, capacity, 0);
   std::vector<std::unique_ptr<Child>> children;
   for (std::uint32_t index = 0; index < readers; ++index) {
-    // The second reader is slow, so that the ring fills again and again.
+    // The second reader is slow, so that the ring is full repeatedly.
     const unsigned pause_every = index == 1 ? 500 : 0;
     children.push_back(std::make_unique<Child>(
         [&, index, pause_every] { read_all(writer.fd(), index, kCount, pause_every); }));
@@ -137,7 +137,7 @@ TEST(foreign_memory_is_refused) {
   check_throws<adaptive::Error>([&] { attach(memory_file(4096, true).get()); }, "other bytes");
 }
 
-// Overwrites 32 or 64 bits of a log's memory as a broken peer would.
+// Overwrites 32 or 64 bits of a log's memory like a faulty peer.
 template <typename Value>
 void overwrite(const DecisionWriter& writer, std::size_t offset, Value value) {
   auto region = adaptive::MappedRegion::shared(writer.fd(), offset + sizeof(Value));

@@ -1,12 +1,12 @@
-// How a fuzzer here is written: one file per parser, with the two functions below. Built in one of
-// two ways:
+// Structure of the fuzzers here: one file per parser, with the two functions below. There are two
+// ways to build them:
 //
 //   clang++ -std=c++17 -g -O1 -I csrc -pthread -fsanitize=fuzzer,address,undefined <fuzzer> <parts>
 //   c++     -std=c++17 -g -O1 -I csrc -pthread -fsanitize=address,undefined <fuzzer>
 //           csrc/tests/fuzz_main.cc <parts>
 //
-// The first searches by itself. The second needs no clang: it plays back the files that are given,
-// or without any the seeds and a fixed number of random changes of them.
+// The first searches for inputs itself. The second does not need clang. It runs the files that are
+// given, or without files the seeds and a fixed number of random changes of the seeds.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +23,11 @@ namespace adaptive::testing {
 
 using FuzzInput = std::vector<std::uint8_t>;
 
-// Inputs that the parser accepts, to start from.
+// Inputs that the parser accepts, as seeds.
 std::vector<FuzzInput> fuzz_seeds();
 
-// What must hold for every input; ends the process otherwise, which a fuzzer notices.
+// Checks the properties that must hold for every input. Aborts the process otherwise, which a
+// fuzzer detects.
 inline void must(bool holds, const char* what) {
   if (!holds) {
     std::fprintf(stderr, "must hold: %s\n", what);
@@ -41,7 +42,7 @@ void append(FuzzInput& input, const Value& value) {
   input.insert(input.end(), bytes, bytes + sizeof(value));
 }
 
-// The bytes of an input, one value after the other; zeros behind its end.
+// The bytes of an input, one value after the other; zeros after its end.
 class FuzzReader {
  public:
   FuzzReader(const std::uint8_t* data, std::size_t size) : data_(data), left_(size) {}

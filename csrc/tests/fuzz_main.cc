@@ -21,7 +21,7 @@ std::size_t below(Random& random, std::size_t limit) {
   return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random);
 }
 
-// Numbers at which lengths and counts go wrong.
+// Numbers at which lengths and counts often fail.
 std::uint64_t interesting(Random& random) {
   constexpr std::uint64_t kValues[] = {0,          1,       2,      7,           8,
                                        63,         64,      127,    128,         255,
@@ -72,7 +72,8 @@ void change(FuzzInput& input, const FuzzInput& other, Random& random) {
 }
 
 void run(const FuzzInput& input) {
-  // A copy of its exact size on the heap, so that a sanitizer notices a byte too many.
+  // Uses a copy of exactly this size on the heap, so that a sanitizer detects every access past its
+  // end.
   const FuzzInput exact(input.begin(), input.end());
   LLVMFuzzerTestOneInput(exact.data(), exact.size());
 }

@@ -1,6 +1,6 @@
-// Fuzzer of the records that open links and channels: each parser is given the same bytes. Parts:
-// csrc/common/hello.cc csrc/tcp/frame.cc csrc/rdma/wire.cc csrc/common/message.cc; needs neither
-// the library of verbs nor a device.
+// Fuzzer of the records that open links and channels. Every parser gets the same bytes. Parts:
+// csrc/common/hello.cc csrc/tcp/frame.cc csrc/rdma/wire.cc csrc/common/message.cc. Needs neither
+// the verbs library nor a device.
 #include <algorithm>
 #include <functional>
 #include <optional>
@@ -57,7 +57,7 @@ void fuzz_hello(const std::uint8_t* data, std::size_t size) {
        "the same after encoding it again");
 }
 
-// Runs a parser that may refuse what it is given.
+// Runs a parser that may reject its input.
 void attempt(const std::function<void()>& parse) {
   try {
     parse();

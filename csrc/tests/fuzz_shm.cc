@@ -1,5 +1,5 @@
-// Fuzzer of what a shared-memory channel reads out of the memory that its peer writes, and so of
-// check_message() and of the assembler of pieces, which all channels use. Parts:
+// Fuzzer of the reads of a shared-memory channel from the memory that its peer writes. It also
+// covers check_message() and the assembler of pieces, which all channels use. Parts:
 // csrc/shm/incoming.cc csrc/common/{assembler,completions,copy,message}.cc
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -40,7 +40,7 @@ constexpr std::uint64_t kJob = 3;
 constexpr std::uint64_t kLimitBytes = 10'000;
 constexpr std::size_t kSlotBytes = 1024;
 
-// One entry of an input. `number` is that of the entry, unless `off_by` says otherwise.
+// One entry of an input. `number` is the entry's number, unless `off_by` changes it.
 struct Wire {
   Message message;
   std::uint32_t slot;
@@ -59,7 +59,7 @@ Offer layout() {
   return layout;
 }
 
-// A mapping that the fuzzer writes to and one that the channel reads from.
+// Two mappings: the fuzzer writes to the first, and the channel reads from the second.
 struct Memory {
   explicit Memory(std::size_t size_bytes) : fd(::memfd_create("fuzz", MFD_CLOEXEC)) {
     must(fd && ::ftruncate(fd.get(), static_cast<off_t>(size_bytes)) == 0, "memory");
@@ -71,7 +71,7 @@ struct Memory {
   MappedRegion theirs;
 };
 
-// What those who act upon a message rely on.
+// Checks the properties that receivers of the message rely on.
 void check_accepted(const Message& message) {
   must(message.dimensions <= adaptive::kMaxDimensions, "few enough dimensions");
   const std::size_t element_bytes = adaptive::element_bytes(message.dtype);
@@ -81,14 +81,14 @@ void check_accepted(const Message& message) {
   for (int i = 0; i < message.dimensions; ++i) {
     must(message.shape[i] >= 0, "sizes that can be");
     empty = empty || message.shape[i] == 0;
-    // Up to 2^64 each; saturated, so that seven of them cannot overflow.
+    // Each size is at most 2^64. The product is limited, so that seven sizes cannot overflow it.
     nbytes = std::min<unsigned __int128>(nbytes, ~std::uint64_t{0}) *
              static_cast<std::uint64_t>(message.shape[i]);
   }
   must(message.nbytes == (empty ? 0 : nbytes), "a shape of so many bytes");
 }
 
-// Takes what was found; false after a failure.
+// Takes the items that were found. Returns false after a failure.
 bool take_all(Completions& completions) {
   while (std::optional<Item> item = completions.poll()) {
     if (std::holds_alternative<Failure>(*item)) {
@@ -99,8 +99,8 @@ bool take_all(Completions& completions) {
     must(arrival.message.nbytes <= std::max<std::uint64_t>(kLimitBytes, kSlotBytes),
          "a payload within the limit");
     check_accepted(arrival.message);
-    // Of what is in every slot, also where it was put together; readable and writable to its last
-    // byte, as a sanitizer or the kernel will say.
+    // The bytes of all slots, including assembled messages, must be readable and writable to the
+    // last byte; a sanitizer or the kernel reports errors.
     std::byte* const data = arrival.payload.data();
     must(std::all_of(data, data + arrival.payload.size_bytes(),
                      [](std::byte byte) { return byte == std::byte{1}; }),

@@ -1,8 +1,7 @@
-// Fuzzer of the frames that come over a TCP channel. Parts:
-// csrc/tcp/frame.cc csrc/common/message.cc
+// Fuzzer of the frames of a TCP channel. Parts: csrc/tcp/frame.cc csrc/common/message.cc
 //
-// The same bytes are given to two decoders, to one as a whole and to the other in portions of sizes
-// that the input chooses: both must come to the same.
+// Two decoders get the same bytes, the first all at once and the second in portions of sizes that
+// the input determines. Both must have the same result.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -25,7 +24,7 @@ using adaptive::testing::must;
 constexpr std::uint64_t kJob = 3;
 constexpr std::uint64_t kLimitBytes = 100'000;
 
-// Writes down what it is told.
+// Records all calls.
 class Log final : public adaptive::tcp::FrameSink {
  public:
   std::byte* begin(const Message& message) override {
@@ -52,7 +51,7 @@ class Log final : public adaptive::tcp::FrameSink {
   std::unique_ptr<std::byte[]> memory_;
 };
 
-// Gives all bytes to a decoder, `portion(room)` at a time, as recvmsg() would.
+// Passes all bytes to a decoder, `portion(room)` at a time, like recvmsg().
 template <typename Portion>
 std::string decode(const std::uint8_t* data, std::size_t size, const Portion& portion) {
   FrameDecoder decoder(kJob, kLimitBytes, 0);

@@ -1,5 +1,5 @@
-// A GPU in tests of channels: the stand-in driver, a stream that computes, and messages made and
-// read on it.
+// A GPU in tests of channels: the stand-in driver, a stream that computes, and messages that are
+// created and read on this stream.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@
 
 namespace adaptive::testing {
 
-// Where the stand-in is; see tests/cpp_tests.py.
+// Path of the stand-in driver; see tests/cpp_tests.py.
 inline std::string driver_library() {
   const char* const path = std::getenv("STANDIN_CUDA_LIBRARY");
   check(path != nullptr, "STANDIN_CUDA_LIBRARY in the environment");
@@ -36,8 +36,8 @@ inline std::string text_of(const Sender& sender, const std::string& name) {
 
 class Gpu {
  public:
-  // What is sent: memory of the device, and what is copied there. As that of torch, it is not used
-  // for anything else before what makes it is done.
+  // Sent data: the device memory, and the bytes that are copied to it. As in torch, the memory is
+  // not reused before the work that fills it has finished.
   struct Payload {
     Payload() = default;
     Payload(const Payload&) = delete;
@@ -60,7 +60,7 @@ class Gpu {
 
   void* stream() const { return stream_.get(); }
 
-  // Sends a pattern that the stream has yet to make.
+  // Sends a pattern that the stream has not computed yet.
   void send(Sender& sender, std::size_t size, int number) {
     auto payload = std::make_shared<Payload>();
     payload->bytes = pattern(size, static_cast<unsigned>(number));
@@ -78,7 +78,7 @@ class Gpu {
                       keeping_any(&owner));
   }
 
-  // Sends a pattern in the host's memory, in its turn.
+  // Sends a pattern in host memory, in order with the other messages.
   void send_from_host(Sender& sender, std::size_t size, int number) {
     auto bytes = std::make_shared<Bytes>(pattern(size, static_cast<unsigned>(number)));
     const void* const data = bytes->data();
@@ -86,7 +86,7 @@ class Gpu {
     sender.send_after(message_of(size, number), data, false, stream(), keeping_any(&owner));
   }
 
-  // Starts reading what arrived and lets go of it at once; check_all() looks at the bytes.
+  // Starts reading an arrival and returns it at once. check_all() checks the bytes.
   void read(Arrival arrival, std::size_t size, int number) {
     check(arrival.message.microbatch == number && arrival.message.nbytes == size,
           "message " + std::to_string(number) + ", not " + describe(arrival.message));

@@ -1,5 +1,5 @@
-// Channels with a peer that writes nonsense, into shared memory or a socket: a failure that names
-// it, and nothing worse. What any message has to keep is tested in message_test.cc.
+// Channels with a peer that writes invalid data into shared memory or a socket. The only effect
+// must be a failure with the peer's name. Rules for single messages are tested in message_test.cc.
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -22,7 +22,7 @@ namespace {
 
 using Change = std::function<void(Message&)>;
 
-// What a peer may send as its message of that number.
+// A valid message of a peer, with this number.
 Message sound_message(std::uint64_t sequence, std::size_t size = 100, const Change& change = {}) {
   Message message = message_of(size, static_cast<int>(sequence));
   message.job = kJob;
@@ -34,7 +34,7 @@ Message sound_message(std::uint64_t sequence, std::size_t size = 100, const Chan
   return message;
 }
 
-// ---- Shared memory: the peer is this test, makes the memory, and may write anything to it
+// ---- Shared memory: the test is the peer, which creates the memory and may write anything
 
 class FakePeer {
  public:
@@ -42,7 +42,7 @@ class FakePeer {
     offer_ = link_.recv_record(4096, 5, patient(), {});
   }
 
-  // Offers memory of the peer's own layout, after `change` had its way with the description.
+  // Offers memory with the peer's own layout, after `change` has modified the description.
   void offer(const std::function<void(std::vector<std::uint8_t>&)>& change = {}) {
     const std::size_t entries = shm::entries_for(4);
     control_ = make_segment(shm::control_bytes(entries), "control", patient(), {});
@@ -66,7 +66,7 @@ class FakePeer {
     return reinterpret_cast<shm::Entry*>(control_.region.data() + sizeof(shm::Control));
   }
   shm::Control* control() { return reinterpret_cast<shm::Control*>(control_.region.data()); }
-  // The memory that the other end made.
+  // The memory that the other end created.
   shm::Control* their_control() {
     if (theirs_.data() == nullptr) {
       theirs_ = MappedRegion::shared(offer_.fds[0].get(), sizeof(shm::Control));
@@ -92,7 +92,7 @@ class FakePeer {
   Bell bell_;
 };
 
-// A real end at rank 1 whose peer is fake.
+// A real end with rank 1 whose peer is a fake.
 struct ShmVictim {
   explicit ShmVictim(const std::function<void(FakePeer&)>& greet = greet_well) {
     ShmOptions options;
@@ -112,7 +112,7 @@ struct ShmVictim {
       try {
         fake = std::make_unique<FakePeer>(std::move(ends.far));
         greet(*fake);
-      } catch (const Error&) {  // the other end says more
+      } catch (const Error&) {  // the other end's error has more details
         fake.reset();
       }
     }
@@ -167,7 +167,7 @@ TEST(a_half_message_that_ends_is_a_failure) {
   check_contains(take_failure(victim.end).text, "was due");
 }
 
-// Returned slots that were never out, and any other value of the words that both write.
+// Returned slots that were never sent, and all other values of the words that both ends write.
 TEST(foreign_returns_free_nothing) {
   ShmVictim victim;
   auto reserved = victim.end.sender->reserve(10);
@@ -176,7 +176,7 @@ TEST(foreign_returns_free_nothing) {
   }
   send_pattern(*victim.end.sender, 10, 3);
   check(victim.end.sender->pending() == 1, "no free slot");
-  victim.fake->their_control()->returns.returned.store(1);  // the reserved one
+  victim.fake->their_control()->returns.returned.store(1);  // the reserved slot
   check(!victim.end.sender->flush(soon()), "the reserved slot is not given to others");
   victim.fake->their_control()->returns.returned.store(~std::uint64_t{0});
   check(victim.end.sender->flush(patient()), "those that were out are free");
@@ -190,7 +190,7 @@ TEST(shm_offers_that_do_not_fit) {
       {16, 0},                  // slot_bytes
       {16, 5000},               // above the stride
       {24, ~std::uint64_t{0}},  // stride
-      {24, 4096 * 2},           // more than the memory holds
+      {24, 4096 * 2},           // larger than the memory
       {32, 1000},               // entries
       {40, 64},                 // control_bytes
       {40, 1ULL << 50},         // more than the entries need
@@ -248,7 +248,8 @@ struct Frames {
   std::vector<std::byte> bytes;
 };
 
-// A real end at rank 1 whose peer sends these bytes as its options, and then what a test likes.
+// A real end with rank 1 whose peer sends these bytes as its options, and then bytes that a test
+// chooses.
 struct TcpVictim {
   explicit TcpVictim(const TcpOptions& options = {},
                      const std::vector<std::uint8_t>& offer = tcp::encode_offer(good_offer())) {
@@ -268,14 +269,14 @@ struct TcpVictim {
   End end;
 };
 
-// What a channel says to these bytes.
+// Returns the channel's error for these bytes.
 Failure said_to(const Frames& frames) {
   TcpOptions options;
   options.slots = 2;
   options.limit_bytes = 1 << 20;
   TcpVictim victim(options);
   victim.hear(frames);
-  std::vector<Arrival> held;  // no slot is given back
+  std::vector<Arrival> held;  // no slot is returned
   for (;;) {
     Item item = take(victim.end);
     if (auto* failure = std::get_if<Failure>(&item)) {
@@ -300,8 +301,8 @@ TEST(broken_frames_are_refused) {
   refused(Frames().frame(static_cast<FrameType>(9), 0, 0), "unknown type 9");
   refused(Frames().frame(FrameType::kControl, 0, 1), "a piece of 1 bytes");
   refused(start(0x7fffffff), "a piece of 2147483647 bytes");
-  refused(Frames().frame(FrameType::kControl, 1, 0), "gave 1 slots back where 0 were in use");
-  refused(Frames().frame(FrameType::kControl, 0xffff'ffff, 0), "slots back");
+  refused(Frames().frame(FrameType::kControl, 1, 0), "returned 1 slots where 0 were in use");
+  refused(Frames().frame(FrameType::kControl, 0xffff'ffff, 0), "slots where 0 were in use");
   refused(Frames().frame(FrameType::kMore, 0, 5).fill(5), "where 0 were due");
   refused(start(10).message(10, 1), "where message 0 was due");
   refused(start(11).message(10, 0), "a first piece of 11 bytes");

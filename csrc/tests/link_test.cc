@@ -71,16 +71,16 @@ TEST(a_wrong_number_of_descriptors_is_refused) {
   refused({}, 1, "0 descriptors came where 1 were due");
   refused({memory.get()}, 0, "1 descriptors came where 0 were due");
   refused({memory.get(), memory.get()}, 1, "2 descriptors came where 1 were due");
-  // A header that lies about what comes with it.
+  // A header with wrong numbers of bytes and descriptors.
   Ends ends = link_up(Kind::kUnix);
   const adaptive::RecordHeader header = adaptive::encode_record_header(0, 1);
   adaptive::send_all(ends.far.fd(), header.data(), header.size(), {memory.get(), memory.get()},
                      patient(), kNoTick, "test");
   check_throws<Error>([&] { ends.near.recv_record(0, 1, patient(), kNoTick); },
-                      "with 2 descriptors instead of 1");
+                      "has 2 descriptors instead of 1");
   check_throws<std::invalid_argument>(
       [&] { link_up(Kind::kTcp4).near.send_record({}, {memory.get()}, patient(), kNoTick); },
-      "unix links only");
+      "only unix links");
 }
 
 TEST_OF_LINKS(broken_records_are_refused) {
@@ -103,7 +103,7 @@ TEST_OF_LINKS(broken_records_are_refused) {
         ends.far = Link();
       },
       "closed");
-  refused([&](Ends& ends) { say(ends, "GET / HTTP/1.0\r\n"); }, "something else than a record");
+  refused([&](Ends& ends) { say(ends, "GET / HTTP/1.0\r\n"); }, "did not send a record");
   Ends ends = link_up(kind);
   ends.near = Link();
   check_throws<Error>(
@@ -121,7 +121,7 @@ TEST_OF_LINKS(waits_have_deadlines) {
   const ScopedFd silent = stranger(listener.address());
   check_throws<DeadlineError>([&] { listener.accept(0, "test", soon(), kNoTick); },
                               listener.address());
-  // Its queue takes the connection, but nobody answers.
+  // The listener's queue takes the connection, but no process answers.
   check_throws<DeadlineError>([&] { connect(listener.address(), rank(0), 1, soon()); },
                               "did not answer");
   const std::string gone = listen(kind, rank(1)).address();
@@ -144,7 +144,7 @@ TEST_OF_LINKS(waits_have_deadlines) {
   Ends ends = link_up(kind);
   check_throws<DeadlineError>([&] { ends.near.recv_record(1, 0, soon(), kNoTick); }, "rank 0");
   check_throws<DeadlineError>([&] { ends.near.send_record(Bytes(64 << 20), {}, soon(), kNoTick); },
-                              "took no record");
+                              "did not accept a record");
 }
 
 TEST(connecting_waits_for_the_listener) {
@@ -153,7 +153,7 @@ TEST(connecting_waits_for_the_listener) {
   check(::bind(taken.get(), any.get(), any.length()) == 0, "a port");
   const int port = host_and_port(SocketAddress::local_of(taken.get()).text()).second;
   std::atomic<bool> connected{false};
-  Link far;  // what ends before it is accepted does not count
+  Link far;  // a connection that is closed before it is accepted is ignored
   Joined thread([&] {
     far = connect_tcp("127.0.0.1", port, rank(0), 1, patient(), kNoTick);
     connected = true;
@@ -173,16 +173,17 @@ TEST_OF_LINKS(strangers_are_refused_and_block_nobody) {
   const std::string address = listener.address();
   std::vector<ScopedFd> strangers;
   for (int i = 0; i < 20; ++i) {
-    strangers.push_back(stranger(address));  // says nothing
+    strangers.push_back(stranger(address));  // sends nothing
     strangers.push_back(stranger(address));
-    write_to(strangers.back(), Bytes(static_cast<std::size_t>(i) + 1, 0x55));  // garbage
+    // sends invalid bytes
+    write_to(strangers.back(), Bytes(static_cast<std::size_t>(i) + 1, 0x55));
     strangers.push_back(stranger(address));
     Bytes half = hello_bytes(rank(0), 1);
     half.resize(static_cast<std::size_t>(i) + 1);
     write_to(strangers.back(), half);
     strangers.push_back(stranger(address));
     write_to(strangers.back(), Bytes(500, 0x55));
-    stranger(address);  // gone again
+    stranger(address);  // closed immediately
   }
   std::string refusal;
   Link far;
@@ -236,7 +237,7 @@ TEST(the_listening_process_is_checked_too) {
     });
     check_throws<Error>([&] { connect(address, rank(0), 1); }, words);
   };
-  answered_by(Bytes(adaptive::kHelloBytes, 0x41), "is not a process of this package");
+  answered_by(Bytes(adaptive::kHelloBytes, 0x41), "does not run this package");
   answered_by(hello_bytes(rank(1, 8), 0), "belongs to another job");
   answered_by(hello_bytes(rank(2), 0), "is not rank 1");
   answered_by(hello_bytes(rank(1), 3), "is not rank 1");

@@ -1,4 +1,4 @@
-// Tests of the watch over a link.
+// Tests of LinkWatch.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -17,7 +17,7 @@
 namespace adaptive::testing {
 namespace {
 
-// Collects what a watch says.
+// Collects the calls of a LinkWatch.
 class Losses {
  public:
   std::function<void(const std::string&)> listener() {
@@ -43,7 +43,7 @@ class Losses {
   std::vector<std::string> reasons_;
 };
 
-// A peer in another process, linked with this one.
+// A peer in another process, connected with this process by a link.
 struct Peer {
   Peer(Kind kind, const std::function<void(Link)>& body) : listener(listen(kind, rank(1))) {
     child = std::make_unique<Child>([&] { body(connect(listener.address(), rank(0), 1)); });
@@ -60,8 +60,8 @@ void sleep_for_ever(Link) {
   }
 }
 
-// Loaders of data are such children: they outlive their parent. `fork` makes one, with or without
-// what fork() does besides.
+// Data loaders are such children: they may outlive their parent. `fork` creates the child, with or
+// without the additional work of fork().
 void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const std::string& words) {
   int raw[2];
   check(::pipe2(raw, O_CLOEXEC) == 0, "a pipe");
@@ -70,7 +70,7 @@ void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const s
   Peer peer(kind, [&](Link link) {
     if (fork() == 0) {
       write_end.reset();
-      char byte = 0;  // until the test is over
+      char byte = 0;  // the read below ends with the test
       [[maybe_unused]] const ssize_t got = ::read(read_end.get(), &byte, 1);
       ::_exit(0);
     }
@@ -85,7 +85,7 @@ void lose_parent_of_child(Kind kind, const std::function<pid_t()>& fork, const s
 }
 
 TEST(a_child_of_a_killed_peer_does_not_hide_its_end) {
-  // The child has the unix socket, too: only the end of the process shows.
+  // The child also has the unix socket, so only the process's exit shows the loss.
   const auto clone = [] { return static_cast<pid_t>(::syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)); };
   lose_parent_of_child(Kind::kUnix, clone, "its process ended");
   lose_parent_of_child(Kind::kTcp4, ::fork, "closed without a goodbye");
@@ -183,7 +183,7 @@ TEST(a_forked_child_does_not_disturb) {
   ::usleep(20000);
   check(losses.count() == 0, "no loss");
   far.reset();
-  // A goodbye of the child would have made this end an orderly one.
+  // A goodbye from the child would have made the end look regular.
   check_contains(losses.only(), "closed without a goodbye");
 }
 

@@ -1,4 +1,4 @@
-// What the tests of links and of the watch over them share.
+// Shared helpers of the tests of links and LinkWatch.
 #pragma once
 
 #include <sys/socket.h>
@@ -35,7 +35,7 @@ inline Identity rank(int number, std::uint8_t job = 7) {
   return identity;
 }
 
-// Where a listener listens, and how to get there.
+// A listener's address, and how to connect to it.
 enum class Kind { kUnix, kTcp4, kTcp6 };
 
 inline Listener listen(Kind kind, const Identity& self) {
@@ -79,7 +79,7 @@ inline Ends link_up(Kind kind) {
   return ends;
 }
 
-// A plain client of the listener, which may say anything.
+// A simple client of the listener, which may send anything.
 inline ScopedFd stranger(const std::string& address) {
   SocketAddress where =
       address.front() == '@'

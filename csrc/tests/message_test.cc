@@ -1,4 +1,4 @@
-// Tests of what every message has to keep, of checksums, and of messages in pieces.
+// Tests of the rules for messages, of checksums, and of messages in several pieces.
 #include "common/message.h"
 
 #include <algorithm>

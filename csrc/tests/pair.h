@@ -1,4 +1,4 @@
-// Two ends of a channel, as two threads of this process or as two processes.
+// Two ends of a channel, in two threads of this process or in two processes.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ inline Session make_session(int rank, unsigned local_processes = 2) {
   return session;
 }
 
-// One process's end; `sender` goes first.
+// One process's end; `sender` is destroyed first.
 struct End {
   Session session;
   std::unique_ptr<Sender> sender;
@@ -54,7 +54,7 @@ inline End open_end(int number, Listener* listener, const std::string& address, 
   return end;
 }
 
-// Both ends in this process. Throws what either threw.
+// Opens both ends in this process. Throws the error of either end.
 inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high,
                                      Kind kind = Kind::kUnix) {
   Listener listener = listen(kind, rank(1));
@@ -82,8 +82,8 @@ inline std::pair<End, End> open_pair(const Open& open_low, const Open& open_high
   return ends;
 }
 
-// Runs the two ends in children of their own, which share nothing but the listener's address.
-// Returns when the channels are open.
+// Runs the two ends in separate child processes, which only share the listener's address. Returns
+// when the channels are open.
 class Processes {
  public:
   using Body = std::function<void(End&)>;
@@ -126,10 +126,10 @@ class Processes {
   std::unique_ptr<Child> high;
 };
 
-// ---- Messages of bytes that can be recognized
+// ---- Messages with recognizable bytes
 
-// Copied block by block from one wheel: emulated processors take long to compute each byte, above
-// all under a sanitizer.
+// Copied in blocks from a prepared pattern, because emulated processors take long to compute every
+// byte, especially with a sanitizer.
 inline Bytes pattern(std::size_t size, unsigned seed) {
   constexpr std::size_t kBlock = 4096;
   constexpr std::size_t kPlaces = 65521;
@@ -164,7 +164,7 @@ inline Message message_of(std::size_t size, int microbatch) {
   return message;
 }
 
-// Keeps the memory of vectors that are sent.
+// Keeps the memory of sent vectors alive.
 inline Keeper keeping(std::shared_ptr<Bytes>* bytes) {
   return {[](void* context) -> std::shared_ptr<void> {
             return *static_cast<std::shared_ptr<Bytes>*>(context);

@@ -1,6 +1,6 @@
-// What a channel over real verbs does besides the contract of channel_test.cc: options of its own,
-// and when slots return. Run as two ranks by tests/labs/rdma_lab; see tests/cpp_tests.py for the
-// build. With an argument, only tests whose name contains it.
+// Tests of a channel over real verbs that are not in channel_test.cc: its options, and when slots
+// are returned. Run as two ranks by tests/labs/rdma_lab; see tests/cpp_tests.py for the build. With
+// an argument, only tests whose name contains it are run.
 #include <deque>
 #include <optional>
 #include <random>
@@ -13,7 +13,7 @@ namespace {
 using namespace adaptive;           // NOLINT: a test
 using namespace adaptive::testing;  // NOLINT
 
-// Sizes around those of slots and of writes, and others at random.
+// Sizes near the sizes of slots and writes, and random sizes.
 std::vector<std::size_t> sizes_for(std::size_t slot_bytes, std::size_t count) {
   std::vector<std::size_t> sizes{0,
                                  1,
@@ -35,7 +35,8 @@ std::vector<std::size_t> sizes_for(std::size_t slot_bytes, std::size_t count) {
 }
 
 void both_directions_at_once(Lab& lab, RdmaOptions options, std::size_t count) {
-  options.ack_timeout = 18;  // 1.1 s: a node acknowledges when its one processor has time
+  // 1.1 s, because a node acknowledges only when its single processor is free
+  options.ack_timeout = 18;
   End end = lab.open(options);
   const auto sizes = sizes_for(options.slot_bytes, count);
   std::size_t sent = 0;
@@ -73,7 +74,7 @@ void different_options_are_refused(Lab& lab) {
   lab.meet();
 }
 
-// The sender's processor moves messages on while the receiver does not look for any.
+// The sender's processor sends waiting messages while the receiver does not poll.
 void returned_slots_reach_the_sender_while_the_receiver_computes(Lab& lab) {
   const int slots = 4;
   End end = lab.open(small_slots(slots));
@@ -100,8 +101,8 @@ void returned_slots_reach_the_sender_while_the_receiver_computes(Lab& lab) {
   lab.meet();
 }
 
-// All slots but one are reserved: what the peer may think is under way never comes to it, and
-// nothing but a word of its own says that this end is short of slots.
+// All slots except one are reserved. The peer waits for messages that never arrive, and only a
+// control word tells it that this end lacks slots.
 void one_slot_carries_a_stream(Lab& lab, unsigned slots) {
   End end = lab.open(small_slots(slots));
   constexpr int kCount = 100;
@@ -132,7 +133,8 @@ void one_slot_carries_a_stream(Lab& lab, unsigned slots) {
   lab.meet();
 }
 
-// The last return that the peer can make brings the last message, though it is no quarter of all.
+// The peer's last return triggers the last message, although it is less than a quarter of the
+// slots.
 void a_full_receiver_returns_each_slot_at_once(Lab& lab) {
   constexpr int kSlots = 32;
   End end = lab.open(small_slots(kSlots));

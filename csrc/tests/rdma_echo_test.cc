@@ -1,5 +1,5 @@
-// Rank 0 against a peer that sends everything back, such as tests/labs/pyverbs_peer.py, which was
-// written from the description of the wire protocol. Built as rdma_channel_test.cc.
+// Tests rank 0 with a peer that sends everything back, such as tests/labs/pyverbs_peer.py, which
+// was written from the description of the wire protocol. Built like rdma_channel_test.cc.
 //
 //   rdma_echo_test [PORT=21001] [SLOTS=8] [SLOT_BYTES=8192]
 #include <random>
@@ -34,7 +34,7 @@ void everything_comes_back(int port, const RdmaOptions& options) {
     check_arrival(take_arrival(end), sizes[received], static_cast<int>(received));
   }
   close(end);
-  // Its end, its leaving and the end of its link are no failures.
+  // The peer's end of the channel, its exit and the end of its link are not failures.
   check(nothing_comes(end, 300), "nothing more");
 }
 

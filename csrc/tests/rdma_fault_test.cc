@@ -1,5 +1,5 @@
-// What a channel over real verbs says when its peer dies, the network fails, or the peer does not
-// keep to the protocol. Run as two ranks by tests/labs/rdma_lab; built as rdma_channel_test.cc.
+// Tests of the errors of a channel over real verbs if its peer dies, the network fails, or the peer
+// breaks the protocol. Run as two ranks by tests/labs/rdma_lab; built like rdma_channel_test.cc.
 #include <arpa/inet.h>
 #include <linux/capability.h>
 #include <sys/resource.h>
@@ -26,7 +26,7 @@ double since_s(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Runs a command of the node, as root.
+// Runs a command on the node as root.
 void shell(const std::string& command) {
   check(std::system(command.c_str()) == 0, "'" + command + "' to work");
 }
@@ -55,7 +55,7 @@ void live_until_killed(const Lab& lab, int port, Doing doing) {
   }
 }
 
-// Goes on until the failure comes; returns it.
+// Continues until the failure, and returns it.
 Failure work_until_failure(End& end, Doing peer_is) {
   int received = 0;
   for (int i = 0;;) {
@@ -93,7 +93,7 @@ void a_killed_peer_is_lost_at_once(Lab& lab, Doing peer_is, int after_ms) {
     End end = lab.open(port, small_slots());
     auto failed = std::make_shared<Clock::time_point>();
     Failure failure;
-    // Meanwhile the other rank's parent kills; both meet right before and after.
+    // Meanwhile the other rank's parent kills it. Both ranks synchronize right before and after.
     std::thread work([&] {
       failure = work_until_failure(end, peer_is);
       *failed = Clock::now();
@@ -127,8 +127,9 @@ struct Netem {
   }
 };
 
-// While messages go from rank 0 to rank 1, or while all wait. Both cut what they send until both
-// must have noticed: what one sends once it has is heard by the other, who would wait in vain.
+// Cuts the network while rank 0 sends messages to rank 1, or while all wait. Both ranks block their
+// outgoing packets until both must have noticed. Otherwise a rank that noticed could tell the other
+// rank, which should notice the failure itself.
 void a_cut_link_is_a_loss_within_its_time(Lab& lab, bool sending) {
   RdmaOptions options = small_slots();
   options.silent_limit = sending ? milliseconds(30'000) : milliseconds(2'000);
@@ -185,9 +186,9 @@ void lost_packets_are_repeated(Lab& lab, std::size_t slot_bytes, int count) {
   lab.meet();
 }
 
-// ---- A peer that does not keep to the protocol
+// ---- A peer that breaks the protocol
 
-// Speaks the wire protocol by hand, and wrongly where told.
+// Follows the wire protocol without a channel, with errors where a test wants them.
 class RawPeer {
  public:
   RawPeer(const Lab& lab, int port, const RdmaOptions& options, bool wrong_key, bool no_receives)
@@ -237,7 +238,7 @@ class RawPeer {
                        lab.peer());
   }
 
-  // Writes a message of `nbytes` zero bytes to a slot, with any immediate.
+  // Writes a message of `nbytes` zero bytes into a slot, with any immediate value.
   void write(const Message& message, unsigned slot, std::uint32_t immediate) {
     std::memcpy(arena_->data(), &message, sizeof(message));
     post(out_.get(), arena_->address(), arena_->local_key(),
@@ -282,7 +283,7 @@ class RawPeer {
   rdma::EndpointRecord theirs_;
 };
 
-// Rank 0 has a real end, rank 1 misbehaves; rank 0 must name it.
+// Rank 0 has a real end, and rank 1 breaks the protocol. Rank 0's error must name rank 1.
 void misbehaviour_is_named(Lab& lab, const std::string& words, bool wrong_key, bool no_receives,
                            const std::function<void(End&)>& ours,
                            const std::function<void(RawPeer&)>& theirs) {
@@ -341,7 +342,7 @@ void wrong_writes_are_named(Lab& lab) {
   });
 }
 
-// Its last word over the device is lost: the goodbye over the link has to do.
+// The peer's last control word is lost, so the goodbye over the link must be enough.
 void a_goodbye_is_enough(Lab& lab, bool closes_first) {
   const int port = lab.next_port();
   if (lab.rank() == 1) {
@@ -355,7 +356,7 @@ void a_goodbye_is_enough(Lab& lab, bool closes_first) {
   } else {
     End end = lab.open(port, small_slots());
     if (closes_first) {
-      lab.meet();  // it has left, and takes nothing any more
+      lab.meet();  // the peer has closed and takes no more messages
       close(end);
       check(!end.session.completions->wait(soon(1500)).has_value(), "no failure");
     } else {
@@ -442,7 +443,7 @@ int main(int argc, char** argv) {
         [](End& end) { send_pattern(*end.sender, 10, 0); }, [](RawPeer&) {});
   });
   test("credits for nothing", [&] {
-    // With nothing under way, the next send is the first to look.
+    // Without messages in flight, the next send is the first call that checks.
     const auto send_until_refused = [](End& end) {
       try {
         for (int i = 0; i < 1000; ++i) {

@@ -1,6 +1,6 @@
-// What the RDMA tests share: the two processes that run each of them, on two nodes or on one.
-// Started by tests/labs/rdma_lab, which sets RANK and LAB_ADDRS; ranks go through the tests in
-// step. Ends and messages are those of pair.h.
+// Shared helpers of the RDMA tests: the two processes that run each test, on two nodes or on one.
+// Started by tests/labs/rdma_lab, which sets RANK and LAB_ADDRS. The ranks run the same tests at
+// the same time. Ends and messages are as in pair.h.
 #pragma once
 
 #include <cstdlib>
@@ -28,7 +28,8 @@ class Lab {
   Lab() : rank_(std::stoi(variable("RANK"))) {
     const std::string list = variable("LAB_ADDRS");
     first_address_ = list.substr(0, list.find(','));
-    const char* first_port = std::getenv("LAB_FIRST_PORT");  // where several run one after another
+    // if several programs run one after another
+    const char* first_port = std::getenv("LAB_FIRST_PORT");
     port_ = first_port == nullptr ? 21000 : std::stoi(first_port);
     control_ = link(next_port());
   }
@@ -51,13 +52,13 @@ class Lab {
   // One end of a new channel; both ranks open it with the same port.
   End open(int port, const RdmaOptions& options) const {
     End end;
-    end.session = make_session(rank_, 1);  // alone on its node: waits spin longer
+    end.session = make_session(rank_, 1);  // alone on its node, so waits spin longer
     end.sender = open_rdma(end.session, link(port), options, patient(), kNoTick);
     return end;
   }
   End open(const RdmaOptions& options) { return open(next_port(), options); }
 
-  // Gives the other rank a text and returns its own; both call it.
+  // Sends a text to the other rank and returns the other rank's text. Both ranks must call it.
   std::string exchange(const std::string& text) {
     control_.send_record({text.begin(), text.end()}, {}, patient(), kNoTick);
     const auto answer = control_.recv_record(4096, 0, patient(), kNoTick).bytes;
@@ -72,13 +73,13 @@ class Lab {
   int port_ = 0;
 };
 
-// Both ends close, so that neither waits for the other's last words.
+// Closes both ends, so that neither waits for the other's last messages.
 inline void close(End& end) {
   end.sender->close();
   check(end.sender->flush(patient()), "everything to go out");
 }
 
-// The next failure; drops what arrives before it.
+// Returns the next failure, and drops arrivals before it.
 inline Failure await_failure(End& end) {
   for (;;) {
     Item item = take(end);
@@ -95,8 +96,8 @@ inline RdmaOptions small_slots(unsigned slots = 4) {
   return options;
 }
 
-// Goes through tests of both ranks, those whose name contains the program's argument; ends the
-// program after one that failed on either.
+// Runs the tests whose name contains the program's argument on both ranks. Exits after a test that
+// failed on either rank.
 class LabTests {
  public:
   LabTests(Lab& lab, int argc, char** argv) : lab_(lab), only_(argc > 1 ? argv[1] : "") {}

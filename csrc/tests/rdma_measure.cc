@@ -1,5 +1,5 @@
-// Latency of a channel between two ranks of tests/labs/rdma_lab, to be compared with ib_write_lat;
-// tests/labs/rdma_speed_rank.py runs it. Rank 0 prints one line:
+// Measures the latency of a channel between two ranks of tests/labs/rdma_lab, for a comparison with
+// ib_write_lat. tests/labs/rdma_speed_rank.py runs it. Rank 0 prints one line:
 //
 //   rdma_measure SIZE COUNT SLOTS SLOT_BYTES
 #include <algorithm>
@@ -16,8 +16,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kWarmUp = 50;
 
-// As perftest does: in the lab's virtual machines the clock is a system call, slower than a
-// message.
+// Like perftest. In the lab's virtual machines, reading the clock is a system call, which is slower
+// than a message.
 std::uint64_t ticks() {
 #if defined(__x86_64__)
   return __builtin_ia32_rdtsc();

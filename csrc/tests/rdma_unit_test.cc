@@ -1,5 +1,5 @@
-// Tests of what the RDMA transport decides without hardware: the choice of a port, the records that
-// peers exchange, the words for errors.
+// Tests of the RDMA transport without hardware: the choice of a port, the records that peers
+// exchange, and the texts of errors.
 #include <cstring>
 
 #include "common/error.h"
@@ -148,7 +148,7 @@ TEST(records_survive_the_way) {
           "the same record");
     check(back.lanes[0].gid == record.lanes[0].gid && back.lanes[0].lid == 513, "the same lane");
   }
-  // The places that docs/reference/transport.md gives.
+  // Positions as in docs/reference/transport.md.
   const Bytes bytes = encode(some_record(1));
   check(std::memcmp(bytes.data(), "DRP1\x01\x00\x01\x00\x40\x00\x00\x00", 12) == 0, "the start");
   check(bytes[16] == 0x88 && bytes[64] == 0x00 && bytes[66] == 0xab && bytes[91] == 2 &&
@@ -161,16 +161,16 @@ TEST(foreign_records_are_refused) {
     check_throws<Error>([&] { decode_endpoint(bytes, 3); }, words);
   };
   const Bytes good = encode(some_record(2));
-  refused({}, "no RDMA endpoint of this version");
-  refused(Bytes(good.begin(), good.begin() + 63), "no RDMA endpoint");
+  refused({}, "not an RDMA endpoint of this version");
+  refused(Bytes(good.begin(), good.begin() + 63), "not an RDMA endpoint");
   refused(Bytes(good.begin(), good.end() - 1), "contradicts itself");
   const auto changed = [&](std::size_t at, std::uint8_t value) {
     Bytes bytes = good;
     bytes[at] = value;
     return bytes;
   };
-  refused(changed(0, 0), "no RDMA endpoint");
-  refused(changed(4, 9), "no RDMA endpoint");
+  refused(changed(0, 0), "not an RDMA endpoint");
+  refused(changed(4, 9), "not an RDMA endpoint");
   refused(changed(6, 17), "contradicts itself");  // lanes
   refused(changed(6, 0), "contradicts itself");
   refused(changed(8, 65), "contradicts itself");  // slots
@@ -183,7 +183,7 @@ TEST(foreign_records_are_refused) {
           "rank 3 cannot open an RDMA channel: no device  [31m here");
   check(encode_refusal(std::string(5000, 'x')).size() < 1000, "a refusal that fits");
   decode_ready(encode_ready(), 3);
-  check_throws<Error>([&] { decode_ready(good, 3); }, "is not the word");
+  check_throws<Error>([&] { decode_ready(good, 3); }, "does not confirm");
   check_throws<Error>([] { decode_ready(encode_refusal("why"), 3); }, "why");
 }
 

@@ -88,7 +88,8 @@ TEST(a_descriptor_s_number_may_be_used_again) {
     const Pair first;
     const Pair second;
     std::atomic<bool> done{false};
-    // Both are ready in the same round; whoever is first removes the other, and closes it.
+    // Both are ready in the same round. The first handler removes the other and closes its
+    // descriptor.
     reactor.add(
         first.near.get(), EPOLLOUT,
         [&](std::uint32_t) {
@@ -124,7 +125,7 @@ TEST(a_failing_handler_is_removed_and_its_error_told) {
   eventually([&] { return told == 1; }, "the error");
   ::usleep(5000);
   check(runs == 1, "one run");
-  reactor.modify(pair.near.get(), EPOLLOUT);  // of a descriptor that is gone: nothing
+  reactor.modify(pair.near.get(), EPOLLOUT);  // no effect on a descriptor that was removed
   add();
   eventually([&] { return told == 2; }, "the second error");
   reactor.remove(pair.near.get());

@@ -1,17 +1,18 @@
-// A CUDA driver without a GPU, as a library to be opened in its place: device memory is memory of
-// the host, streams are threads that work through what they were given after random delays, handles
-// are good in other processes. It ends the process that breaks a rule which a real device would
-// only punish now and then: memory used after it was freed or freed while others have it open, and
-// accesses of which no event says that one comes first, whatever the delays made of it.
+// A stand-in CUDA driver, as a library that is opened instead of the real one. Device memory is
+// host memory, streams are threads that execute their work after random delays, and handles are
+// valid in other processes. It aborts a process that breaks a rule for which a real device would
+// fail only occasionally: memory used after it was freed, memory freed while other processes have
+// it open, and accesses that no event puts in order, even if the delays happened to put them in
+// order.
 //
-// Settings, from the environment when a process first calls cuInit():
-//   STANDIN_CUDA_DEVICES       numbers of the GPUs that it sees: "0", "0,1"
-//   STANDIN_CUDA_PEERS=0       no GPU reaches another
+// Settings, read from the environment when a process first calls cuInit():
+//   STANDIN_CUDA_DEVICES       numbers of the visible GPUs: "0", "0,1"
+//   STANDIN_CUDA_PEERS=0       no GPU reaches another GPU
 //   STANDIN_CUDA_FAIL          a call that fails: "cuIpcOpenMemHandle"
 //   STANDIN_CUDA_CORRUPT=1     copies between devices change a byte
-//   STANDIN_CUDA_DELAY_US      longest delay before a stream goes on
-//   STANDIN_CUDA_SAME_PROCESS=1  a process may open what it exported
-//   STANDIN_CUDA_ANY_MEMORY=1  memory of the host passes for a device's
+//   STANDIN_CUDA_DELAY_US      longest delay before a stream continues
+//   STANDIN_CUDA_SAME_PROCESS=1  a process may open objects that it exported
+//   STANDIN_CUDA_ANY_MEMORY=1  host memory counts as device memory
 #include "tests/standin_cuda.h"
 
 #include <condition_variable>
@@ -53,7 +54,7 @@ struct Settings {
   unsigned delay_us = 0;
 };
 
-// Of this process; never destroyed, for its threads go on to the end.
+// One per process. Never destroyed, because its threads run until the process exits.
 struct State {
   std::mutex mutex;
   Settings settings;
@@ -101,9 +102,9 @@ std::byte* pointer(Address address) {
 
 // ---- Streams and events
 
-// Held by its handle and by the streams that it is on.
+// Owned by its handle and by the streams that use it.
 struct Event {
-  SharedEvent own;  // of one that is not for others
+  SharedEvent own;  // used unless the event is exported
   File file;
   SharedEvent* shared = &own;
   bool imported = false;
@@ -161,7 +162,7 @@ class Stream {
     const SpinLock guard(event.lock);
     clock_.join(event.clock);
   }
-  // In two parts, so that another may come in between.
+  // Two steps, so that another access can happen in between.
   void copy(std::byte* to, std::byte* from, std::size_t count, bool to_device, bool from_device) {
     const auto target = to_device ? find(to, count) : nullptr;
     const auto source = from_device ? find(from, count) : nullptr;
@@ -247,7 +248,7 @@ File::Handle read_handle(const Export& exported) {
 
 using namespace standin;
 
-// Questions for an event that was not done yet.
+// Number of queries of an event that was not done yet.
 extern "C" __attribute__((visibility("default"))) unsigned standin_unanswered() {
   return unanswered.load();
 }

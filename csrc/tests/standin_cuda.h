@@ -1,5 +1,5 @@
-// What the stand-in CUDA driver keeps: clocks, memory and events that processes share. The library
-// itself is standin_cuda.cc, which says what it is for.
+// The state of the stand-in CUDA driver: clocks, memory and events that processes share. The
+// library itself is standin_cuda.cc, which describes its purpose.
 #pragma once
 
 #include <fcntl.h>
@@ -33,8 +33,8 @@ constexpr std::uint64_t kMagic = 0x5354'414E'4449'4E31ULL;
   std::abort();
 }
 
-// What each stream of each process has done, as far as its owner knows. What is not ordered by an
-// event may happen at the same time, however it came out.
+// Work that each stream of each process has finished, as far as its owner knows. Work that no event
+// puts in order counts as simultaneous, even if it did not run simultaneously.
 struct Clock {
   struct Part {
     std::uint64_t stream = 0;
@@ -68,11 +68,11 @@ struct Clock {
   }
 };
 
-// Between processes and threads; holders do little.
+// A lock between processes and threads, which is only held briefly.
 class SpinLock {
  public:
   explicit SpinLock(std::atomic<std::uint32_t>& word) : word_(word) {
-    // A process may be killed while it holds it.
+    // A process may be killed while it holds the lock.
     for (int looks = 0; word_.exchange(1, std::memory_order_acquire) != 0 && looks < 10'000;
          ++looks) {
       ::usleep(100);
@@ -91,11 +91,11 @@ struct SharedEvent {
   std::atomic<std::uint32_t> lock{0};
   std::atomic<std::uint64_t> recorded{0};
   std::atomic<std::uint64_t> done{0};
-  Clock clock;  // with `done`
+  Clock clock;  // valid together with `done`
 };
 static_assert(sizeof(SharedEvent) <= kPage, "one page");
 
-// A block of memory, and who used it.
+// A block of memory, and its uses.
 struct Uses {
   std::uint64_t writer = 0, written = 0;
   std::array<Clock::Part, 8> readers{};
@@ -104,11 +104,11 @@ struct Uses {
 struct SharedMemory {
   std::atomic<std::uint32_t> alive{1};
   std::atomic<std::uint32_t> lock{0};
-  std::array<std::atomic<std::int32_t>, 8> openers{};  // processes
+  std::array<std::atomic<std::int32_t>, 8> openers{};  // processes that have it open
 };
 static_assert(sizeof(SharedMemory) <= kPage, "one page");
 
-// An anonymous file that other processes of the user open by its owner's number and descriptor.
+// An anonymous file that the user's other processes open by its owner's process id and descriptor.
 class File {
  public:
   struct Handle {
@@ -126,7 +126,7 @@ class File {
     handle_ = {kMagic, ::getpid(), fd_.get(), size_bytes};
     region_ = MappedRegion::untouched(fd_.get(), size_bytes);
   }
-  // Maps what another process, or this one, made; false where there is none.
+  // Maps a file of another process or of this process. Returns false if there is none.
   static bool open(const Handle& handle, File& file) {
     const std::string path =
         "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.fd);
@@ -144,11 +144,12 @@ class File {
 
  private:
   Handle handle_;
-  ScopedFd fd_;  // of the process that made it
+  ScopedFd fd_;  // belongs to the process that created it
   MappedRegion region_;
 };
 
-// One that has ended is none, though nobody asked for its status yet.
+// Returns whether the process still runs. This is false after its exit, even if its status was not
+// read yet.
 inline bool is_alive(pid_t process) {
   char line[256] = {};
   const ScopedFd fd(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY));
@@ -157,7 +158,7 @@ inline bool is_alive(pid_t process) {
   return found && end != nullptr && end[2] != 'Z' && end[2] != 'X';
 }
 
-// One allocation, in the process that made it or in one that opened it.
+// One allocation, in the process that created it or in a process that opened it.
 class Allocation {
  public:
   Allocation(File file, std::size_t size_bytes, bool imported)
@@ -180,7 +181,7 @@ class Allocation {
     return file_.data() + file_.handle().size_bytes - blocks(size_bytes_) * kPage;
   }
 
-  // The rules of freeing: nobody else has it open.
+  // Checks the rules for freeing: no other process has it open.
   void free() {
     for (const auto& opener : shared().openers) {
       const pid_t process = opener.load();
@@ -192,7 +193,7 @@ class Allocation {
   }
   void close() { find_opener(::getpid()).store(0); }
 
-  // The rules of using: it is there, and all that conflicts came before.
+  // Checks the rules for use: it exists, and all conflicting uses came before.
   void use(std::byte* from, std::size_t count, bool write, std::uint64_t stream, Clock& clock) {
     if (shared().alive.load() == 0) {
       misuse("memory is used after it was freed");

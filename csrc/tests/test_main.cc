@@ -1,4 +1,4 @@
-// Runs the tests that TEST() defined, or those whose names contain the first argument.
+// Runs the tests that TEST() defined, or only those whose names contain the first argument.
 #include "tests/check.h"
 
 int main(int argc, char** argv) {

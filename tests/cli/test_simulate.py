@@ -134,8 +134,11 @@ def test_slices_show_efficiency_and_memory(
         ("--sequence-slices 0", "--sequence-slices"),
         ("--attention-share 1.5", "'1.5' is not a number from 0 to 1"),
         ("--slice-cut equal", "equal-cost"),
-        ("--sequence-slices 8 --cap 0.5 --schedules adaptive", "the least cap is 1"),
-        ("--sequence-slices 8 --schedules 1f1b", "it orders whole microbatches, choose one of"),
+        ("--sequence-slices 8 --cap 0.5 --schedules adaptive", "cap must be at least 1 "),
+        (
+            "--sequence-slices 8 --schedules 1f1b",
+            "does not support slices, got 8 slices per microbatch; use one of",
+        ),
         ("--sequence-slices 4,,8", "'' is not a whole number from 1"),
         ("--sequence-slices 4,0", "'0' is not a whole number from 1"),
         ("--slice-overhead -1", "'-1' is not a number from 0"),

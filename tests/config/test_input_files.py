@@ -69,8 +69,8 @@ def test_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
         "twice.json": "given twice",
         "binary.json": "byte 1 is not valid UTF-8",
     }.items():
-        with pytest.raises(ScheduleError, match=f"{name}:? .*{rule}.*; name a profile$"):
-            read_json(tmp_path / name, "name a profile", ScheduleError)
+        with pytest.raises(ScheduleError, match=f"{name}:? .*{rule}.*; specify a profile$"):
+            read_json(tmp_path / name, "specify a profile", ScheduleError)
     with (tmp_path / "huge.json").open("wb") as huge:
         huge.truncate(MAX_BYTES + 1)
     with pytest.raises(ConfigError, match="more than 268,435,456 bytes"):

@@ -108,7 +108,7 @@ def test_microbatches_tell_their_positions() -> None:
 
 
 def test_too_few_samples_for_every_replica_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 samples of a step .* multiple of 4"):
+    with pytest.raises(ConfigError, match="at least 4 samples, .* multiple of 4, but got 3"):
         first_fit([1, 1, 1], 10, 4)
 
 

@@ -1,9 +1,10 @@
-"""Simulates decision groups: random pipelines of random groups, with members of different speed.
+"""Simulates decision groups: random pipelines of random groups, whose members differ in speed.
 
 A pipeline is replicated over the members of its groups (EP x TP). Every member has its own inputs,
-times and delays, and members meet in the exchanges within forwards and backwards. The state, the
-policies and both sides of the agreement are those of the executor; only channels and clocks are
-simulated. Run as a program, it simulates ten thousand: ``python -m tests.engine.groups [CASES]``.
+times and delays, and members synchronize in the exchanges within forward and backward passes. The
+state, the policies and both sides of the agreement are the same as in the executor; only channels
+and clocks are simulated. Run as a program, it simulates ten thousand pipelines: ``python -m
+tests.engine.groups [CASES]``.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ class Line:
 
 @dataclass
 class Case:
-    """Describes one random pipeline.
+    """A random pipeline.
 
     Attributes:
-        placement: Placement of its stages.
+        placement: Assignment of stages to ranks.
         size: Number of members of each group.
         name: Name of the schedule or policy.
         microbatches: Number of microbatches in the step.
-        pieces: Number of pieces of each weight gradient.
-        cap: Limit of activations, ``None`` for a fixed order.
-        beside: Whether actions may start beside others that communicate.
-        exchanges: Number of exchanges in each forward and backward.
+        pieces: Number of W actions per weight gradient.
+        cap: Limit on activations, or ``None`` for a fixed order.
+        beside: Whether actions may start while other actions communicate.
+        exchanges: Number of exchanges in each forward and backward pass.
         slow: Factor by which the last member of each group is slower.
     """
 
@@ -107,7 +108,7 @@ def random_case(rng: random.Random) -> Case:
 
 @dataclass
 class Meeting:
-    """Records an exchange of a group: the action of each member, and when the exchange ends."""
+    """An exchange of a group, with the action of each member, and its end time."""
 
     actions: set[str] = field(default_factory=set)
     count: int = 0
@@ -117,7 +118,7 @@ class Meeting:
 
 @dataclass
 class Member:
-    """Simulates one rank, which is a member of the group of one pipeline rank."""
+    """Simulates a rank, which is a member of the group of one pipeline rank."""
 
     rank: int
     state: RankState
@@ -128,18 +129,18 @@ class Member:
     pace: float
     resume: Callable[[], None] = lambda: None
     is_waiting: bool = False
-    met: int = 0  # exchanges begun
+    met: int = 0  # number of exchanges begun
     last_word: float = 0.0
     taken: list[str] = field(default_factory=list)
 
     @property
     def has_word(self) -> bool:
-        """Whether the member need not wait for its leader."""
+        """Returns whether the member does not have to wait for its leader."""
         return self.agreement.decides or bool(self.decisions.words)
 
 
 Steps = Generator[float | None, None, Any]
-"""Program of a member: yields the duration, or ``None`` to wait until something arrives."""
+"""Program of a member, which yields durations, or ``None`` to wait for an arrival."""
 
 
 class World:
@@ -163,13 +164,13 @@ class World:
             member.resume = partial(self._resume, member, steps)
 
     def run(self) -> str:
-        """Returns the failure as text, empty if there is none."""
+        """Returns a description of the failure, or an empty string."""
         while self.events:
             self.now, _, event = heapq.heappop(self.events)
             event()
         size = self.case.size
         self.errors += [
-            f"rank {member.rank} took another order than its leader"
+            f"rank {member.rank} used a different order than its leader"
             for member in self.members
             if member.state.done and member.taken != self.members[member.rank // size * size].taken
         ]
@@ -217,7 +218,8 @@ class World:
 
     def _publish(self, followers: range, word: int) -> None:
         for member in (self.members[rank] for rank in followers):
-            member.last_word = max(member.last_word, self.now + self._delay())  # keeps their order
+            # keeps the order of the messages
+            member.last_word = max(member.last_word, self.now + self._delay())
             event = partial(self._hear, member, word)
             heapq.heappush(self.events, (member.last_word, next(self.numbers), event))
 
@@ -244,7 +246,7 @@ class World:
             self._at(0.0, member.resume)
 
     def _steps(self, member: Member) -> Steps:
-        """Runs the actions as the executor does, in two alternating lanes."""
+        """Runs the actions like the executor, in two alternating lanes."""
         state, beside = member.state, self.case.beside
         here: tuple[Action, int, Meeting | None] | None = None
         other: tuple[Action, int, Meeting | None] | None = None
@@ -297,7 +299,7 @@ class World:
                 member.state.arrive(action.kind, action.chunk, action.microbatch)
 
     def _meet(self, member: Member, action: str) -> Meeting:
-        """Begins the member's next exchange, which must be the same for the whole group."""
+        """Begins the member's next exchange, which must be the same on all members of the group."""
         meeting = self.meetings.setdefault((member.rank // self.case.size, member.met), Meeting())
         member.met += 1
         meeting.actions.add(action)
@@ -325,7 +327,7 @@ class World:
 
 
 def failures(cases: int, seed: int = 1) -> list[str]:
-    """Runs random pipelines; returns the failure of each pipeline that failed."""
+    """Runs random pipelines, and returns a description of each failure."""
     failed = []
     for number in range(cases):
         rng = random.Random(f"{seed}-{number}")

@@ -1,4 +1,4 @@
-"""Runs pipeline ranks in one process: real executors in threads, connected by queues."""
+"""Runs pipeline ranks in one process, as real executors in threads that are connected by queues."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
 
 
 class Loopback:
-    """Connects executors of one process: sending puts a message into the peer's queue.
+    """Connects executors of one process. A send adds a message to the peer's queue.
 
     Args:
-        me: This rank.
-        network: Queues of the ranks that take messages; messages to other ranks are dropped.
+        me: Global rank of this process.
+        network: Queues of the ranks that receive messages. Messages to other ranks are dropped.
     """
 
     name = "loopback"
@@ -94,10 +94,10 @@ class Writing:
 
 
 class Counting(Writing):
-    """Simulates stages whose tensors record which stages they passed.
+    """Simulates stages whose tensors record which stages they have passed.
 
-    Forwards pass on ``[microbatch, stages passed]`` in float32, backwards the same in float64, so
-    that forwards and backwards cannot be confused.
+    Forward passes send ``[microbatch, stages passed]`` in float32, and backward passes send the
+    same in float64, so that they cannot be confused.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Counting(Writing):
         self._pp_rank = pp_rank
 
     def whole(self, microbatch: int) -> int:
-        """Returns a microbatch's number within the whole step."""
+        """Returns the index of a microbatch in the whole step."""
         return microbatch
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Counting(Writing):
 
 
 def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
-    """Runs every rank in a separate thread; raises the first error of any rank."""
+    """Runs every rank in a separate thread, and raises the first error of any rank."""
     errors: list[BaseException] = []
 
     def watched(rank: int) -> None:
@@ -161,7 +161,7 @@ def each_in_its_thread(run: Callable[[int], None], count: int) -> None:
 
 
 class Ranks:
-    """Holds all ranks of a pipeline in this process."""
+    """All ranks of a pipeline in this process."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Ranks:
         self.placement = placement
         self.when_run = when_run
         count = placement.num_ranks
-        # Global ranks differ from positions in the pipeline, as they do with several groups.
+        # Global ranks differ from pipeline ranks, as in jobs with several groups.
         network = {10 + rank: CompletionQueue() for rank in range(count)}
         self.transports = [Loopback(10 + rank, network) for rank in range(count)]
         self.executors = [
@@ -194,7 +194,7 @@ class Ranks:
     def step(
         self, policies: Sequence[Policy], microbatches: int, **options: Any
     ) -> tuple[list[Counting], list[RankState]]:
-        """Runs one step of every rank, each in a separate thread."""
+        """Runs one step on every rank, each in a separate thread."""
         count = self.placement.num_ranks
         stages = [
             Counting(self.placement, rank, partial(self.when_run, rank)) for rank in range(count)
@@ -209,7 +209,7 @@ class Ranks:
 
 
 def recorder_of(folder: Path, rank: int, placement: Placement, microbatches: int) -> Recorder:
-    """Returns a recorder of a rank of a job with one pipeline."""
+    """Returns a recorder for a rank of a job with a single pipeline."""
     header = TraceHeader(
         run="run-1",
         rank=rank,
@@ -237,7 +237,7 @@ def ready_first(state: RankState) -> Action | None:
 
 
 def last_rank(timeout_s: float = WATCHDOG_S) -> tuple[Ranks, CompletionQueue]:
-    """Returns rank 1 of two, and the queue through which a test feeds it."""
+    """Returns rank 1 of two ranks, and the queue through which a test sends its inputs."""
     pipeline = Ranks(Placement(num_ranks=2, num_chunks=1), timeout_s=timeout_s)
     return pipeline, pipeline.transports[1].completions
 

@@ -1,8 +1,8 @@
-"""Runs members of a decision group that share one pipeline rank; started by the tests.
+"""Runs members of a decision group that share one pipeline rank. The tests start this program.
 
 Usage under torchrun: ``members.py PROGRAM ARGUMENT FOLDER``. The result of the program is written
 to ``FOLDER/RANK.json``. ``ARGUMENT`` is a kind of channel, ``message`` or ``memory``, or, for
-programs about stopping, the limit of each rank in minutes, such as ``30,0``.
+programs about stopping, the time limit of each rank in minutes, such as ``30,0``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.transport.contract_rank import error_of
 
 WATCHDOG_S = 60.0
 MICROBATCHES = 8
-# The first rank has inputs of both kinds from rank 1; the tests script every input.
+# The first rank has inputs of both kinds from rank 1. The tests provide every input.
 PLACEMENT = Placement(num_ranks=2, num_chunks=3)
 PP_RANK = 1
 ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
@@ -117,9 +117,10 @@ class Member:
 
 
 def agree(member: Member) -> dict[str, Any]:
-    """Gives each member its inputs in another order; the last member gets them one by one.
+    """Sends each member its inputs in a different order; the last member gets them one by one.
 
-    Steps 0 and 1 have whole backwards, 2 and 3 split ones, 4 and 5 a static order.
+    Steps 0 and 1 use unsplit backward passes, steps 2 and 3 split ones, and steps 4 and 5 a static
+    order.
     """
     agreement = member.agreement()
     arrived_ns: dict[str, int] = {}
@@ -161,7 +162,7 @@ def agree(member: Member) -> dict[str, Any]:
 
 
 def words_of(agreement: Any) -> int | None:
-    """Returns how many numbers passed through the channel of decisions, if it is known."""
+    """Returns how many numbers were sent through the decision channel, if this is known."""
     log = getattr(agreement._decisions, "_log", None)
     return None if log is None else getattr(log, "published", None) or log.position
 
@@ -217,7 +218,7 @@ def many(member: Member) -> dict[str, Any]:
 
 
 def deaf(member: Member) -> list[str]:
-    """Checks that a writer gets an error if the reader reads nothing."""
+    """Checks that a writer gets an error if the reader does not read."""
     writer, _ = member.channels()
     if member.rank == 0:
         text = error_of(lambda: [writer.publish(number, 0.2) for number in range(1000)])
@@ -228,7 +229,7 @@ def deaf(member: Member) -> list[str]:
 
 
 def record(member: Member) -> dict[str, Any]:
-    """Records two pipeline ranks; a third rank of the job only takes part in the gathering."""
+    """Records two pipeline ranks. A third rank of the job only participates in the gathering."""
     folder, group = Path(sys.argv[3]), dist.group.WORLD
     path = folder / "schedule.json"
     shape = RecordShape(ranks=2, chunks=1, placement="loop", weight_pieces=0)
@@ -258,9 +259,9 @@ def record(member: Member) -> dict[str, Any]:
 
 
 def run(member: Member) -> Any:
-    """Runs ranks of very different speed, which synchronize only in ``agreed``.
+    """Runs ranks of very different speed, which only synchronize in ``agreed``.
 
-    With ``30,30,30`` the last rank gets a signal once all of them run.
+    With ``30,30,30``, the last rank gets a signal when all ranks are running.
     """
     rng = random.Random(member.rank)
     with member.stop_request() as stop:
@@ -274,7 +275,7 @@ def run(member: Member) -> Any:
 
 
 def lost(member: Member) -> Any:
-    """Exits on the last rank while the first rank keeps asking."""
+    """Exits on the last rank while the first rank keeps asking whether to stop."""
     with member.stop_request() as stop:
         for _ in range(4):
             stop.agreed(dist.group.WORLD)
@@ -284,7 +285,7 @@ def lost(member: Member) -> Any:
 
 
 def late(member: Member) -> Any:
-    """Asks on rank 0, which continues although no other rank has asked yet."""
+    """Asks on rank 0 whether to stop. Rank 0 continues although no other rank has asked yet."""
     folder, seen = Path(sys.argv[3]), []
 
     def await_mark(name: str) -> None:
@@ -303,7 +304,7 @@ def late(member: Member) -> Any:
 
 
 def last(member: Member) -> Any:
-    """Requests a stop before the last boundary: no rank stops there, but the end reports it."""
+    """Requests a stop before the last boundary, so that no rank stops but the end reports it."""
     with member.stop_request() as stop:
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -328,7 +329,7 @@ def main() -> None:
     (Path(folder) / f"{member.rank}.json").write_text(json.dumps(result))
     if program not in ("broken", "lost"):  # these two wait until another process exits
         dist.barrier()
-    # A receive that timed out breaks gloo's connections, so exit without closing them.
+    # A receive that timed out breaks gloo's connections, so exit without closing these.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Runs the steps of small GPT models action by action, whole or split, in one process."""
+"""Runs the steps of small GPT models action by action, split or unsplit, in one process."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def build(
 
 
 def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Is megatron-core's user function; the tokens depend on the microbatch's number."""
+    """Acts as megatron-core's user function. The tokens depend on the index of the microbatch."""
     numbers = torch.Generator().manual_seed(next(iterator))
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE), generator=numbers)
     places = torch.arange(SEQUENCE).expand(SAMPLES, SEQUENCE)
@@ -134,7 +134,7 @@ def forward_step(iterator: Iterator[int], model: Any) -> tuple[Any, Callable[...
 def make_stages(
     chunks: list[Any], num_microbatches: int, stores: Any = None, **changes: Any
 ) -> MegatronStages:
-    """Returns the stages of one step of a pipeline of one rank, split if stores are given."""
+    """Returns the stages of one step in a pipeline with one rank, split if stores are given."""
     return MegatronStages(
         forward_step_func=forward_step,
         data_iterators=[iter(range(num_microbatches)) for _ in chunks],
@@ -173,9 +173,9 @@ def drive(stages: Any, order: Order, num_chunks: int) -> None:
 
 
 def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
-    """Returns the forwards and backwards of a step, microbatch by microbatch.
+    """Returns the forward and backward passes of a step, microbatch by microbatch.
 
-    Each forward except the first precedes the backward of the previous microbatch.
+    Each forward pass except the first precedes the backward pass of the previous microbatch.
     """
     order: list[tuple[Any, ...]] = []
     for number in range(num_microbatches + 1):
@@ -187,7 +187,7 @@ def pairs(num_chunks: int, num_microbatches: int) -> list[tuple[Any, ...]]:
 
 
 def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...]]:
-    """Adds the weight gradients of each backward, delayed by ``late`` backwards of its chunk."""
+    """Adds the weight gradients of each backward pass, ``late`` backward passes later."""
     result: list[tuple[Any, ...]] = []
     waiting: dict[int, list[int]] = {}
 
@@ -208,7 +208,7 @@ def with_weights(order: Order, *, late: int, pieces: int) -> list[tuple[Any, ...
 
 
 def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
-    """Runs one step as ``ForwardBackward`` and the training loop do, without an optimizer."""
+    """Runs one step like ``ForwardBackward`` and the training loop, without an optimizer."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     seed()
@@ -222,7 +222,7 @@ def run_step(chunks: list[Any], order: Order, stores: Any = None) -> None:
 
 
 def gradients(chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Returns copies of all ``main_grad`` by chunk and name."""
+    """Returns copies of all ``main_grad`` tensors by chunk and name."""
     return {
         f"{number} {name}": parameter.main_grad.clone()
         for number, chunk in enumerate(chunks)

@@ -1,9 +1,9 @@
 """Imitates linear layers with Transformer Engine's documented delay of weight gradients.
 
-The real layers need a GPU. A layer has a ``wgrad_store``; while the store delays, a backward puts
-the inputs of the weight gradient there, and ``backward_dw()`` takes them. Like the real layers,
-these fuse the gradient into ``main_grad`` or overwrite ``grad``, give a weight with fusion a
-meaningless gradient, and compute the gradient of a bias with B in fp8.
+The real layers need a GPU. A layer has a ``wgrad_store``. While the store delays, a backward pass
+puts the inputs of the weight gradient there, and ``backward_dw()`` takes them. Like the real
+layers, these layers fuse the gradient into ``main_grad`` or overwrite ``grad``, give a weight with
+fusion a meaningless gradient, and compute the gradient of a bias in B with fp8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 class WeightGradStore:
-    """Holds the inputs of delayed weight gradients, first in, first out."""
+    """Stores the inputs of delayed weight gradients in FIFO order."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         assert not (delay_wgrad_compute and ub_bulk_wgrad)

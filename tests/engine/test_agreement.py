@@ -1,4 +1,4 @@
-"""Tests that members of a decision group take equal actions, each when all members are ready."""
+"""Tests that members of a decision group run the same actions, each when all members are ready."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
         assert result["threads"] == ["MainThread"]
         if board == "memory":
             assert result["words"] == 48 + 48 + 120 + 120
-        # The leader must not look only at its own inputs, or all ranks wait in a collective.
+        # The leader must not consider only its own inputs, because all ranks would then wait in a
+        # collective.
         arrived = {name: ns for name, ns in result["arrived"].items() if name[0] in "0123"}
         assert len(arrived) == 4 * 40
         for name, arrived_ns in arrived.items():
@@ -45,14 +46,14 @@ def test_members_do_what_is_ready_on_all(board: str, start: Start) -> None:
 
 
 def test_no_random_group_deadlocks_or_disagrees() -> None:
-    # ``python -m tests.engine.groups`` runs ten thousand.
+    # ``python -m tests.engine.groups`` runs ten thousand cases.
     assert groups.failures(300) == []
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
-    # The leader has the input itself, but must not go ahead.
+    # The leader has the input itself, but must not continue.
     leader, follower = start("lacking", board, 2)
     assert leader[0] == "DeadlineError"
     assert "rank 1 of the pipeline waited 0.5 s in step 0 for " in leader[1]
@@ -66,7 +67,7 @@ def test_who_lacks_an_input_is_named(board: str, start: Start) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("board", BOARDS)
 def test_a_broken_channel_of_a_follower_ends_the_step(board: str, start: Start) -> None:
-    # The follower waits for a decision that cannot arrive any more.
+    # The follower waits for a decision that can no longer arrive.
     size = 3 if board == "memory" else 2
     leader, *others, last = start("broken", board, size)
     assert leader == [
@@ -124,7 +125,7 @@ def test_actions_travel_as_numbers() -> None:
     [(Action(F, 1 << 10, 0), 0), (Action(F, 0, 1 << 20), 0), (Action(F, 0, 0), 1 << 31)],
 )
 def test_what_no_number_says_is_refused(action: Action, rest: int) -> None:
-    with pytest.raises(ScheduleError, match="cannot be agreed on"):
+    with pytest.raises(ScheduleError, match="cannot be encoded for a decision group"):
         encode(action, rest)
 
 

@@ -17,7 +17,7 @@ LIMIT = datetime.timedelta(seconds=30)
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Makes a process group that contains only this process."""
+    """Creates a process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
     try:
         assert dist.group.WORLD is not None
@@ -32,7 +32,8 @@ def test_a_wait_takes_its_time_limit_by_name(group: dist.ProcessGroup) -> None:
     try:
         values = torch.arange(4.0)
         result = torch.zeros(4)
-        # Two collectives: a future records the end of the first, and the second has no future.
+        # There are two collectives. A future records the end of the first, and the second has no
+        # future.
         dist.all_reduce(values, group=group, async_op=True).wait(timeout=LIMIT)
         dist.reduce_scatter_tensor(result, values, group=group, async_op=True).wait(timeout=LIMIT)
         assert result.tolist() == values.tolist()
@@ -67,7 +68,7 @@ def test_steps_of_two_models_may_overlap(group: dist.ProcessGroup) -> None:
     for meter in meters:
         meter.begin(1, is_traced=True)
         dist.all_reduce(torch.ones(2), group=group)
-    # The first to begin is the first to end, as with steps of an actor and its critic.
+    # The first meter to begin is the first to end, as in steps of an actor and its critic.
     assert [row.totals[0][0] for row in meters[0].rows()] == [2]
     dist.all_reduce(torch.ones(2), group=group)
     assert [row.totals[0][0] for row in meters[1].rows()] == [2]

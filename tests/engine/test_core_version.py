@@ -1,4 +1,4 @@
-"""Tests that the engine recognizes the releases of megatron-core that it supports."""
+"""Tests that the engine recognizes the supported releases of megatron-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.adaptive.engine import core_version  # noqa: E402
 
 
 def check() -> None:
-    """Checks the installed release as the plug-in does."""
+    """Checks the installed release like the plug-in."""
     core_version.check(oldest=(0, 15), remedy="use another")
 
 
@@ -65,14 +65,14 @@ def test_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         check()
     monkeypatch.undo()
     monkeypatch.delattr(core_version.process_groups_config, "ProcessGroupCollection")
-    with pytest.raises(SetupError, match="it has no ProcessGroupCollection, by which .*use"):
+    with pytest.raises(SetupError, match="it has no ProcessGroupCollection, which .*use"):
         check()
 
 
 def test_a_newer_one_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_version.package_info, "MINOR", core_version.NEWEST[1] + 1)
     with pytest.warns(
-        UserWarning, match="is newer than the releases .*: its functions fit"
+        UserWarning, match="is newer than the newest release .*; its functions are compatible"
     ) as seen:
         check()
     assert len(seen) == 1
@@ -108,5 +108,5 @@ def test_other_copies_on_the_path_give_the_first_rank_one_warning(
     assert len(lines) == warnings_count
     for line in lines:
         assert re.search(
-            rf"several copies of megatron-core .* is used, not 0.14.2 in {core}; take one", line
+            rf"several copies of megatron-core .* is used, not 0.14.2 in {core}; remove one", line
         )

@@ -1,4 +1,4 @@
-"""Tests that GPT models with split backwards have bitwise the gradients of whole backwards."""
+"""Tests that GPT models have bitwise equal gradients with split and unsplit backward passes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_process() -> Iterator[None]:
 
 
 def check(core: Any, late: int, pieces: int, **model: Any) -> None:
-    """Compares a model's split step with a whole step of another model, then with its own."""
+    """Compares a model's split step with another model's unsplit step, then with its own."""
     plain = build_held(core, **model)
     order = pairs(len(plain), MICROBATCHES)
     run_step(plain, order)
@@ -74,7 +74,7 @@ def check(core: Any, late: int, pieces: int, **model: Any) -> None:
 
 
 def build_held(core: Any, **model: Any) -> list[Any]:
-    """Builds chunks that delay their reductions to the last backward pass, if they overlap."""
+    """Builds chunks that delay their reductions to the last backward pass, if these overlap."""
     chunks = build(core, **model)
     if chunks[0].ddp_config.overlap_grad_reduce:
         core.no_sync_func = [chunk.no_sync for chunk in chunks]
@@ -101,7 +101,8 @@ WIDER = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 @pytest.mark.parametrize(
     ("changes", "late", "pieces", "model"),
     [
-        # One weight is used twice in a microbatch; both gradients are summed before earlier ones.
+        # One weight is used twice in a microbatch. Both gradients are added up before earlier
+        # gradients are added.
         ({}, 1, 3, {"tied": True}),
         ({}, 2, 2, {"chunks": 3}),
         (MODERN, 1, 2, {"rope": True}),
@@ -218,7 +219,7 @@ def test_embedding_backward_is_all_weight_gradient() -> None:
     assert word.shape[0] == VOCABULARY
     assert not word.main_grad.any()
     assert chunk.module.embedding.position_embeddings.weight.main_grad.any()
-    # The output layer comes first, the embedding last, with four linear layers in each layer
+    # The output layer comes first and the embedding last, with four linear layers per layer in
     # between.
     for piece in range(30):
         before = word.main_grad.any()
@@ -292,7 +293,7 @@ def test_grouped_experts_of_transformer_engine() -> None:
 
 
 def engine_spec() -> ModuleSpec:
-    """Returns a layer of the Transformer Engine imitations, with norms fused into linear layers."""
+    """Returns a layer of the imitated Transformer Engine, with norms fused into linear layers."""
     spec = get_gpt_layer_local_spec()
     attention, mlp = map(parts_of, (spec.submodules.self_attention, spec.submodules.mlp))
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
@@ -302,7 +303,7 @@ def engine_spec() -> ModuleSpec:
 
 
 def parts_of(described: Any) -> Any:
-    """Returns the parts of a layer spec; since 0.17 specs may be partial calls."""
+    """Returns the parts of a layer spec. Since 0.17, specs may be partial calls."""
     if isinstance(described, functools.partial):
         return described.keywords["submodules"]
     return described.submodules
@@ -399,7 +400,7 @@ def test_where_nothing_can_defer_the_first_layer_is_named(
     if "old" in changes:
         del layer.wgrad_store
     chunk = torch.nn.ModuleDict({"fc": layer})
-    with pytest.raises(ConfigError, match=f"^backwards cannot be split: fc {line}"):
+    with pytest.raises(ConfigError, match=f"^backward passes cannot be split: fc {line}"):
         attach_stores([torch.nn.Identity(), chunk])
     # A stage without layers has no pending gradients.
     (store,) = attach_stores([torch.nn.Identity()])

@@ -52,7 +52,7 @@ def test_a_finding_is_told_once(traces: Path) -> None:
 
 
 def test_iterations_before_a_new_trace_in_the_folder_are_left_out(traces: Path) -> None:
-    """After a move of layers the folder lacks them, and a diagnosis would end with an error."""
+    """Checks this because the folder lacks earlier iterations after a move of layers."""
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
     for path in traces.glob("trace_rank_*"):
@@ -109,8 +109,8 @@ def test_a_rank_that_stays_slow_is_noted_each_time(traces: Path) -> None:
 
 
 def test_the_last_answer_is_told_at_the_end(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first diagnosis after an installation compiles code, which exceeds the wait at a job's
-    # end.
+    # The first diagnosis after an installation compiles code, which takes longer than the wait at
+    # the end of a job.
     monkeypatch.setattr("megatron.adaptive.engine.diagnosis._LAST_S", WATCHDOG_S)
     messages: list[str] = []
     diagnosis = RunningDiagnosis(str(traces), 10, 0, messages.append)
@@ -144,7 +144,7 @@ def test_a_job_goes_on_without_it(tmp_path: Path) -> None:
     process.wait()
     diagnosis.after_iteration(7)
     diagnosis.after_iteration(8)
-    assert diagnosis._process is not None  # asked again
+    assert diagnosis._process is not None  # the diagnosis was started again
     diagnosis.close()
     assert messages == []
 

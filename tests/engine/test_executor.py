@@ -1,4 +1,4 @@
-"""Tests the engine on simulated stages: several ranks in threads, connected by queues."""
+"""Tests the engine on simulated stages; the ranks are threads that are connected by queues."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_static_schedule_is_run_as_listed(
         for rank in range(ranks):
             assert stages[rank].actions == [str(action) for action in schedule.orders[rank]]
             assert states[rank].done
-        # Every microbatch returned to the first stage after passing all the others.
+        # Every microbatch returned to the first stage after passing all other stages.
         expected = [[float(number), placement.num_stages - 1.0] for number in range(microbatches)]
         assert stages[0].last_gradients == expected
 
 
 @pytest.mark.parametrize("name", ["adaptive", "hinted", "dfc", "bfc"])
 def test_random_pipelines_run_each_action_once_within_the_cap(name: str) -> None:
-    """Checks this with random action times, and some stages much slower than others."""
+    """Uses random action times, and some stages that are much slower than others."""
     rng = random.Random(name)
     for case in range(50):
         chunks, microbatches = rng.choice([1, 2, 2, 3]), rng.randint(1, 8)
@@ -141,13 +141,13 @@ def test_inputs_may_come_in_any_order() -> None:
 
 
 def test_what_comes_early_is_kept_for_later_steps() -> None:
-    # The first stage waits for no other stage in evaluation, but receives messages.
+    # The first stage does not wait for other stages in an evaluation, but receives messages.
     pipeline, completions = last_rank(timeout_s=0.5)
     for step, microbatch in ((2, 0), (0, 0), (1, 0), (1, 1), (2, 1), (0, 1)):
         completions.put(forward_of(step, microbatch))
     for _ in range(3):
         assert sorted(run_last(pipeline, 2).actions) == ["B0-0", "B0-1", "F0-0", "F0-1"]
-    # No message is left for another wait.
+    # No message remains for another wait.
     with pytest.raises(DeadlineError):
         run_last(pipeline, 1)
 
@@ -184,7 +184,7 @@ def test_deadline_names_what_is_missing() -> None:
 
 
 def test_a_pick_that_is_not_ready_is_named() -> None:
-    # The error must be raised at once, not as if the policy had only been early.
+    # The error must be raised immediately, because waiting cannot make the action ready.
     pipeline, completions = last_rank()
     with pytest.raises(ScheduleError) as info:
         run_last(pipeline, 2, Picks(lambda state: Action(F, 0, 0)))
@@ -273,7 +273,7 @@ def test_a_rule_is_asked_when_the_device_has_caught_up() -> None:
 def test_short_actions_leave_the_device_enough_to_do(action_ns: int, ahead: int) -> None:
     """Checks that the host runs ahead of the device if actions are short.
 
-    The first step measures how long actions take.
+    The first step measures the duration of the actions.
     """
 
     class Timed(Slow):
@@ -324,7 +324,7 @@ def test_the_order_of_the_last_step_is_told_as_codes() -> None:
 
 def test_a_rank_alone_that_cannot_go_on_says_so() -> None:
     pipeline = Ranks(Placement(num_ranks=1, num_chunks=1))
-    with pytest.raises(ScheduleError, match="no other rank could change that: ready: F0-0"):
+    with pytest.raises(ScheduleError, match="no other rank can send an input: ready: F0-0"):
         pipeline.step([Picks(lambda state: None)], 1)
 
 
@@ -335,5 +335,5 @@ def test_a_missing_gradient_is_named() -> None:
 
     pipeline, completions = last_rank()
     completions.put(forward_of(0, 0))
-    with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline gave no gradient"):
+    with pytest.raises(ScheduleError, match="B0-0 on rank 1 of the pipeline returned no gradient"):
         run_last(pipeline, 1, stages=Forgetful)

@@ -1,4 +1,4 @@
-"""Tests spans that the engine records about the actions of a step."""
+"""Tests the spans that the engine records for the actions of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def traced_step(
     microbatches: int,
     **options: Any,
 ) -> tuple[RunTrace, list[RankTimes], list[Counting]]:
-    """Runs iteration 1 of all ranks with a trace."""
+    """Runs iteration 1 on all ranks with a trace."""
     ranks = range(placement.num_ranks)
     recorders = [recorder_of(folder, rank, placement, microbatches) for rank in ranks]
     for recorder in recorders:
@@ -61,7 +61,7 @@ def traced_step(
 def traced_rank(
     folder: Path, pipeline: Ranks, rank: int, policy: Policy, microbatches: int, **options: Any
 ) -> list[Span]:
-    """Runs iteration 1 of one rank with a trace; the test feeds its inputs."""
+    """Runs iteration 1 on one rank with a trace. The test provides its inputs."""
     recorder = recorder_of(folder, rank, pipeline.placement, microbatches)
     recorder.begin_iteration(1, microbatches)
     executor = make_executor(pipeline, pp_rank=rank, recorder=recorder)
@@ -99,13 +99,13 @@ def test_spans_tell_times_bytes_and_memory(tmp_path: Path) -> None:
 
 
 def awaited_later(tmp_path: Path, put: Callable[[Any], None], pipeline: Ranks) -> list[Span]:
-    """Runs 1F1B on rank 1 of two with two microbatches; the second forward's input comes late."""
+    """Runs 1F1B on rank 1 of two ranks with two microbatches. The second input arrives late."""
     follow = make_policies("1f1b", pipeline.placement, 2)[1]
 
     def pick(state: RankState) -> Action | None:
         action = follow.pick(state)
         if action is None and state.num_started == 2:
-            # No message is in transit, so the rank waits for the next message.
+            # No message is in flight, so the rank waits for the next message.
             threading.Timer(0.2, put, [forward_of(0, 1)]).start()
         return action
 
@@ -122,7 +122,7 @@ def test_waiting_is_charged_to_the_action_that_follows(tmp_path: Path) -> None:
     assert (wait.of, wait.chunk, wait.microbatch, wait.peer) == ("F", 0, 1, 10)
     assert wait.reason == "input"
     receives = [span for span in spans if span.action == "receive"]
-    # The first message arrived before the rank polled, the second while the rank waited.
+    # The first message arrived before the rank polled, and the second while the rank waited.
     assert [(span.microbatch, span.reason) for span in receives] == [(0, "found"), (1, "seen")]
     assert receives[1].start_ns == pytest.approx(wait.end_ns, abs=50_000_000)
 
@@ -242,5 +242,5 @@ def test_others_see_the_slice() -> None:
     assert [item for item in seen if item[0] == "B"] == [
         ("B", m, p) for m in (0, 1) for p in (1, 0)
     ]
-    # The last slice's backward runs first on the sender.
+    # The backward pass of the last slice runs first on the sender.
     assert needs[0][1:] == [B, 0, 0, "0.1"]

@@ -1,4 +1,4 @@
-"""Tests that a folder has one writer, and that a process that was stopped loses the lease."""
+"""Tests that a folder has one writer, and that a process that was suspended loses the lease."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def change(folder: Path, **facts: object) -> None:
-    """Changes facts of the last claim, as if another process had made it."""
+    """Changes facts of the last claim, as if another process had made the claim."""
     path = max((folder / ".lease").glob("claim-*.json"))
     claim = {**json.loads(path.read_text()), **facts}
     del claim["sum"]  # claims of earlier versions have no checksum
@@ -134,7 +134,7 @@ def test_one_that_stands_still_elsewhere_is_succeeded_and_notices(
     assert second.beat()
     second.require()
     assert first.taken().owner["port"] == 8
-    assert not first._take(2)  # the other owner's claim
+    assert not first._take(2)  # the other owner has made this claim
     for _ in range(12):  # many claims leave only a few files
         Lease(tmp_path).claim()
     assert sorted(file.name for file in (tmp_path / ".lease").iterdir()) == [
@@ -171,7 +171,7 @@ def test_a_manager_that_advances_while_another_looks_is_the_one_that_is_named(
 
 
 def test_a_claim_that_others_made_and_removed_is_not_made_again(tmp_path: Path) -> None:
-    """Checks this for a process that was stopped before it made its claim."""
+    """Uses a process that was suspended before it made its claim."""
     holder, stopped = Lease(tmp_path), Lease(tmp_path)
     holder.claim(run="job")
     assert all(holder.advance() for _ in range(3))

@@ -1,4 +1,4 @@
-"""Tests that the replacement of megatron-core's function refuses unsupported arguments."""
+"""Tests that the replacement of megatron-core's function rejects unsupported arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 
 def never(*_: Any) -> Any:
-    raise AssertionError("nothing runs when the arguments are refused")
+    raise AssertionError("nothing may run when the arguments are rejected")
 
 
 def forward_backward(num_chunks: int) -> ForwardBackward:
@@ -62,7 +62,7 @@ def test_signature_is_that_of_megatron_core() -> None:
 
 
 def test_shapes_are_not_adjusted() -> None:
-    with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn was given"):
+    with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn is not supported"):
         call(1, adjust_tensor_shapes_fn=never)
 
 
@@ -70,6 +70,6 @@ def test_shapes_are_not_adjusted() -> None:
     ("models", "iterators", "chunks"), [(1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 1)]
 )
 def test_chunks_models_and_iterators_must_match(models: int, iterators: int, chunks: int) -> None:
-    text = f"{models} model chunks and {iterators} data iterators .* {chunks} chunks per rank"
+    text = f"{chunks} chunks per rank .* got {models} model chunks and {iterators} data iterators"
     with pytest.raises(ConfigError, match=text):
         call(chunks, model=[torch.nn.Linear(1, 1)] * models, data_iterator=[iter(())] * iterators)

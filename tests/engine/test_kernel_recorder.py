@@ -1,4 +1,4 @@
-"""Tests that operators of chosen iterations are recorded, unless another profiler runs."""
+"""Tests that operators of selected iterations are recorded, unless another profiler is running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .loopback import recorder_of
 
 
 def recorded(folder: Path, said: list[str]) -> int:
-    """Runs iterations 1 to 3, of which the second is recorded; returns the number of lines."""
+    """Runs iterations 1 to 3 and records the second; returns the number of lines."""
     recorder = KernelRecorder(str(folder), 3, range(2, 3), on_gpu=False, say=said.append)
     for iteration in (1, 2, 3):
         recorder.begin(iteration, is_traced=True)
@@ -81,5 +81,5 @@ def test_beside_another_profiler_a_line_says_so(tmp_path: Path) -> None:
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as other:
         assert recorded(tmp_path, said) == 0
     (line,) = said
-    assert "another torch.profiler of this process is running" in line
+    assert "another torch.profiler is running in this process" in line
     assert any(event.name == "aten::mm" for event in other.events())

@@ -1,4 +1,4 @@
-"""Tests concurrent actions: their turns, what overlaps an exchange, and how a step fails."""
+"""Tests concurrent actions: their turns, what overlaps an exchange, and the failure of a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Exchanging(Writing):
-    """Simulates stages that exchange rows twice in each forward and backward, and record when."""
+    """Simulates stages that exchange rows twice in each pass, and record the calls."""
 
     def __init__(self, fails: str = "") -> None:
         super().__init__(self.parts)
@@ -51,7 +51,7 @@ class Exchanging(Writing):
                 answer = torch.empty_like(rows)
                 dist.all_to_all_single(answer, rows)
                 assert torch.equal(answer, rows)
-                dist.all_to_all_single(answer[0], rows[0])  # no rows: keeps its turn
+                dist.all_to_all_single(answer[0], rows[0])  # no rows, so the lane keeps its turn
 
 
 def run(policy: Policy, fails: str = "", **options: Any) -> tuple[Exchanging, Executor]:
@@ -81,7 +81,7 @@ def test_a_pair_takes_turns_at_each_exchange() -> None:
 def test_a_rule_fills_exchanges_with_the_other_kind_and_with_weight_gradients() -> None:
     stages, executor = run(ADAPTIVE, weight_pieces=2, num_microbatches=3)
     assert " ".join(stages.log) == (
-        # F0-1 begins beside B0-0's first exchange, because nothing is ready earlier.
+        # F0-1 begins during the first exchange of B0-0, because nothing is ready earlier.
         "F0-0a F0-0b F0-0c B0-0a F0-1a B0-0b F0-1b B0-0c W0-0a F0-1c B0-1a F0-2a B0-1b F0-2b "
         "B0-1c W0-0.1a F0-2c B0-2a W0-1a B0-2b W0-1.1a B0-2c W0-2a W0-2.1a"
     )

@@ -1,6 +1,7 @@
-"""Tests the activation cap with unequal microbatches, as the trainer distributes them.
+"""Tests the activation cap with unequal microbatches, as the trainer distributes these.
 
-``python tests/engine/test_policy_factory.py`` runs four thousand random steps, the tests a tenth.
+``python tests/engine/test_policy_factory.py`` runs four thousand random steps, and the tests run a
+tenth of these.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_no_dealt_step_deadlocks(name: str) -> None:
 
 
 def run_random(name: str, cases: int) -> None:
-    """Runs random steps: packed or padded documents, distributed, with the smallest cap."""
+    """Runs random steps of packed or padded documents, distributed, with the smallest cap."""
     rng = random.Random(name)
     for case in range(cases):
         placement = Placement(
@@ -120,8 +121,8 @@ def test_channels_take_the_short_ones_that_fill_the_cap() -> None:
 @pytest.mark.parametrize("num_slices", [1, 8])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_channels_take_what_auto_may_choose_to_keep(cap: float | None, num_slices: int) -> None:
-    # Buffers had the size for the cap before the choice: once a larger cap was chosen, receivers
-    # ran out of slots and copied most messages.
+    # If buffers had the size for the initial cap, receivers would run out of slots and copy most
+    # messages after a larger cap was chosen.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     shares = (1 / num_slices,) * num_slices
     orders = Orders(
@@ -170,8 +171,9 @@ def test_the_number_of_slices_may_change_between_steps() -> None:
 
 
 def test_a_candidate_for_any_number_of_slices_gets_that_of_each_step() -> None:
-    # The slice length was chosen, and all microbatches have as many slices as at the start. Chunks
-    # must not hold only half of their share, as if microbatches were whole.
+    # The slice length was chosen, and all microbatches have the same number of slices as at the
+    # start. Chunks must be able to hold their whole share, which would be halved if microbatches
+    # counted as whole.
     placement = Placement(num_ranks=2, num_chunks=2, kind="v")
     orders = Orders(schedule="auto", placement=placement, pp_rank=0, slice_shares=(0.5, 0.5))
     orders.use(Candidate(name="adaptive", placement=placement, cap=1.5))

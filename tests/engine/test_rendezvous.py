@@ -1,4 +1,4 @@
-"""Tests that ranks that cannot connect exit with one line of explanation after a timeout."""
+"""Tests that ranks that cannot connect exit with a one-line explanation after a timeout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def place(
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """Opens a port at which a program listens that never answers."""
+    """Opens a port with a program that listens but never replies."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield int(listener.getsockname()[1])
 
 
 def refusal(environment: Environment) -> str:
-    """Returns the error line of a rank that did not reach the others."""
+    """Returns the error line of a rank that could not reach the other ranks."""
     with pytest.raises((MeetingError, dist.DistError, ValueError)) as caught:
         meet(environment, LIMIT)
     error = no_rendezvous(environment, caught.value)
@@ -54,7 +54,7 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
     for rank in (0, 1):
         text = refusal(place(rank, free_port(), "no-such-host.invalid"))
         assert "no-such-host.invalid" in text
-        assert "does not resolve" in text
+        assert "cannot be resolved" in text
 
 
 def test_a_port_where_nobody_listens_is_said() -> None:

@@ -98,13 +98,15 @@ def test_what_was_dealt_comes_back_with_the_orders_of_every_replica(tmp_path: Pa
     replay.begin(1)
     assert replay.record.dealt(1, 3) == dealt
     assert replay.policy(1) is not None
-    with pytest.raises(ConfigError, match="step 1 of .* has 3 microbatches, but this run's has 4"):
+    with pytest.raises(
+        ConfigError, match="step 1 of .* has 3 microbatches, but the step of this run has 4"
+    ):
         replay.record.dealt(1, 4)
     content = json.loads((tmp_path / "f").read_text())
     for share in ([2, 1], [2]):
         content["dealt"]["1"][0] = share
         (tmp_path / "f").write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match="step 1 does not assign each microbatch once"):
+        with pytest.raises(ConfigError, match="step 1 must assign every microbatch exactly once"):
             ScheduleRecord.load(tmp_path / "f")
 
 
@@ -115,7 +117,7 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
         record.require_steps(2, 9)
     assert str(info.value) == (
         f"{tmp_path / 'f'} contains steps 1-3, 7, but the replay also needs 4-6, 8-9; train "
-        "other iterations, or record more"
+        "other iterations, or record more steps"
     )
     replay = Replay(record, SHAPE, 0)
     replay.begin(4)
@@ -125,7 +127,7 @@ def test_steps_that_are_missing_are_named(tmp_path: Path) -> None:
         replay.policy(2)
     replay.begin(7)
     with pytest.raises(
-        ConfigError, match="step 7 of .* has 2 microbatches, but this run's has 8; use"
+        ConfigError, match="step 7 of .* has 2 microbatches, but the step of this run has 8; use"
     ):
         replay.policy(8)
 
@@ -145,15 +147,18 @@ def damaged(change: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[1]", 'its "format" is not'),
+        ("[1]", 'its "format" must be'),
         (damaged(lambda c: c.pop("orders")), "no 'orders'"),
         (damaged(lambda c: c["shape"].pop("chunks")), "no 'chunks'"),
         (damaged(lambda c: c["shape"].update(chunks="1")), "\"chunks\" is '1'"),
         (damaged(lambda c: c.update(orders=3)), "not iterable"),
-        (damaged(lambda c: c["orders"][0].pop()), "does not contain each action once"),
-        (damaged(lambda c: c["orders"][0].append(2)), "does not contain each action once"),
-        (damaged(lambda c: c["orders"][0].append("x")), "something other than codes"),
-        (damaged(lambda c: c["steps"].update({"1": [0, 2]})), "step 1 does not name an order"),
+        (damaged(lambda c: c["orders"][0].pop()), "must contain every action exactly once"),
+        (damaged(lambda c: c["orders"][0].append(2)), "must contain every action exactly once"),
+        (damaged(lambda c: c["orders"][0].append("x")), "an order must contain only codes"),
+        (
+            damaged(lambda c: c["steps"].update({"1": [0, 2]})),
+            "step 1 must have the index of an order",
+        ),
         (damaged(lambda c: c["steps"].update({"a": [0, 1]})), "invalid literal"),
     ],
 )
@@ -164,7 +169,7 @@ def test_a_damaged_file_is_one_line(text: str, reason: str, tmp_path: Path) -> N
         ScheduleRecord.load(path)
     message = str(info.value)
     assert reason in message
-    assert message.startswith(f"{path} is damaged or is not the record of a schedule: ")
+    assert message.startswith(f"{path} is damaged or is not a schedule record: ")
     assert len(message.splitlines()) == 1
 
 
@@ -173,7 +178,7 @@ def test_what_is_not_there_or_newer_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="f: No such file .*; give a file that --record-schedule"):
         ScheduleRecord.load(path)
     path.write_text(damaged(lambda c: c.update(version=2)))
-    with pytest.raises(ConfigError, match="has version 2 of the format, but this program reads 1"):
+    with pytest.raises(ConfigError, match="must have version 1 of the format, got 2"):
         ScheduleRecord.load(path)
     path.write_text("")
     with pytest.raises(ConfigError, match="f is not valid JSON .*; give a file that --record"):
@@ -199,7 +204,7 @@ def test_a_file_of_another_shape_is_not_continued(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 def test_ranks_write_one_file(start: Start) -> None:
     for seen in start("record", "message", 3):
-        # The later start resumed after step 2 and took step 4.
+        # The later start resumed after step 2 and ran step 4.
         assert seen["steps"] == [1, 2, 4]
         static = [list(order) for order in ORDERS]
         assert seen["codes"] == [static, static, [static[0], static[0]]]
@@ -252,6 +257,6 @@ def test_a_record_of_slices_is_repeated_and_cut_for_another_number(
                 orders=tuple(orders),
                 num_slices=slices,
             )
-            validate(schedule)  # each action once, and no rank waits forever
+            validate(schedule)  # each action once, and no deadlock
             if slices == recorded:
                 assert schedule.orders == ran.to_schedule("ran").orders

@@ -1,4 +1,4 @@
-"""Tests what chunks keep between forward and backward, and when gradients are reduced."""
+"""Tests what chunks keep between forward and backward passes, and when gradients are reduced."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Product(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 3, bias=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        # The factors are two views of one storage, which counts once.
+        # The factors are two views of one storage, which is counted once.
         rows = self.linear(values)
         return rows.view(-1) * rows.t().t().reshape(-1)
 
@@ -57,7 +57,7 @@ def test_meter_counts_storages_without_parameters_once_for_each_chunk() -> None:
             output = model(torch.ones(rows, 4, requires_grad=True))
     assert meter.bytes_of(0) == INPUT_BYTES + RESULT_BYTES
     assert meter.bytes_of(1) == 10 * meter.bytes_of(0)
-    # A watched tensor still has a backward.
+    # A measured tensor still has a backward pass.
     output.sum().backward()
     assert model.linear.weight.grad is not None
 
@@ -79,7 +79,7 @@ def test_meter_forgets_a_forward_that_failed() -> None:
 
 
 class Diary:
-    """Makes two chunks whose gradient synchronization records its calls."""
+    """Creates two chunks whose gradient synchronization records its calls."""
 
     def __init__(self, *, explicit: bool, chunks: int = 2) -> None:
         self.events: list[str] = []
@@ -132,7 +132,7 @@ class Diary:
 def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -> None:
     diary = Diary(explicit=explicit)
     diary.sync.hold()
-    diary.sync.hold()  # once is enough
+    diary.sync.hold()  # the second call has no effect
     diary.last_backwards()
     diary.sync.release()
     assert ", ".join(diary.events) == events
@@ -148,14 +148,14 @@ def test_reduction_happens_with_the_last_backward(explicit: bool, events: str) -
     ],
 )
 def test_split_backwards_reduce_from_the_last_chunk(order: Any, reductions: str) -> None:
-    # Replicas may complete their chunks in different orders; their collectives must not differ.
+    # Replicas may complete their chunks in different orders, but their collectives must not differ.
     diary = Diary(explicit=True, chunks=3)
     diary.sync.hold()
     diary.last_weights(*order)
     diary.sync.release()
     seen = [event for event in diary.events if not event.startswith(("hold", "let go"))]
     assert ", ".join(seen) == reductions
-    # Held actions run after the reduction, not before.
+    # Held actions run after the reduction instead of before it.
     for number in range(3):
         index = diary.events.index(f"let go {number}")
         assert diary.events[index + 1] == f"reduce {number}"
@@ -192,7 +192,9 @@ def test_an_error_leaves_nothing_held_back() -> None:
 def test_one_function_serves_one_chunk_only() -> None:
     config = SimpleNamespace(no_sync_func=contextlib.nullcontext, grad_sync_func=None)
     GradientSync(config, [torch.nn.Linear(1, 1)]).hold()
-    with pytest.raises(ConfigError, match="synchronization of 2 chunks; give a list"):
+    with pytest.raises(
+        ConfigError, match="synchronization needs a list with one function for each of the 2 chunks"
+    ):
         GradientSync(config, [torch.nn.Linear(1, 1)] * 2)
 
 
@@ -204,7 +206,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 class TestSplit:
-    """Tests stages of two chunks whose backwards are split."""
+    """Tests stages of two chunks with split backward passes."""
 
     def test_activations_and_what_is_retained(self) -> None:
         core = core_config(add_bias_linear=False)
@@ -215,8 +217,8 @@ class TestSplit:
         assert [stages.retained_bytes(chunk, 0) for chunk in (0, 1)] == [0, 0]
         drive(stages, [action for action in order if action[0] != "W"], 2)
         row = SEQUENCE * SAMPLES * HIDDEN * 4
-        # A layer's four products keep inputs of 1 + 1 + 1 + 4 rows and gradients of 3 + 1 + 4 + 1;
-        # the embedding keeps its tokens and a gradient.
+        # The four products of a layer keep inputs of 1 + 1 + 1 + 4 rows and gradients of 3 + 1 + 4
+        # + 1 rows. The embedding keeps its tokens and a gradient.
         tokens = SEQUENCE * SAMPLES * 8
         first = stages.retained_bytes(0, 0)
         assert first == (2 * 16 + 1) * row + tokens
@@ -265,7 +267,7 @@ class TestSplit:
 
     def test_whole_backwards_leave_nothing_for_later(self) -> None:
         stages = make_stages(build(core_config(), chunks=2), 1)
-        text = "chunk 0, microbatch 0 were requested in a step whose backwards are whole"
+        text = "chunk 0, microbatch 0 were requested in a step that does not split backward passes"
         with pytest.raises(ScheduleError, match=text):
             stages.weights(0, 0, 0, 1)
         stages.finish()

@@ -25,7 +25,7 @@ def state_of(rank: int, **options: Any) -> RankState:
 
 
 class TimedLog(StepLog):
-    """Is a log whose clock is set by the test."""
+    """A log whose clock is set by the test."""
 
     def at(self, now_ns: int) -> TimedLog:
         self.now = now_ns
@@ -40,7 +40,7 @@ def new_log() -> TimedLog:
 
 
 def rows_of(log: StepLog) -> list[dict[str, Any]]:
-    """Returns rows with names in place of numbers."""
+    """Returns rows with names instead of numbers."""
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in log.rows([], [], [])]
     for row in rows:
         row["kind"], row["reason"] = KINDS[row["kind"]], REASONS[row["reason"]]

@@ -81,7 +81,7 @@ def test_signal_to_one_rank_stops_all_at_one_iteration(start: Start) -> None:
 
 @pytest.mark.multiprocess
 def test_clock_that_is_first_stops_all(start: Start) -> None:
-    """Checks clocks that differ; a limit of 0 here stands for the earliest clock."""
+    """Uses clocks that differ. A limit of 0 simulates the earliest clock."""
     assert [iteration for iteration, _ in start("run", "30,0,30", 3)] == [1, 1, 1]
 
 
@@ -89,7 +89,7 @@ def test_clock_that_is_first_stops_all(start: Start) -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        # Asking does not wait for a rank that is one boundary behind.
+        # The call does not wait for a rank that is one boundary behind.
         ("late", [False, False, False, False, None]),
         # A request before the last boundary is reported at the end.
         ("last", [False, None, True, True, "signal SIGTERM"]),
@@ -103,5 +103,5 @@ def test_answers_of_both_ranks(start: Start, program: str, expected: list[Any]) 
 def test_a_rank_that_ends_is_an_error_of_the_others(start: Start) -> None:
     kind, text = start("lost", "30,30", 2)[0]
     assert kind == "PeerLostError"
-    assert text.startswith("a rank was lost while the ranks agreed whether to stop: ")
+    assert text.startswith("a rank failed while the ranks agreed whether to stop: ")
     assert "\n" not in text

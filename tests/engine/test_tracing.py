@@ -22,7 +22,7 @@ Chunks = list[torch.nn.Module]
 
 
 class Device(CpuClock):
-    """Simulates a device whose work finishes when the test says so."""
+    """Simulates a device whose work finishes when the test allows it."""
 
     def __init__(self) -> None:
         self.passed_ns = 0
@@ -53,7 +53,7 @@ def test_spans_of_an_iteration_and_what_follows_it(tmp_path: Path) -> None:
             pass
         tracing.end_iteration()
         with tracing.host_span("evaluate"):
-            tracing.data_read(0, 30, 40)  # not of this trace
+            tracing.data_read(0, 30, 40)  # does not belong to this trace
     with tracing.host_span("checkpoint"):
         pass
     tracing.close()
@@ -102,18 +102,18 @@ def test_an_error_inside_leaves_the_span(tmp_path: Path) -> None:
     assert kinds(read_run(tmp_path)) == {1: ["checkpoint", "step", "optimizer"]}
 
 
-# Work that another loop orders, timed from outside
+# Tests of work that another loop orders, which is timed from outside.
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """Is a forward step as a user writes it."""
+    """A forward step like a user's."""
     return model(next(data_iterator)), partial(torch.sum)
 
 
 def loop(
     *, forward_step_func: Any, data_iterator: Any, model: Chunks, forward_only: bool = False
 ) -> list[Any]:
-    """Is another loop: all forwards of a chunk, then their backwards in reverse order."""
+    """Runs another loop: all forward passes of a chunk, then backward passes in reverse order."""
     losses = []
     for chunk in model:
         outputs = []
@@ -128,7 +128,7 @@ def loop(
 
 
 def step(function: Any, chunks: Chunks, **more: Any) -> list[float]:
-    """Runs a step from the same state each time; returns its losses and gradients."""
+    """Runs a step from the same state each time, and returns its losses and gradients."""
     data = iter(torch.arange(24.0).reshape(6, 1, 4))
     for chunk in chunks:
         chunk.zero_grad()

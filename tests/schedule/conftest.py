@@ -22,7 +22,7 @@ def actions(text: str) -> tuple[Action, ...]:
 
 
 def run(state: RankState, *todo: Action | str) -> None:
-    """Starts and finishes actions, given as objects or as text."""
+    """Starts and finishes actions, which are given as objects or as strings."""
     for action in (actions(item) if isinstance(item, str) else (item,) for item in todo):
         for each in action:
             assert state.start(each), state.why_not(each)

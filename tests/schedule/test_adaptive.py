@@ -1,4 +1,4 @@
-"""Checks that the rule ``adaptive`` loses no time without disturbances and is close to a bound."""
+"""Tests that the rule ``adaptive`` loses no time in quiet pipelines, and is close to a bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTIVE = RulePolicy("adaptive", runtime_rules.ready_first)
 
 
 class FlatCap:
-    """A variant of adaptive with a flat cap: a forward is checked only against its own size."""
+    """A variant of adaptive with a flat cap: a forward pass only needs memory for itself."""
 
     name = "flat"
 
@@ -43,7 +43,7 @@ def step(policy: Policy, ranks: int, chunks: int, microbatches: int, cap: float)
 
 
 def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
-    """Checks a deadlock: two forwards of chunk 0 fill rank 0 and leave no room for chunk 1."""
+    """Checks that two forward passes of chunk 0 fill rank 0 and leave no room for chunk 1."""
     with pytest.raises(
         ScheduleError, match=r"deadlock.*rank 0 waits for .*memory for F1-0 \(holds 1, cap 1\)"
     ):
@@ -58,7 +58,7 @@ def test_a_flat_cap_deadlocks_where_the_graded_does_not() -> None:
 def test_a_quiet_pipeline_is_never_slower_than_the_best_static_schedule(
     chunks: int, ranks: int, latency: float
 ) -> None:
-    """Compares step times with the best static schedule, in particular for whole backwards."""
+    """Compares step times with the best static schedule, also with unsplit backward passes."""
     placement = Placement(num_ranks=ranks, num_chunks=chunks)
     static = "1f1b" if chunks == 1 else "interleaved"
     for rounds in (1, 2, 4):
@@ -105,7 +105,7 @@ def test_jitter_is_absorbed(chunks: int, gain: float) -> None:
 
 
 def lower_bound_ps(placement: Placement, workload: Workload) -> int:
-    """Returns the time in which each rank does all its work after its first input can arrive."""
+    """Returns the time in which each rank does all its work after its first possible input."""
     forward = workload.durations_ps[0, :, 0]
     total = workload.durations_ps.sum(axis=(0, 2))
     bounds = []

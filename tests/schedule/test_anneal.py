@@ -1,4 +1,4 @@
-"""Tests for orders that are improved for known times: valid, within memory, never slower."""
+"""Tests that improved orders are valid, stay within memory, and are never slower."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def followed_s(schedule: Schedule, work: Workload) -> float:
     ).makespan_s
 
 
-# A loop and a V connect stages differently; links differ and are busy for some time.
+# A loop and a V connect stages differently. Links differ and are busy for some time.
 @pytest.mark.parametrize(
     ("kind", "chunks", "pieces", "cap", "name"),
     [
@@ -73,7 +73,8 @@ def test_an_order_gets_no_slower_and_stays_valid(
 
 
 def test_it_finds_a_proven_optimum() -> None:
-    # p4-m5-less-weight-l3-cap4 of studies/optimal.json, where the best fixed order loses 7.7%.
+    # This is p4-m5-less-weight-l3-cap4 of studies/optimal.json, where the best fixed order is 7.7%
+    # slower than the optimum.
     placement = Placement(num_ranks=4, num_chunks=2, kind="v")
     times = StageTimes.equal(8, forward_s=12.0, backward_s=16.0, weight_s=8.0)
     choice = choose(
@@ -88,7 +89,7 @@ def test_it_finds_a_proven_optimum() -> None:
     assert choice.outcomes[0].mean_s == pytest.approx(442.0)
     assert "auto takes annealed (v, 2 chunks, W in 1, cap 4)" in choice.reason
     assert "best fixed order zb-v" in choice.reason
-    # The order is for five microbatches; steps of other lengths decide at run time.
+    # The order is for five microbatches. Steps of other lengths choose actions at run time.
     for count, kind in ((5, Follow), (6, RulePolicy)):
         policies = make_policies(ANNEALED, placement, count, cap=4.0, hint=choice.best.hint)
         assert {type(policy) for policy in policies} == {kind}

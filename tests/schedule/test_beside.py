@@ -1,4 +1,4 @@
-"""Tests for actions that overlap with others: hidden communication, durations, and errors."""
+"""Tests actions that overlap with others: hidden communication, durations, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 from .conftest import actions
 
 ALONE = Placement(num_ranks=1, num_chunks=1)
-# One forward of 10 with two communications of 2 each, and the same for its backward; W takes 5.
+# A forward pass takes 10, with two communications of 2 each, and so does its backward pass. W takes
+# 5.
 TIMES = StageTimes.equal(
     1, forward_s=10.0, backward_s=10.0, weight_s=5.0, exchange_s=4.0, exchanges=2
 )
@@ -28,8 +29,8 @@ TIMES = StageTimes.equal(
 @pytest.mark.parametrize(
     ("order", "pieces", "ends"),
     [
-        # F computes 3, B 3 during F's communication, F 3, B 3, then B waits for its last 2. Whole
-        # backwards compute 2.5 more in each part.
+        # F computes 3, B computes 3 during F's communication, F computes 3, B computes 3, then B
+        # waits for its last 2. Unsplit backward passes compute 2.5 more in each part.
         ("F0-0 F0-1+ B0-0 B0-1", 0, [10.0, 27.0, 29.0, 44.0]),
         ("F0-0 F0-1+ B0-0 W0-0 B0-1 W0-1", 1, [10.0, 22.0, 24.0, 29.0, 39.0, 44.0]),
     ],
@@ -79,8 +80,8 @@ def test_codes_say_which_actions_are_paired() -> None:
     ("orders", "message"),
     [
         (["F0-0+ B0-0"], "rank 0, position 1: B0-0 cannot be here: its own forward F0-0"),
-        (["F0-0+"], "F0-0[+] and the action after it are no pair of an F and a B"),
-        # Rank 0's backward needs a gradient that rank 1 computes from the paired forward.
+        (["F0-0+"], "F0-0[+] and the action after it must be an F and a B"),
+        # Rank 0's backward pass needs a gradient that rank 1 computes from the paired forward pass.
         (["F0-0 F0-1 F0-2+ B0-0 B0-1 B0-2", "F0-0 F0-1 F0-2 B0-0 B0-1 B0-2"], "deadlock"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests for names of schedules; an error about an unknown name lists the known names."""
+"""Tests names of schedules. An error about an unknown name lists the known names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for ``auto``: it chooses rules if they gain, otherwise fixed orders, within memory."""
+"""Tests that ``auto`` chooses rules only if they are faster than fixed orders, within memory."""
 
 from __future__ import annotations
 
@@ -100,8 +100,10 @@ def test_time_ends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = pick(until_s=until_s)
     assert len(choice.outcomes) == len(simulated) == 3
     assert choice.best in simulated
-    assert choice.reason.endswith("; the time limit ended the simulation of others")
-    with pytest.raises(ScheduleError, match="no schedule was simulated in time"):
+    assert choice.reason.endswith(
+        "; the remaining candidates were not simulated because of the time limit"
+    )
+    with pytest.raises(ScheduleError, match="no schedule was simulated before the time limit"):
         pick(until_s=time.monotonic())
 
 
@@ -153,7 +155,7 @@ def test_figures_of_known_schedules() -> None:
 def test_unknown_names_and_no_draws() -> None:
     with pytest.raises(ScheduleError, match="unknown policy 'best'"):
         make_candidate("best", 4, 2, 16)
-    with pytest.raises(ScheduleError, match="no seeds"):
+    with pytest.raises(ScheduleError, match="seeds must not be empty"):
         evaluate(make_candidate("1f1b", 4, 2, 16), 16, EQUAL, [])
 
 

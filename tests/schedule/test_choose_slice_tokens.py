@@ -1,4 +1,4 @@
-"""Tests that choose the length of slices from measured times of two other lengths."""
+"""Tests choosing the length of slices from measured times of two other lengths."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cuts_of(tokens: int, documents: Sequence[int] = DOCUMENTS) -> list[list[Cut]
 
 
 def measured(parts: CostParts, *lengths: int) -> dict[tuple[ActionKind, int], list[Timed]]:
-    """Returns the times of all slices of these steps, equal for all kinds and stages."""
+    """Returns the times of all slices of these steps, which are equal for all kinds and stages."""
     works = [
         cut.work(index)
         for tokens in lengths
@@ -111,7 +111,7 @@ def test_nothing_is_chosen_that_does_not_fit_into_memory() -> None:
 
     assert choice(parts, replace(SETTING, room=room)).tokens == 64
 
-    # Two rows of 64 tokens fit, and the default cap is three.
+    # Two rows of 64 tokens fit, but the default cap is three rows.
     chosen = choose_tokens(
         [128, 64],
         measured(parts, 64, 128),

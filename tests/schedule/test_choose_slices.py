@@ -1,4 +1,4 @@
-"""Tests that choose the number of slices from measured times of two other numbers."""
+"""Tests choosing the number of slices from measured times of two other numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_noise_never_makes_work_vanish() -> None:
 
 
 def chosen(whole: StageProfile) -> int:
-    """Returns the number that is chosen for half as many microbatches as ranks."""
+    """Returns the chosen number with half as many microbatches as ranks."""
 
     def choose_for(number: int) -> ScheduleChoice:
         return choose(

@@ -1,4 +1,4 @@
-"""Tests for the policy ``hinted``: it follows its hint, keeps the cap, and gains time."""
+"""Tests that the policy ``hinted`` follows its hint, stays within the cap, and saves time."""
 
 from __future__ import annotations
 

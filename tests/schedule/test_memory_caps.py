@@ -1,4 +1,4 @@
-"""Tests for caps: the minimum, the default, invalid caps, and the needs of schedules."""
+"""Tests the minimum cap, the default cap, invalid caps, and the memory that schedules need."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def test_default_cap(ranks: int, chunks: int, microbatches: int, cap: float) -> 
 
 @pytest.mark.parametrize("cap", [0.5, float("nan")])
 def test_a_cap_below_the_least_names_the_least(cap: float) -> None:
-    with pytest.raises(ScheduleError, match=f"cap {cap} is below.*cap is 1 .one .* each of 2 ch"):
+    with pytest.raises(ScheduleError, match=f"least 1 .one .* each of 2 chunks.*got {cap}"):
         scaled_cap(cap, 2)
 
 
 def test_chunks_share_the_cap_by_the_stages_that_follow() -> None:
-    # Rank 0 of a V has stages 0 and 7, rank 3 has stages 3 and 4; the cap is 8 chunk microbatches.
+    # Rank 0 of a V has stages 0 and 7, and rank 3 has stages 3 and 4. The cap is 8 microbatches in
+    # one chunk.
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 0, 4.0) == (7,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=2, kind="v"), 3, 4.0) == (4,)
     assert chunk_shares(Placement(num_ranks=4, num_chunks=3), 3, 4.0) == (7, 4)
@@ -49,5 +50,5 @@ def test_chunks_share_the_cap_by_the_stages_that_follow() -> None:
 
 
 def test_a_cap_below_the_largest_microbatch_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"cap 2 is below .* least cap is 2.5"):
+    with pytest.raises(ScheduleError, match="cap must be at least 2.5 .* got 2"):
         scaled_cap(2.0, 2, 2.5)

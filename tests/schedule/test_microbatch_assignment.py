@@ -1,4 +1,4 @@
-"""Tests for dealing: all microbatches are assigned once, with valid counts and balanced times."""
+"""Tests that every microbatch is assigned once, with valid counts and balanced times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_are_dealt_once_in_groups_and_no_replica_goes_without(seed: int) -> 
 
 
 class Job:
-    """Runs a dealer's steps on replicas of two ranks whose actions take their cost plus noise."""
+    """Runs steps on replicas with two ranks each, whose actions take their cost plus noise."""
 
     def __init__(self, mode: str, *, replicas: int = 2, noise: float = 0.03, seed: int = 1) -> None:
         self.rng, self.noise, self.replicas = random.Random(seed), noise, replicas
@@ -131,8 +131,8 @@ def test_too_few_lengths_are_dealt_by_tokens_and_say_so_once() -> None:
     counts = [job.step(sizes)[0] for _ in range(20)]
     assert counts == [[5, 5]] * 20
     assert job.said == [
-        "replicas are dealt microbatches by tokens: 2 different lengths in 8 steps are too few to "
-        "fit costs"
+        "microbatches are distributed over replicas by tokens: 2 different lengths in 8 steps are "
+        "too few to fit costs"
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_replica_takes_rows_of_more_slices_than_ranks_first() -> None:
 
 
 def mean_step_s(chunks: int, tokens: int, *, by_slices: bool) -> float:
-    """Returns the mean time of simulated steps on four ranks, with long documents among short."""
+    """Returns the mean time of simulated steps on four ranks, with a few long documents."""
     rng = np.random.default_rng(1)
     seconds = []
     for _ in range(8):

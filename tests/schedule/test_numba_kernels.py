@@ -1,4 +1,4 @@
-"""Checks that the compiled loop is fast and gives exactly the results of the plain loop."""
+"""Tests that the compiled loop is fast, and gives exactly the same results as the plain loop."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_code_is_compiled_only_if_that_saves_time(
     assert not numba_kernels.saves_time(rule, many)
     assert numba_kernels.saves_time(rule, most)
     (tmp_path / "simulator.run_ready_first_1-353.py311.nbi").touch()
-    assert numba_kernels.saves_time(rule, many)  # the code is on the disk
+    assert numba_kernels.saves_time(rule, many)  # the code is on disk
     assert not numba_kernels.saves_time(rule, few)
     loops[rule].signatures.append("compiled")
     assert numba_kernels.saves_time(rule, few)
@@ -181,7 +181,7 @@ assert numba_kernels.saves_time(runtime_rules.ready_first, numba_kernels.COMPILE
 
 
 def test_numba_may_be_told_not_to_compile() -> None:
-    """Checks ``auto`` with NUMBA_DISABLE_JIT, which is set for debuggers."""
+    """Runs ``auto`` with NUMBA_DISABLE_JIT, which is set for debuggers."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", PLAIN]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests for policies that follow a list: positions, waiting, invalid lists, reasons of picks."""
+"""Tests policies that follow a list: positions, waiting, invalid lists, and reasons of choices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_impossible_list_stands_still(order: tuple[Action, ...]) -> None:
 
 
 def test_a_doubled_action_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="lists F0-0 behind a later one"):
+    with pytest.raises(ScheduleError, match="lists F0-0 after a later action"):
         Follow((Action(F, 0, 0), Action(F, 0, 0)))
 
 
@@ -94,7 +94,7 @@ def test_an_undisturbed_hint_is_followed_and_a_late_input_is_overtaken() -> None
     assert isinstance(policy, RulePolicy)
     order = [code % 3 for code in policy.hint]
     assert reasons_of(policy, order, 1) == ["hint"] * len(order)
-    # The first weight gradient runs one action early; the overtaken action is then on time again.
+    # The first weight gradient runs one action early. The overtaken action is then on time again.
     first = order.index(2)
     moved = [*order[: first - 1], 2, order[first - 1], *order[first + 1 :]]
     expected = ["hint"] * len(order)

@@ -1,4 +1,4 @@
-"""Tests for a rank's state: ready actions, order, unexpected arrivals, memory, and messages."""
+"""Tests a rank's state: ready actions, order, unexpected arrivals, memory, and messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_a_forward_leaves_room_for_every_later_chunk() -> None:
     state = make_state(chunks=2, cap=1.0)
     assert state.fits(Action(F, 0, 0))
     run(state, Action(F, 0, 0))
-    assert not state.fits(Action(F, 0, 1)), "it would take the room of chunk 1"
+    assert not state.fits(Action(F, 0, 1)), (
+        "the action would use memory that is reserved for chunk 1"
+    )
     assert state.fits(Action(F, 1, 0))
     assert state.fits(Action(B, 0, 0))
 
@@ -198,9 +200,9 @@ def test_missing_names_memory_running_work_and_the_end() -> None:
     ("arguments", "message"),
     [
         ({"rank": 2}, "rank 2"),
-        ({"microbatches": 0}, "0 microbatches"),
-        ({"cap": 0.9}, "least cap is 1 "),
-        ({"weight_pieces": -1}, "-1 pieces of a weight gradient"),
+        ({"microbatches": 0}, "number of microbatches must be at least 1, got 0"),
+        ({"cap": 0.9}, "cap must be at least 1 "),
+        ({"weight_pieces": -1}, "W actions per weight gradient must not be negative, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests for the choices of rules in single situations."""
+"""Tests the choices of run-time rules in single situations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ F = ActionKind.F
 def state(
     kind: str = "v", *, rank: int = 1, cap: float | None = None, pieces: int = 2
 ) -> RankState:
-    """Returns the state of a rank (1 of 3, two chunks by default) without arrived inputs."""
+    """Returns the state of a rank (by default 1 of 3, with two chunks) without arrived inputs."""
     placement = Placement(num_ranks=3, num_chunks=2, kind=kind)  # type: ignore[arg-type]
     return RankState(
         placement=placement, rank=rank, num_microbatches=6, cap=cap, weight_pieces=pieces
@@ -48,7 +48,7 @@ def test_adaptive_alternates_and_fills_with_weight_gradients() -> None:
     assert pick(runtime_rules.ready_first, s) == "W0-0"
     run(s, "W0-0")
     assert pick(runtime_rules.ready_first, s) == "W0-0.1"
-    # A weight gradient in between does not change which kind comes next.
+    # A weight gradient in between does not affect which kind comes next.
     arrive(s, "B0-2", "F0-3")
     assert pick(runtime_rules.ready_first, s) == "B0-2"
 
@@ -123,7 +123,7 @@ def test_the_greedy_rules_heed_a_cap(rule: Callable[..., int]) -> None:
 
 
 def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
-    # The hint: F0-0 F0-1 B0-0 B0-1 F1-0 ..., as codes of two chunks without weight gradients.
+    # The hint is F0-0 F0-1 B0-0 B0-1 F1-0 ..., as codes of two chunks without weight gradients.
     hint = (0, 0 + 6, 2, 2 + 6, 1, 3)
     placement = Placement(num_ranks=3, num_chunks=2)
 
@@ -134,5 +134,5 @@ def test_hinted_overtakes_only_where_the_remaining_hint_fits() -> None:
         return s  # the next action of the hint is F0-1, but only the input of F1-0 has arrived
 
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.5)) == Action(F, 1, 0)
-    # F0-0 and F0-1 are held, so another chunk would exceed a cap of 1.
+    # The rank holds F0-0 and F0-1, so another chunk would exceed a cap of 1.
     assert RulePolicy("hinted", runtime_rules.hinted, hint).pick(situation(1.0)) is None

@@ -1,4 +1,4 @@
-"""Tests for schedule files: both formats, files from torch, and errors with line and cell."""
+"""Tests schedule files: both formats, files from torch, and errors with line and cell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.adaptive.schedule.schedule_file import load, save
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.validate import render_schedule
 
-# Run in a separate process: neither the package nor these tests may require torch.
+# Run this in a separate process, because neither the package nor these tests may require torch.
 TORCH_WRITES_ITS_SCHEDULES = """
 import sys
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def refused(tmp_path: Path, text: str, suffix: str = ".json") -> list[str]:
 
 
 def content(**changes: object) -> str:
-    """Returns a valid file of one rank, with changes; ``None`` removes an entry."""
+    """Returns a valid file of one rank with changes; ``None`` removes an entry."""
     good: dict[str, object] = {
         "version": 1,
         "name": "mine",
@@ -144,7 +144,7 @@ def test_pieces_names_and_defaults(tmp_path: Path) -> None:
         (content(name=3), "name must be .* got 3"),
         (content(orders="F0-0"), "orders must be a list.*got 'F0-0'"),
         (content(orders=[["F0-0"]]), r"orders\[0\] must be text.*got .*"),
-        (content(ranks=2), "orders for 1 ranks: its placement has 2"),
+        (content(ranks=2), "an order for each of the 2 ranks, got 1"),
         (content(microbatches=10**12), "make 1000000000000 forwards per rank.*lists 4 actions"),
         (content(orders=["F0-0 B0-0 F0_1"]), "rank 0, position 2: 'F0_1' is not an action"),
         (content(orders=["F0-0 B0-0.1"]), "rank 0, position 1: 'B0-0.1' is not an action"),
@@ -176,13 +176,13 @@ def test_an_impossible_order_is_drawn(
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="none.json: No such file"):
         load(tmp_path / "none.json")
-    with pytest.raises(ScheduleError, match=r"x.txt: its name must end in .json or .csv"):
+    with pytest.raises(ScheduleError, match=r"x.txt: the file name must end in .json or .csv"):
         load(tmp_path / "x.txt")
     (tmp_path / "latin.csv").write_bytes(b"\xff")
     with pytest.raises(ScheduleError, match="latin.csv: byte 0 is not valid UTF-8"):
         load(tmp_path / "latin.csv")
     schedule = make_schedule("1f1b", Placement(num_ranks=1, num_chunks=1), 1)
-    with pytest.raises(ScheduleError, match="schedules are written as .json"):
+    with pytest.raises(ScheduleError, match="the file name must end in .json"):
         save(schedule, tmp_path / "x.csv")
     with pytest.raises(ScheduleError, match="cannot be written: .*No such file"):
         save(schedule, tmp_path / "none" / "x.json")
@@ -219,20 +219,23 @@ def test_csv_with_communication_and_overlap(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0,0X0", "row 1, column 3: '0X0' is not known: a cell is a stage, F, B, I or W,"),
-        ("0F0,0B0\n1F0,F1", "row 2, column 2: 'F1' is not known"),
-        ("0F0,0B", "row 1, column 2: '0B' is not known"),
-        ("(0F0;0B0)OVERLAP", r"row 1, column 1: '\(0F0;0B0\)OVERLAP' is not known"),
-        ("(0F0;0Q0)OVERLAP_F_B", r"row 1, column 1: '\(0F0;0Q0\)OVERLAP_F_B' is not known"),
-        ("", "it lists no action"),
-        ("0UNSHARD\n\n", "it lists no action"),
-        ('"0F0', "it is not CSV: unexpected end of data"),
-        ("0F0,0B0\n0F1,0B1", "stage 0 is in rows 1 and 2: a stage belongs to one rank"),
-        ("0F0,0B0\n2F0,2B0", "2 stages up to 2 in 2 rows: give every row the same"),
+        ("0F0,0B0,0X0", "row 1, column 3: a cell must be a stage, F, B, I or W, .* got '0X0'"),
+        ("0F0,0B0\n1F0,F1", "row 2, column 2: a cell must be .* got 'F1'"),
+        ("0F0,0B", "row 1, column 2: a cell must be .* got '0B'"),
+        ("(0F0;0B0)OVERLAP", r"row 1, column 1: .* got '\(0F0;0B0\)OVERLAP'"),
+        ("(0F0;0Q0)OVERLAP_F_B", r"row 1, column 1: .* got '\(0F0;0Q0\)OVERLAP_F_B'"),
+        ("", "the file contains no actions"),
+        ("0UNSHARD\n\n", "the file contains no actions"),
+        ('"0F0', "the file is not valid CSV: unexpected end of data"),
+        ("0F0,0B0\n0F1,0B1", "a stage must be in a single row, but stage 0 is in rows 1 and 2"),
+        (
+            "0F0,0B0\n2F0,2B0",
+            "every row must have the same .* there are 2 stages up to 2 in 2 rows",
+        ),
         ("0F0,3F0\n1F0\n2F0", "4 stages up to 3 in 3 rows"),
         (
             "0F0,2F0\n1F0,5F0\n3F0,4F0",
-            "neither in a loop nor in a V over the rows: 0 in row 1, 1 in row 2, 2 in row 1, 3 in",
+            "in a loop or a V, got 0 in row 1, 1 in row 2, 2 in row 1, 3 in",
         ),
         ("0F999999,0B999999", "make 1000000 forwards per rank, but the longest order lists 2"),
     ],

@@ -1,4 +1,4 @@
-"""Tests for the event simulation: small steps, latency, random factors, deadlocks, bad input."""
+"""Tests the event simulation: small steps, latency, random factors, deadlocks, bad input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_hand_over_on_one_rank_takes_no_time() -> None:
 
 
 def test_moments_that_coincide_do_so_whatever_the_sums() -> None:
-    """Checks that time is counted in whole picoseconds; ten times 0.1 is not 1.0 as floats."""
+    """Checks that time is counted in picoseconds, because ten times 0.1 is not 1.0 with floats."""
     placement = Placement(num_ranks=4, num_chunks=1)
     times = StageTimes.equal(4, forward_s=0.1, backward_s=0.2)
     result = simulate(placement, 30, make_policies("1f1b", placement, 30), times)
@@ -96,5 +96,5 @@ def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ScheduleError, match="latency_s is -0.1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE] * 2, late(TIMES, -0.1))
-    with pytest.raises(ScheduleError, match="1 policies for 2 ranks"):
+    with pytest.raises(ScheduleError, match="number of policies must be 2, one per rank, got 1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE], TIMES)

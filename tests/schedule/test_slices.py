@@ -1,4 +1,4 @@
-"""Tests for sequences cut into slices: order, memory, cost, and gains in simulations."""
+"""Tests sequences cut into slices: order, memory, cost, and gains in simulations."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_backward_waits_for_the_last_slice_of_its_microbatch() -> None:
     run(state, "F0-0")
     state.arrive(ActionKind.F, 1, 0)
     run(state, "F1-0")
-    # The end of a forward on the last stage provides the input of the slice's backward.
+    # The end of a forward pass on the last stage provides the input of the slice's backward pass.
     assert state.ready() == (Action(ActionKind.F, 0, 1),)
     lacking = state.lacking()
     assert lacking == [Action(ActionKind.F, 1, 1)]
@@ -125,8 +125,8 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
     run(state, "F1-0")
     assert state.fits(Action(ActionKind.F, 0, 3))
     run(state, "F0-3")
-    # Five of nine units are held and one is reserved. The third microbatch needs two units, and a
-    # microbatch in the later chunk needs two as well.
+    # Five of nine units are held, and one is reserved. The third microbatch needs two units, and a
+    # microbatch in the later chunk also needs two.
     assert not state.fits(Action(ActionKind.F, 0, 4))
     assert state.fits(Action(ActionKind.F, 1, 1))
 
@@ -137,15 +137,15 @@ def test_begun_microbatches_keep_the_memory_of_their_later_slices() -> None:
 def test_a_cap_below_one_microbatch_names_the_least(
     sizes: Sequence[float] | None, least: str
 ) -> None:
-    message = rf"cap 0.75 is below .* the least cap is {re.escape(least)} \(one microbatch"
+    message = rf"cap must be at least {re.escape(least)} \(one microbatch.* got 0.75"
     with pytest.raises(ScheduleError, match=message):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, cap=0.75, sizes=sizes)
 
 
 def test_as_many_sizes_as_slices() -> None:
-    with pytest.raises(ScheduleError, match="3 sizes for 3 microbatches of 2 slices"):
+    with pytest.raises(ScheduleError, match="each of 3 microbatches of 2 slices, got 3"):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=2, sizes=[1, 2, 3])
-    with pytest.raises(ScheduleError, match="0 slices of a microbatch: give 1"):
+    with pytest.raises(ScheduleError, match="slices per microbatch must be at least 1, got 0"):
         RankState(placement=V, rank=0, num_microbatches=3, num_slices=0)
 
 
@@ -188,7 +188,8 @@ def test_slices_share_the_time_of_the_microbatch() -> None:
     of_microbatches = cut.durations_ps.reshape(3, 4, 2, 4).sum(axis=-1)
     assert abs(of_microbatches - whole.durations_ps).max() < 10
     forward, backward, weight = cut.durations_ps[:, 0, :4]
-    # Attention takes 0.6 of a forward and 1.2 of 1.6 of a backward; weight gradients have none.
+    # Attention takes 0.6 of a forward pass and 1.2 of 1.6 of a backward pass. Weight gradients have
+    # no attention.
     assert forward[3] / forward[0] == pytest.approx((0.4 / 4 + 0.6 * 7 / 16) / (0.1 + 0.6 / 16))
     assert backward[3] / backward[0] == pytest.approx((0.1 + 1.2 * 7 / 16) / (0.1 + 1.2 / 16))
     assert len(set(weight.tolist())) == 1
@@ -219,7 +220,7 @@ def test_seq_1f1b_is_valid_and_holds_few_slices(ranks: int, microbatches: int, s
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v", "interleaved", "varuna"])
 def test_orders_of_whole_microbatches_refuse_slices(name: str) -> None:
-    message = f"schedule {name} got 4 slices per microbatch: it orders whole microbatches, choose"
+    message = f"schedule {name} does not support slices, got 4 slices per microbatch; use"
     with pytest.raises(ScheduleError, match=f"{message}.*seq-1f1b"):
         make_schedule(name, placement_for(name, 2, 2), 4, num_slices=4)
 

@@ -1,4 +1,4 @@
-"""Tests for static schedules: documented tables, validity, memory, step times, and errors."""
+"""Tests static schedules: documented tables, validity, memory, step times, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.adaptive.schedule.workload import StageTimes
 
 from ..multiprocess.launch import forking_every
 
-# Five microbatches in a group of three and one of two.
+# The five microbatches form a group of three and a group of two.
 GROUPS_OF_3 = """\
 rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 F0-3 B1-1 F0-4 B1-2 F1-3 B0-0 F1-4 B0-1 B0-2 B1-3 \
 B1-4 B0-3 B0-4
@@ -102,9 +102,9 @@ PEAKS = {
     "zb-h1": lambda p, r, v, m: min(p, m),
     "zb-v": lambda p, r, v, m: p,
 }
-"""Maximum number of microbatches held by rank r of p with v chunks; all if not listed."""
+"""Maximum number of microbatches held by rank r of p with v chunks, or all if not listed."""
 FULL = {"v-half": 1, "varuna": 4, "zb-v": 2}
-"""Microbatches per rank needed before a rank reaches that maximum; other schedules always do."""
+"""Number of microbatches per rank before a rank reaches that maximum. Other schedules always do."""
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -143,7 +143,9 @@ STEPS = {
     "interleaved": lambda p, v, m, f, b, w: (m * v + p - 1) * (f + b + w),
     "zb-h1": lambda p, v, m, f, b, w: m * (f + b + w) + (p - 1) * (f + b - min(f, b, w)),
 }
-"""Seconds of a step with m microbatches, at least one per rank, from F, B and W of a stage."""
+"""Duration in seconds of a step with m microbatches, at least one per rank, from F, B and W of a
+stage.
+"""
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -178,7 +180,7 @@ EQUAL_STEPS = {
     "zb-v": lambda p, m: 6 * m + p - 1 + max(0, 3 * p - 2 * m - 1),
     "v-half": lambda p, m: 6 * m + max(p - 1, 6 * -(-p // 2) - 7),
 }
-"""Step times if F, B and W take 1; also valid for fewer microbatches than ranks."""
+"""Step times if F, B and W take 1 each. These are also valid for fewer microbatches than ranks."""
 
 
 @pytest.mark.parametrize("name", EQUAL_STEPS)
@@ -187,7 +189,7 @@ EQUAL_STEPS = {
 def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None:
     if name == "v-half":
         microbatches += ranks
-        assert EQUAL_STEPS[name](ranks, 0) <= 3 * ranks, "what the paper gives"
+        assert EQUAL_STEPS[name](ranks, 0) <= 3 * ranks, "the paper's limit"
     schedule = made(name, ranks, microbatches)
     times = StageTimes.equal(schedule.placement.num_stages, forward_s=1, backward_s=1, weight_s=1)
     result = followed(schedule, times)
@@ -198,7 +200,7 @@ def test_a_step_of_equal_times(name: str, ranks: int, microbatches: int) -> None
 def test_zb_v_with_shorter_weight_gradients_is_idle_in_the_ramp_only(
     ranks: int, rounds: int, half: int, data: st.DataObject
 ) -> None:
-    """Checks weight gradients down to half the time of a forward, if F and B are equal."""
+    """Uses weight gradients that take at least half as long as F, with F equal to B."""
     whole, weight = 2 * half, data.draw(st.integers(half, 2 * half))
     microbatches = rounds * ranks
     times = StageTimes.equal(2 * ranks, forward_s=whole, backward_s=whole, weight_s=weight)
@@ -222,7 +224,7 @@ def test_zb_h1_is_1f1b_with_weight_gradients(ranks: int, microbatches: int) -> N
 @settings(max_examples=40)
 @given(ranks=st.integers(2, 9), more=st.integers(0, 9))
 def test_v_half_repeats_its_steady_part(ranks: int, more: int) -> None:
-    """Checks that repeating the steady part gives the same order as placing every action."""
+    """Checks that repeating the steady state gives the same order as placing every action."""
     schedule = made("v-half", ranks, ranks + 5 + more)
     rows = fixed_in_v.squeezed(schedule.placement, schedule.num_microbatches)
     assert schedule.orders == tuple(tuple(row.values()) for row in rows)
@@ -249,20 +251,41 @@ ONE = Placement(num_ranks=2, num_chunks=1)
 @pytest.mark.parametrize(
     ("name", "placement", "microbatches", "group_size", "message"),
     [
-        ("1f1b", LOOP, 4, None, r"with 2 chunk.*a loop of 1, else choose adaptive"),
-        ("zb-h1", LOOP, 4, None, r"a loop of 1, else"),
-        ("varuna", LOOP, 4, None, r"varuna got a loop placement with 2 chunk"),
-        ("breadth-first", ONE, 4, None, "with 1 chunk.*a loop of at least 2, else"),
+        (
+            "1f1b",
+            LOOP,
+            4,
+            None,
+            "requires a loop placement with 1 chunk.*got a loop .* with 2; use adaptive",
+        ),
+        ("zb-h1", LOOP, 4, None, "a loop placement with 1 chunk"),
+        ("varuna", LOOP, 4, None, "varuna requires .*, got a loop placement with 2"),
+        ("breadth-first", ONE, 4, None, "a loop placement with at least 2 .* with 1;"),
         ("breadth-first", V, 4, None, "got a v placement"),
-        ("interleaved", ONE, 4, None, "at least 2, else choose adaptive"),
+        ("interleaved", ONE, 4, None, "at least 2 .* use adaptive"),
         ("interleaved", V, 4, None, "got a v placement"),
         ("interleaved", LOOP, 3, None, "at most 3"),
-        ("interleaved", LOOP, 6, None, "remainder 2 is below 4"),
-        ("interleaved", LOOP, 8, 3, "groups of 3 microbatches.*at least 4"),
+        ("interleaved", LOOP, 6, None, "remainder 2 is less than 4"),
+        ("interleaved", LOOP, 8, 3, "at least 4 .*groups of 3 microbatches"),
         ("interleaved", LOOP, 8, 9, "at most 8"),
-        ("v-half", LOOP, 4, None, "v-half got a loop placement with 2 chunk.*a v of 2"),
-        ("zb-v", Placement(num_ranks=2, num_chunks=3, kind="v"), 4, None, "v of 2, else"),
-        *((name, placement_for(name, 2, 2), 0, None, "0 microb") for name in schedule_names()),
+        (
+            "v-half",
+            LOOP,
+            4,
+            None,
+            "v-half requires a v placement with 2 .* got a loop placement with 2",
+        ),
+        (
+            "zb-v",
+            Placement(num_ranks=2, num_chunks=3, kind="v"),
+            4,
+            None,
+            "a v placement with 2 chunk",
+        ),
+        *(
+            (name, placement_for(name, 2, 2), 0, None, "at least 1, got 0")
+            for name in schedule_names()
+        ),
     ],
 )
 def test_refusals(
@@ -273,7 +296,7 @@ def test_refusals(
     assert "\n" not in str(caught.value)
 
 
-# Run in a separate process: neither the package nor these tests may require torch.
+# Run this in a separate process, because neither the package nor these tests may require torch.
 COMPARE_WITH_MEGATRON_CORE = """
 from types import SimpleNamespace
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table

@@ -1,4 +1,4 @@
-"""Tests for steps whose microbatches have different numbers of slices."""
+"""Tests steps whose microbatches have different numbers of slices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_first_backward_of_a_microbatch_waits_for_its_own_slices_only() -> N
 
 
 def run(states: list[RankState], policies: tuple[Policy, ...], rng: random.Random) -> list[str]:
-    """Runs a step in which actions take random times; returns the labels of rank 0's actions."""
+    """Runs a step with random durations of actions, and returns the labels of rank 0's actions."""
     placement = states[0].placement
     free_at = [0.0] * len(states)
     running: list[tuple[float, int, Action]] = []
@@ -167,12 +167,14 @@ def test_an_order_made_before_the_step_needs_equal_numbers(schedule: str) -> Non
     placement = Placement(num_ranks=2, num_chunks=1)
     orders = Orders(schedule=schedule, placement=placement, pp_rank=0)
     orders.recut(COUNTS)
-    with pytest.raises(ScheduleError, match=f"schedule {schedule} got .* choose adaptive"):
+    with pytest.raises(
+        ScheduleError, match=f"schedule {schedule} requires the same .* use adaptive"
+    ):
         orders.policy(3, forward_only=False)
 
 
 def test_a_number_for_each_microbatch_is_needed() -> None:
     placement = Placement(num_ranks=1, num_chunks=1)
-    with pytest.raises(ScheduleError, match="2 numbers of slices for 3 microbatches"):
+    with pytest.raises(ScheduleError, match="for each of the 3 microbatches, got 2"):
         RankState(placement=placement, rank=0, num_microbatches=3, num_slices=(1, 2))
     assert len(make_policies("adaptive", placement, 3, num_slices=2)) == 1

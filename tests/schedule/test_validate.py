@@ -1,4 +1,4 @@
-"""Checks that errors about invalid schedules name rank, position and action, and mark the cell."""
+"""Tests that errors about invalid schedules contain rank, position and action, and a drawing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_only_the_columns_around_the_cell_are_drawn() -> None:
 
 
 def test_an_empty_schedule_misses_its_forwards() -> None:
-    with pytest.raises(ScheduleError, match="orders for 1 ranks: its placement has 2"):
+    with pytest.raises(ScheduleError, match="an order for each of the 2 ranks, got 1"):
         validate(schedule_of(GOOD))
     with pytest.raises(ScheduleError, match="rank 0, position 0: the order ends before F0-0: list"):
         validate(schedule_of("", ""))

@@ -1,4 +1,4 @@
-"""Tests for drawn durations: seeds, factors with mean 1, and profiles from files."""
+"""Tests drawn durations: seeds, factors with mean 1, and profiles from files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_message_waits_for_its_link() -> None:
     workload = draw(TWO, 2, times, link=Link(latency_s=0.5, occupancy_s=3.0))
     result = simulate(TWO, 2, make_policies("gpipe", TWO, 2), workload)
     second = [span.start_s for span in result.spans[1] if str(span.action).startswith("F")]
-    # The messages are sent at 1 and 2; the link is busy from 1 to 4 and from 4 to 7.
+    # The messages are sent at 1 and 2, and the link is busy from 1 to 4 and from 4 to 7.
     assert second == [4.5, 7.5]
 
 
@@ -69,17 +69,23 @@ def test_one_link_may_differ() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: draw(TWO, 1, TIMES, action_sigma=-0.1), "action_sigma is -0.1"),
-        (lambda: draw(TWO, 1, TIMES, latency_sigma=float("nan")), "latency_sigma is nan"),
-        (lambda: Link(latency_s=-1.0), "latency_s is -1.0"),
-        (lambda: draw(TWO, 1, TIMES, rank_factors=(1.0,)), "1 rank factors for 2 ranks"),
+        (lambda: draw(TWO, 1, TIMES, action_sigma=-0.1), "action_sigma must be .* got -0.1"),
+        (
+            lambda: draw(TWO, 1, TIMES, latency_sigma=float("nan")),
+            "latency_sigma must be .* got nan",
+        ),
+        (lambda: Link(latency_s=-1.0), "latency_s must be .* got -1.0"),
+        (
+            lambda: draw(TWO, 1, TIMES, rank_factors=(1.0,)),
+            "2 rank factors, one for each rank, got 1",
+        ),
         (
             lambda: draw(TWO, 1, StageTimes(forward_s=(1.0,), backward_s=(1.0, 1.0))),
-            "1 forward times for 2 stages",
+            "one forward time for each of the 2 stages, got 1",
         ),
         (
             lambda: draw(TWO, 1, StageTimes(forward_s=(1.0, float("nan")), backward_s=(1.0, 1.0))),
-            "forward time of stage 1 is nan",
+            "forward time of stage 1 must be .* got nan",
         ),
     ],
 )

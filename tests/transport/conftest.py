@@ -1,4 +1,4 @@
-"""Provides pools of processes for the tests of transports."""
+"""Provides pools of worker processes for the tests of transports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pool import Pool
 
 
 class Pools:
-    """Keeps the pool of a module, and makes a new pool after a test has used it up."""
+    """Keeps the pool of a test module, and creates a new pool if a test has consumed it."""
 
     def __init__(self) -> None:
         self._pool: Pool | None = None
@@ -37,13 +37,13 @@ def pools() -> Iterator[Pools]:
 
 @pytest.fixture
 def pool(pools: Pools) -> Pool:
-    """Returns a pool of workers that outlive the test."""
+    """Returns a pool whose workers survive the test."""
     return pools.get()
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
-    """Returns a function that starts a program on a new pool of processes."""
+    """Returns a function that starts a program on a new pool of worker processes."""
     made: list[Pool] = []
 
     def start_program(program: str, num_ranks: int, **arguments: Any) -> Pool:

@@ -1,8 +1,8 @@
-"""Programs of the contract suite; ``test_contract.py`` lists which transports run each program.
+"""Contains the programs of the contract suite; ``test_contract.py`` lists the transports of each.
 
-A program gets a :class:`Rank` and its arguments and contains assertions; it returns other results
-that the test checks. By default rank 0 sends and rank 1 receives. Transports that a program leaves
-open are closed when it returns.
+A program takes a :class:`Rank` and its arguments, contains assertions, and returns further results
+for the test to check. By default, rank 0 sends and rank 1 receives. Transports that a program
+leaves open are closed when it returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of every type and many shapes, up to many times the channel's memory."""
+    """Returns messages of every dtype and many shapes, up to many times the channel's size."""
     messages = []
     for number, dtype in enumerate(CODE_OF):
         for index, shape in enumerate(SHAPES):
@@ -61,7 +61,7 @@ def everything(sender: int) -> list[tuple[Label, torch.Tensor]]:
 
 
 def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]:
-    """Returns messages of one shape."""
+    """Returns messages of the same shape."""
     kinds = (ActionKind.F, ActionKind.B)
     return [
         (
@@ -75,7 +75,7 @@ def alike(sender: int, shape: Sequence[int]) -> list[tuple[Label, torch.Tensor]]
 def exchange(
     rank: Rank, kind: str, crc: bool = False, shape: tuple[int, ...] | None = None
 ) -> None:
-    """Checks that all types, shapes and sizes arrive in order, while both sides send at once."""
+    """Checks that all dtypes, shapes and sizes arrive in order, while both sides send at once."""
     dtype = torch.float32 if shape is None else torch.bfloat16
     transport, peer = rank.open(kind, transport_crc=crc, shape=shape, dtype=dtype)
     sent, due = (
@@ -114,10 +114,10 @@ def wrap_around(rank: Rank, kind: str) -> None:
 def far_ahead(
     rank: Rank, kind: str, count: int, nbytes: int, is_bounded: bool = False, fixed: bool = False
 ) -> None:
-    """Checks that sending never waits, even if the receiver takes nothing until all is sent.
+    """Checks that a send never waits, even if the receiver takes messages only after the last send.
 
-    With ``is_bounded`` waiting messages use no memory of the receiver; with ``fixed`` the shape is
-    known.
+    With ``is_bounded``, waiting messages do not use the receiver's memory. With ``fixed``, the
+    shape is known in advance.
     """
     transport, peer = rank.open(
         kind,
@@ -145,7 +145,7 @@ def far_ahead(
 
 
 def hold(rank: Rank, kind: str) -> None:
-    """Keeps more payloads than there are slots, then releases them in any order and thread."""
+    """Keeps more payloads than there are slots, and releases them in any order and thread."""
     transport, peer = rank.open(kind)
     count = 6 * SLOTS
     if rank.rank == 0:
@@ -158,7 +158,7 @@ def hold(rank: Rank, kind: str) -> None:
         require_equal(held[number], numbers(500, number))
         tensor = held.pop(number)
         if number % 2:
-            # Another thread drops the last reference.
+            # Another thread releases the last reference.
             threads.append(threading.Thread(target=lambda *_: None, args=([tensor],)))
             threads[-1].start()
         del tensor
@@ -167,7 +167,7 @@ def hold(rank: Rank, kind: str) -> None:
 
 
 def train(rank: Rank, kind: str) -> None:
-    """Checks that received tensors work as in the pipeline: leaves, graphs, ``.data``."""
+    """Checks that received tensors work as leaves, in graphs, and with ``.data``."""
     transport, peer = rank.open(kind)
     count = 60
     if rank.rank == 0:
@@ -221,7 +221,7 @@ def deadline(rank: Rank, kind: str) -> None:
 
 
 def slow_flush(rank: Rank, kind: str) -> None:
-    """Checks that a flush times out if the receiver takes nothing, and that the error names it."""
+    """Checks that a flush times out if the receiver takes no messages, and the error names it."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(3 * SLOTS):
@@ -245,7 +245,7 @@ def reuse(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), tensor)
             tensor.data = torch.empty(1)
             del tensor
-            torch.full((1000,), -1.0)  # takes the memory, if it is free
+            torch.full((1000,), -1.0)  # uses the memory if it is free
         rank.mark("sent")
         return
     rank.await_mark("sent")
@@ -254,7 +254,7 @@ def reuse(rank: Rank, kind: str) -> None:
 
 
 def reserve(rank: Rank, kind: str) -> None:
-    """Checks payloads computed in the channel's memory: sent, dropped, and more than slots."""
+    """Checks payloads in the channel's memory: sent, dropped, and more than there are slots."""
     transport, peer = rank.open(kind)
     shapes = [(1000,), (10, 20), (), (0, 3), (SLOT_BYTES,), (64, 3)]
     if rank.rank == 0:
@@ -284,13 +284,13 @@ def reserve(rank: Rank, kind: str) -> None:
 
 
 def reserved_is_shared(rank: Rank, kind: str) -> None:
-    """Checks that a reserved tensor is sent without a copy, so that both sides share the memory."""
+    """Checks that a reserved tensor is sent without a copy, so that both sides share its memory."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         tensor = transport.reserve(peer, (256,), torch.float32).fill_(1.0)
         transport.send(peer, label(0), tensor)
         rank.await_mark("arrived")
-        tensor.fill_(2.0)  # forbidden, but it shows the sharing
+        tensor.fill_(2.0)  # not allowed, but shows that the memory is shared
         rank.mark("changed")
         return
     tensor = wait(transport).take()
@@ -301,7 +301,7 @@ def reserved_is_shared(rank: Rank, kind: str) -> None:
 
 
 def drain(rank: Rank, kind: str) -> None:
-    """Checks that the receiver gets everything without an error if the sender closes at once."""
+    """Checks that the receiver gets all messages without errors if the sender closes at once."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(4 * SLOTS):
@@ -312,7 +312,7 @@ def drain(rank: Rank, kind: str) -> None:
         return
     time.sleep(0.2)
     kept = [wait(transport).take() for _ in range(4 * SLOTS)]
-    if kind not in OVER_TORCH:  # close() of these waits for the peer
+    if kind not in OVER_TORCH:  # close() of these transports waits for the peer
         rank.await_mark("closed")
         assert transport.completions.wait(time.monotonic() + 0.3) is None
     transport.close()
@@ -325,9 +325,9 @@ def drain(rank: Rank, kind: str) -> None:
 
 
 def child(rank: Rank, kind: str) -> None:
-    """Checks that a forked child that releases inherited tensors does not free slots here.
+    """Checks that a forked child that releases inherited tensors does not free slots in the parent.
 
-    The child may not send.
+    The child must not send.
     """
     transport, peer = rank.open(kind)
     if rank.rank == 0:
@@ -337,7 +337,8 @@ def child(rank: Rank, kind: str) -> None:
             transport.send(peer, label(number), numbers(1000, number))
         return
     held = wait(transport).take()
-    # Freeing the process groups of earlier programs waits for threads, which a child does not have.
+    # Freeing the process groups of earlier programs waits for threads, which do not exist in a
+    # child.
     gc.collect()
     pid = os.fork()
     if pid == 0:
@@ -353,7 +354,7 @@ def child(rank: Rank, kind: str) -> None:
 
 
 def refused(rank: Rank, kind: str) -> None:
-    """Checks that the sender refuses unsupported tensors, and that the channel still works."""
+    """Checks that the sender rejects unsupported tensors, and that the channel still works."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for tensor, message in (
@@ -368,7 +369,7 @@ def refused(rank: Rank, kind: str) -> None:
 
 
 def pieces(rank: Rank, kind: str) -> None:
-    """Checks that messages of many pieces arrive whole after a receive has timed out."""
+    """Checks that messages of many pieces arrive complete after a receive has timed out."""
     transport, peer = rank.open(kind)
     for number in range(20):
         message = numbers(3 * SLOTS * SLOT_BYTES // 4, number)
@@ -385,7 +386,7 @@ def pieces(rank: Rank, kind: str) -> None:
 
 
 def listen(rank: Rank, kind: str) -> None:
-    """Checks that a listener thread on rank 1 is notified while its main thread takes nothing."""
+    """Checks that a listener on rank 1 is called while the main thread takes no messages."""
     transport, peer = rank.open(kind)
     count = 20
     if rank.rank == 0:
@@ -414,7 +415,7 @@ def listen(rank: Rank, kind: str) -> None:
 
 
 def arrivals(rank: Rank, kind: str) -> None:
-    """Checks that network transports, which have a receiver thread, notice arrivals at once."""
+    """Checks that network transports, which have a receiver thread, notice arrivals immediately."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for number in range(8):
@@ -422,7 +423,7 @@ def arrivals(rank: Rank, kind: str) -> None:
         rank.mark("sent")
         return
     rank.await_mark("sent")
-    time.sleep(0.3)  # all messages arrive meanwhile
+    time.sleep(0.3)  # all messages arrive in the meantime
     looked_ns = time.monotonic_ns()
     for number in range(8):
         arrival = wait(transport)
@@ -455,10 +456,10 @@ def all_to_all(rank: Rank, kind: str) -> None:
 
 
 def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
-    """Checks a peer that the test stops, first for a short time without effect, then for good.
+    """Checks the behaviour if the test suspends a peer, first briefly and then permanently.
 
     Returns:
-        Last errors that rank 1 saw.
+        The last errors on rank 1.
     """
     transport, peer = rank.open(kind, transport_silence_s=limit_s)
     if rank.rank == 0:
@@ -468,7 +469,7 @@ def meet_stopped(rank: Rank, kind: str, limit_s: float) -> list[Any]:
             transport.send(peer, label(microbatch), torch.ones(3))
         time.sleep(LIMIT_S)
     rank.await_mark("stopped")
-    for microbatch in range(2):  # rank 0 is stopped during the first message
+    for microbatch in range(2):  # rank 0 is suspended during the first message
         transport.send(peer, label(microbatch), torch.ones(SLOT_BYTES * SLOTS * 2))
         wait(transport).take()
     rank.mark("went on")
@@ -481,7 +482,7 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
     """Checks the errors if the test kills rank 0 while rank 1 sends, receives or waits.
 
     Returns:
-        Errors that rank 1 saw in its queue and in further sends, and the time until then.
+        The errors on rank 1 from its queue and from further sends, and the time until then.
     """
     transport, _ = rank.open(kind)
     if rank.rank == 0:
@@ -511,7 +512,7 @@ def meet_killed(rank: Rank, kind: str, doing: str) -> list[Any]:
             first = error_of(lambda: _take(transport, 1.0))
     noticed_s = time.time()
     if kind not in OVER_TORCH and "of step" not in first[1]:
-        error = error_of(lambda: _take(transport, 5.0))  # the queue has more details
+        error = error_of(lambda: _take(transport, 5.0))  # the error in the queue has more details
         first = error if error[0] != "none" else first
     sending = ["none", ""]
     while sending[0] == "none" and time.monotonic() < end_s:
@@ -532,7 +533,7 @@ def _take(transport: Transport, limit_s: float) -> None:
 
 
 def survive(rank: Rank, kind: str) -> None:
-    """Keeps channels of an earlier job open while a new job starts and exits; is then killed."""
+    """Keeps channels of an earlier job open while a new job starts and exits, until killed."""
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(10))
@@ -540,11 +541,11 @@ def survive(rank: Rank, kind: str) -> None:
         wait(transport).take()
     rank.mark(f"open-{rank.rank}")
     time.sleep(LIMIT_S)
-    raise AssertionError("not killed")
+    raise AssertionError("the test did not kill this process")
 
 
 def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
-    """Exchanges the job's number between two ranks, beside other jobs."""
+    """Exchanges the job's number between two ranks while other jobs run."""
     transport, peer = rank.open(kind)
     for number in range(rounds):
         transport.send(peer, label(number), torch.full((200,), value))
@@ -552,7 +553,7 @@ def ping_pong(rank: Rank, kind: str, rounds: int, value: float) -> None:
 
 
 def mixed(rank: Rank) -> None:
-    """Checks three ranks in a row: 0 and 1 over shm, 1 and 2 over gloo, with one queue on rank 1.
+    """Checks three ranks in a row: 0 and 1 use shm, 1 and 2 use gloo, and rank 1 has one queue.
 
     The extension is missing on rank 2.
     """

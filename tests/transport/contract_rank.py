@@ -28,7 +28,7 @@ LIMIT_S = 30.0
 CPU = torch.device("cpu")
 SLOT_BYTES, SLOTS = 4096, 4
 OVER_TORCH = ("gloo", "nccl")
-"""Transports over process groups; here NCCL uses gloo pairs and host streams."""
+"""Transports over process groups. In these tests, NCCL uses gloo pairs and host streams."""
 
 
 class Rank:
@@ -38,11 +38,11 @@ class Rank:
         rank: Rank of this process.
         num_ranks: Number of ranks.
         store: Store shared with the other ranks and the test.
-        address: Address at which other machines reach this rank.
-        streams: Streams that NCCL's channels use.
-        num_pairs: Number of NCCL's channels that this rank has opened.
-        fails_at: Number of the channel that fails to open.
-        pair_limit_s: Timeout for its peer in seconds.
+        address: Address at which other machines can reach this rank.
+        streams: Streams for NCCL's channels.
+        num_pairs: Number of NCCL channels that this rank has opened.
+        fails_at: Index of the channel that fails to open.
+        pair_limit_s: Timeout for the peer in seconds.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Rank:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> tuple[Transport, int]:
-        """Connects to the peers, by default to all other ranks.
+        """Connects to the given peers, or to all other ranks by default.
 
         Args:
             kind: Name of the transport.
-            peers: Ranks of the peers.
-            shape: Shape of all messages, if it is the same.
-            dtype: Type of all messages, if ``shape`` is given.
-            options: Further options of the configuration.
+            peers: Global ranks of the peers.
+            shape: Shape of all messages, if they have the same shape.
+            dtype: Dtype of all messages, if ``shape`` is given.
+            options: Additional transport settings.
 
         Returns:
-            The transport and the first peer.
+            Transport, and first peer.
         """
         self._opened += 1
         options = {"transport_slot_bytes": SLOT_BYTES, "transport_slots": SLOTS, **options}
@@ -109,7 +109,7 @@ class Rank:
         return made, peers[0]
 
     def mark(self, name: str) -> None:
-        """Shows the other ranks and the test that this rank has reached a point."""
+        """Signals the other ranks and the test that this rank has reached a point."""
         self.store.set(name, "set")
 
     def await_mark(self, name: str) -> None:
@@ -117,7 +117,7 @@ class Rank:
         self.store.wait([name], datetime.timedelta(seconds=LIMIT_S))
 
     def join_group(self, store: dist.Store | None = None) -> None:
-        """Joins the process group that gloo needs, over ``store`` if given."""
+        """Joins the process group that gloo needs, using ``store`` if given."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo",
@@ -128,7 +128,7 @@ class Rank:
             )
 
     def exit_with(self, value: Any) -> NoReturn:
-        """Exits this process at once, with ``value`` as the result of the program."""
+        """Exits this process immediately, with ``value`` as the result of the program."""
         self._connection.send(("done", value))
         os._exit(0)
 
@@ -145,7 +145,7 @@ class Rank:
 
 
 class StoreGather:
-    """Gathers over a store, before there is a process group."""
+    """Gathers values through a store, before there is a process group."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str) -> None:
         self._store = dist.PrefixStore(prefix, store)
@@ -182,7 +182,7 @@ class LateConnector(Connector):
 
 
 class HostNccl(NcclKind):
-    """Opens NCCL's channels on the host, over gloo pairs."""
+    """Opens NCCL's channels on the host, using gloo pairs."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -192,7 +192,7 @@ class HostNccl(NcclKind):
         return self._rank.streams
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Returns a gloo pair in place of an NCCL pair."""
+        """Returns a gloo pair instead of an NCCL pair."""
         self._rank.num_pairs += 1
         if self._rank.fails_at == self._rank.num_pairs:
             raise RuntimeError("unhandled system error\nin a made-up library")
@@ -210,12 +210,12 @@ def label(microbatch: int, kind: ActionKind = ActionKind.F, step: int = 3, chunk
 
 def wait(transport: Transport, limit_s: float = LIMIT_S) -> Arrival:
     arrival = transport.completions.wait(time.monotonic() + limit_s)
-    assert isinstance(arrival, Arrival), "nothing arrived"
+    assert isinstance(arrival, Arrival), "no message arrived"
     return arrival
 
 
 def error_of(action: Callable[[], Any]) -> list[str]:
-    """Returns class and text of the error that ``action()`` raises."""
+    """Returns the class and the text of the error that ``action()`` raises."""
     try:
         action()
     except AdaptiveError as error:
@@ -224,7 +224,7 @@ def error_of(action: Callable[[], Any]) -> list[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's elements in order, as bytes."""
+    """Returns the elements of a tensor in order, as bytes."""
     if tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -236,7 +236,7 @@ def require_equal(seen: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def make_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of random bits, equal on both sides."""
+    """Returns a tensor of random bits, which is equal on both sides."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         generator = torch.Generator().manual_seed(seed)

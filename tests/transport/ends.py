@@ -1,4 +1,4 @@
-"""Opens both endpoints of a native channel in one process, for tests of the layers above it."""
+"""Opens both endpoints of a native channel in one process, for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 def open_nodes(kind: str = "shm", **options: Any) -> tuple[Any, Any]:
-    """Returns the nodes of ranks 0 and 1, with a channel between them."""
+    """Returns the nodes of ranks 0 and 1, which are connected by a channel."""
     module = extension.require("a test")
     low, high = (module.Node(rank, bytes(16), 1, 2) for rank in range(2))
     address = high.listen("unix") if kind == "shm" else high.listen("tcp", "127.0.0.1")
@@ -42,7 +42,7 @@ def open_transports(
     Args:
         kind: ``shm`` or ``tcp``.
         device: Device of the tensors.
-        staged: Whether tensors are for a GPU, which the CPU stands in for.
+        staged: Whether tensors are for a GPU, which is simulated by the CPU.
         options: Options of the channel.
     """
 
@@ -58,7 +58,7 @@ def open_transports(
 
 
 def close_all(transports: Sequence[Any]) -> list[BaseException]:
-    """Closes transports at the same time; returns their errors."""
+    """Closes transports at the same time, and returns their errors."""
     raised: list[BaseException] = []
 
     def close(transport: Any) -> None:
@@ -92,11 +92,11 @@ def label(number: int) -> Label:
 
 
 def names_within(profile: torch.profiler.profile, mark: str) -> set[str]:
-    """Returns the names of events inside the ``record_function`` of this name.
+    """Returns the names of the events within the ``record_function`` with this name.
 
     The profiler itself synchronizes when it stops.
     """
     events: list[Any] = list(profile.events())
     ranges = [event.time_range for event in events if event.name == mark]
-    inside = min(ranges, key=lambda event: event.start)  # the longer range is the device's
+    inside = min(ranges, key=lambda event: event.start)  # the longer range belongs to the device
     return {event.name for event in events if inside.start <= event.time_range.start <= inside.end}

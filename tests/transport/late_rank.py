@@ -1,7 +1,7 @@
-"""Runs two stages of two tensor-parallel ranks, one of which is late; a program for the pool.
+"""Runs two stages of two tensor-parallel ranks, with one late rank, as a program for the pool.
 
-The executor and the channels are real. A thread stands in for each rank's device: it runs kernels
-in launch order, long after the launch, and all-reduces within them.
+The executor and the channels are real. A thread simulates the device of each rank: it runs kernels
+in launch order, long after their launch, and the kernels contain all-reduces.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Device(HostStreams):
         return moment
 
     def finish(self) -> None:
-        assert self._stream.flush(time.monotonic() + LIMIT_S), "the device stands still"
+        assert self._stream.flush(time.monotonic() + LIMIT_S), "the device is stalled"
 
 
 class _End:
@@ -57,7 +57,7 @@ class _End:
         self.reached = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.reached.wait(LIMIT_S), "the device stands still"
+        assert self.reached.wait(LIMIT_S), "the device is stalled"
 
 
 class Stages:
@@ -106,14 +106,14 @@ class Stages:
         return 0
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        raise AssertionError("backwards are not split")
+        raise AssertionError("backward passes are not split")
 
 
 def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -> list[list[float]]:
-    """Runs some steps; rank 1 is late by up to 10 ms before each action, the others by up to 1 ms.
+    """Runs some steps. Rank 1 is late by up to 10 ms before each action, other ranks by up to 1 ms.
 
     Returns:
-        Results of all microbatches, by step; empty on the second stage.
+        Results of all microbatches by step, or empty on the second stage.
     """
     errors: list[Exception] = []
     device = Device(errors.append)
@@ -152,7 +152,7 @@ def train(rank: Rank, schedule: str, steps: int, microbatches: int, seed: int) -
 
 
 def _agreement(schedule: str, rank: Rank, transport: Transport) -> Agreement:
-    """Makes the agreement that keeps both ranks of a stage on one order, if a policy decides it."""
+    """Creates the agreement between both ranks of a stage, if a policy chooses the order."""
     groups = [dist.new_group([stage * _TP, stage * _TP + 1], backend="gloo") for stage in range(2)]
     if schedule == "1f1b":
         return Agreement()

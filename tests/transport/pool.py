@@ -1,8 +1,8 @@
-"""Runs the programs of the transport tests in processes.
+"""Runs the programs of the transport tests in worker processes.
 
-Starting a process takes longer than most programs, so a pool keeps processes alive for a whole
-module. A worker that is killed, hangs or fails ends its pool. With a folder, each worker runs one
-program, and its output and exit status can be read.
+Starting a process takes longer than most programs, so a pool keeps processes alive for a whole test
+module. A pool cannot be used after a worker was killed, hung or failed. With a folder, each worker
+runs a single program, and its output and exit status can be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WATCHDOG_S = 60.0
 
 
 class Pool:
-    """Holds worker processes and the store in which they meet.
+    """Holds worker processes and the store that connects them.
 
     Args:
         size: Number of workers.
@@ -54,20 +54,20 @@ class Pool:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers are alive."""
+        """Returns whether all workers are alive."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, program: str, num_ranks: int, **arguments: Any) -> list[Any]:
-        """Runs a program on the first workers and returns the result of each rank."""
+        """Runs a program on the first workers, and returns the result of each rank."""
         self.start(program, range(num_ranks), **arguments)
         return [self.result(rank) for rank in range(num_ranks)]
 
     def start(self, program: str, workers: Sequence[int], **arguments: Any) -> None:
-        """Starts a program on some workers, which are its ranks in this order.
+        """Starts a program on some workers, which become its ranks in this order.
 
         Args:
             program: ``module.function`` in this folder.
-            workers: Numbers of the workers.
+            workers: Indices of the workers.
             arguments: Arguments of the program, besides its :class:`Rank`.
         """
         self._calls += 1
@@ -80,23 +80,23 @@ class Pool:
         connection = self._connections[worker]
         if not connection.poll(limit_s):
             self.stop()
-            raise AssertionError(f"worker {worker} did not answer within {limit_s:g} s")
+            raise AssertionError(f"worker {worker} did not reply within {limit_s:g} s")
         try:
             kind, value = connection.recv()
         except EOFError:
             self.stop()
-            raise AssertionError(f"worker {worker} ended: {self.text(worker)}") from None
+            raise AssertionError(f"worker {worker} exited: {self.text(worker)}") from None
         if kind == "failed":
             self.stop()  # its peers are blocked
             raise AssertionError(f"worker {worker} failed:\n{value}")
         return value
 
     def status(self, worker: int, limit_s: float = WATCHDOG_S) -> int:
-        """Waits until a worker exits and returns its exit status, negative for a signal."""
+        """Waits until a worker exits; returns its exit status, which is negative for a signal."""
         process = self._processes[worker]
         process.join(limit_s)
         status = process.exitcode
-        assert status is not None, f"worker {worker} runs on: {self.text(worker)}"
+        assert status is not None, f"worker {worker} is still running: {self.text(worker)}"
         return status
 
     def text(self, worker: int) -> str:
@@ -109,7 +109,7 @@ class Pool:
         key = f"call-{self._calls}/{name}"
         end_s = time.monotonic() + WATCHDOG_S
         while not self._store.check([key]):
-            assert time.monotonic() < end_s, f"nobody set the mark {name}"
+            assert time.monotonic() < end_s, f"no rank set the mark {name}"
             time.sleep(0.005)
 
     def mark(self, name: str) -> None:
@@ -117,7 +117,7 @@ class Pool:
         self._store.set(f"call-{self._calls}/{name}", "set")
 
     def pid(self, worker: int) -> int:
-        """Returns the process id of a worker."""
+        """Returns the process ID of a worker."""
         pid = self._processes[worker].pid
         assert pid is not None
         return pid
@@ -135,7 +135,7 @@ class Pool:
 
 
 def run_calls(connection: Connection, port: int, output: Path | None) -> None:
-    """Runs the programs of a worker one after the other, or only one with ``output``."""
+    """Runs the programs of a worker one by one, or a single program if ``output`` is given."""
     torch.set_num_threads(1)
     if output is not None:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

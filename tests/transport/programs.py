@@ -1,6 +1,6 @@
-"""Programs of the ranks in some transport tests, besides those of ``contract.py``.
+"""Contains programs for the ranks of some transport tests, in addition to ``contract.py``.
 
-A program gets a :class:`Rank` and its arguments, and returns results that the test checks.
+A program takes a :class:`Rank` and its arguments, and returns results for the test to check.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .contract_rank import CPU, LIMIT_S, Rank, error_of, label, wait
 
 
 def refused(rank: Rank) -> None:
-    """Checks that the sender refuses messages that a channel does not support."""
+    """Checks that the sender rejects messages that a channel does not support."""
     transport, peer = rank.open("gloo", shape=(2, 3))
     if rank.rank == 1:
         assert wait(transport).label.action.microbatch == 5
@@ -46,7 +46,7 @@ def refused(rank: Rank) -> None:
 
 
 def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> None:
-    """Sends an invalid header from rank 0; returns the error of rank 1."""
+    """Sends an invalid header from rank 0, and returns the error on rank 1."""
     rank.join_group()
     group = dist.new_group(backend="gloo")
     if rank.rank == 1:
@@ -64,7 +64,7 @@ def foreign(rank: Rank, header: list[int], shape: tuple[int, ...] | None) -> Non
 
 
 def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
-    """Opens the channel on rank 1 for another shape than on rank 0; returns the error."""
+    """Opens the channel on rank 1 for a different shape than on rank 0, and returns the error."""
     transport, peer = rank.open("gloo", shape=shape if rank.rank else (2, 3))
     if rank.rank == 0:
         transport.send(peer, label(0), torch.ones(2, 3))
@@ -76,7 +76,7 @@ def disagree(rank: Rank, shape: tuple[int, ...]) -> None:
 
 
 def stuck(rank: Rank) -> None:
-    """Flushes on rank 0 while rank 1 is stopped by the test; returns the error."""
+    """Flushes on rank 0 while the test suspends rank 1, and returns the error."""
     transport, peer = rank.open("gloo")
     if rank.rank == 1:
         rank.mark("ready")
@@ -94,9 +94,10 @@ class HeldStreams(HostStreams):
     """Simulates a device whose streams finish their work when the test allows it.
 
     Attributes:
-        reached: Events by thread name prefix; a set event lets these threads' streams finish.
-        users: Names of the threads that took a finished tensor into their streams.
-        within: Names of the threads that have a private stream.
+        reached: Events by prefix of the thread name. When an event is set, the streams of these
+            threads finish.
+        users: Names of the threads that used a finished tensor in their streams.
+        within: Names of the threads with a private stream.
     """
 
     def __init__(self, held: str) -> None:
@@ -126,7 +127,7 @@ class _Moment:
         assert all(event.wait(LIMIT_S) for event in self._events)
 
 
-_HELD_SHAPE = (8191,)  # no other tensor of the process has it
+_HELD_SHAPE = (8191,)  # no other tensor of the process has this shape
 
 
 def _held_messages() -> int:
@@ -139,10 +140,10 @@ def _held_messages() -> int:
 
 
 def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
-    """Sends from rank 0; after every ``ahead`` messages rank 1 acknowledges.
+    """Sends from rank 0. Rank 1 acknowledges after every ``ahead`` messages.
 
     Returns:
-        Numbers of messages that the sender's process held beyond those not yet received.
+        Numbers of messages that the sender's process held in addition to messages not yet received.
     """
     transport, peer = rank.open("nccl")
     if rank.rank == 1:
@@ -162,10 +163,10 @@ def many_sends(rank: Rank, count: int, ahead: int) -> list[int]:
 
 
 def late_computation(rank: Rank) -> list[str]:
-    """Checks that a message is sent when it has been computed, not when it was launched.
+    """Checks that a message is sent when it has been computed, instead of when it was launched.
 
     Returns:
-        Names of the threads that have private streams.
+        Names of the threads with private streams.
     """
     streams = HeldStreams("MainThread")
     rank.streams = streams
@@ -178,7 +179,7 @@ def late_computation(rank: Rank) -> list[str]:
         assert wait(transport).take().tolist() == [7.0, 7.0]
         return sorted(streams.within)
     computed = torch.zeros(2)
-    transport.send(peer, label(0), computed)  # returns at once
+    transport.send(peer, label(0), computed)  # returns immediately
     rank.mark("sent")
     rank.await_mark("nothing came")
     computed.fill_(7.0)
@@ -187,10 +188,10 @@ def late_computation(rank: Rank) -> list[str]:
 
 
 def late_data(rank: Rank) -> list[str]:
-    """Checks that an arrival is announced with its data, not with its header.
+    """Checks that an arrival is announced with its data instead of with its header.
 
     Returns:
-        Names of the threads that took the tensor into their streams.
+        Names of the threads that used the tensor in their streams.
     """
     streams = HeldStreams("receive-from-0")
     rank.streams = streams
@@ -209,7 +210,7 @@ def late_data(rank: Rank) -> list[str]:
 
 
 def one_takes_nothing(rank: Rank) -> list[str]:
-    """Checks that the sender and its channel to rank 2 continue if rank 1 takes nothing.
+    """Checks that the sender and its channel to rank 2 continue if rank 1 takes no messages.
 
     Returns:
         Error of the sender's flush.
@@ -239,7 +240,7 @@ def one_takes_nothing(rank: Rank) -> list[str]:
 
 
 def row(rank: Rank) -> int:
-    """Exchanges messages between neighboring ranks in a row.
+    """Exchanges messages between neighbouring ranks in a row.
 
     Returns:
         Number of channels that this rank opened.
@@ -253,7 +254,7 @@ def row(rank: Rank) -> int:
 
 
 def broken_row(rank: Rank) -> list[str]:
-    """Fails to open a channel from rank 2 to rank 3; returns the error, equal on all ranks."""
+    """Fails to open a channel from rank 2 to rank 3; returns the error, which all ranks get."""
     rank.pair_limit_s = 3.0
     rank.fails_at = 1 if rank.rank == 2 else 0
     peers = [peer for peer in (rank.rank - 1, rank.rank + 1) if 0 <= peer < rank.num_ranks]
@@ -278,11 +279,11 @@ def watch(
     Args:
         rank: This rank.
         port: Port of the store.
-        machines: Names of machines that the ranks pretend to run on; all really run here.
-        serve: Whether rank 0 serves the store; otherwise the test does.
+        machines: Names of the machines that the ranks pretend to run on.
+        serve: Whether rank 0 serves the store instead of the test.
         with_store: Whether the watcher may use the store.
         on_lost: Callback of the watcher.
-        options: Further options of the watcher.
+        options: Additional options of the watcher.
     """
     store = dist.TCPStore("127.0.0.1", port, rank.num_ranks, serve and rank.rank == 0)
     rank.join_group(store)
@@ -295,7 +296,7 @@ def watch(
 
 
 def blocked(rank: Rank, port: int, **options: Any) -> None:
-    """Blocks all ranks; of three ranks, rank 0 is in a collective without rank 2."""
+    """Blocks all ranks. If there are three ranks, rank 0 is in a collective without rank 2."""
     if options.pop("without_pidfd", False):
         del os.pidfd_open
     stop = StopRequest() if options.pop("with_stop", False) else None
@@ -306,7 +307,7 @@ def blocked(rank: Rank, port: int, **options: Any) -> None:
     if rank.rank == 0 and rank.num_ranks == 3:
         dist.all_reduce(torch.ones(1), group=group)
     CompletionQueue().wait(time.monotonic() + LIMIT_S)
-    raise AssertionError(f"still alive, {stop}")
+    raise AssertionError(f"the rank is still alive, {stop}")
 
 
 def broken(rank: Rank, port: int) -> None:
@@ -323,7 +324,7 @@ def broken(rank: Rank, port: int) -> None:
 
 
 def woken(rank: Rank, port: int, at_exit_s: int) -> None:
-    """Waits for messages in the main thread, which is notified of a lost peer and exits itself."""
+    """Waits for messages in the main thread, which is notified of a lost peer and then exits."""
     queue = CompletionQueue()
     calls = []
 
@@ -337,7 +338,7 @@ def woken(rank: Rank, port: int, at_exit_s: int) -> None:
     seen += [str(watcher.verdict(0.0)), len(calls)]
     watcher.close()
     if at_exit_s:
-        # Holds the interpreter lock, so that no Python thread can run.
+        # This call holds the GIL, so that no Python thread can run.
         ctypes.PyDLL(None).sleep(at_exit_s)
     rank.exit_with(seen)
 

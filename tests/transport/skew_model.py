@@ -1,10 +1,10 @@
-"""Models GPUs that exchange messages by NCCL, to find deadlocks.
+"""Simulates GPUs that exchange messages over NCCL, to find deadlocks.
 
 Each rank has a host, which launches actions, and a device with queues of kernels. A kernel begins
-when it is first in its queue and its stream. A collective ends when all members of its group have
-begun it, a message when both its endpoints have begun it. Each turn chooses one possible event at
-random, so each seed is another skew of the ranks. If no event is possible before all actions are
-done, the job is deadlocked.
+when it is first in its queue and in its stream. A collective ends when all members of its group
+have begun it, and a message when both its endpoints have begun it. Each iteration chooses one
+possible event at random, so each seed is a different skew of the ranks. The job is deadlocked if no
+event is possible before all actions have finished.
 
 ::
 
@@ -32,7 +32,7 @@ COMPUTE = "computing"
 
 
 class Receiving(Enum):
-    """Ways to receive."""
+    """The methods of receiving messages."""
 
     THREADS = "threads"
     STREAM = "computing stream"
@@ -40,15 +40,15 @@ class Receiving(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Describes a job.
+    """Describes the parallel sizes and the behaviour of a job.
 
     Attributes:
-        pp, tp, ep: Sizes of its axes.
-        microbatches: Microbatches of its one step.
-        follows_list: Whether ranks follow 1F1B; otherwise the first rank of each stage chooses any
-            action whose input all ranks of the stage have.
-        receiving: Way in which messages are received.
-        one_queue: Whether messages share the hardware queue with the compute stream.
+        pp, tp, ep: Sizes of the parallel axes.
+        microbatches: Number of microbatches in its single step.
+        follows_list: Whether ranks follow 1F1B. Otherwise, the first rank of each stage chooses any
+            action whose input has arrived on all ranks of the stage.
+        receiving: Method of receiving messages.
+        one_queue: Whether messages use the same hardware queue as the compute stream.
     """
 
     pp: int
@@ -62,12 +62,12 @@ class Shape:
 
 @dataclass(eq=False)
 class Kernel:
-    """Describes a kernel that was posted to a device.
+    """A kernel that was posted to a device.
 
     Attributes:
         rank: Rank of the device.
-        stream: Name of its stream.
-        partners: Key shared by kernels that end together; None for a kernel that ends alone.
+        stream: Name of the kernel's stream.
+        partners: Key shared by kernels that end together, or None for a kernel that ends alone.
         count: Number of kernels that end together.
         after: Kernel of another stream that must end before this kernel begins.
     """
@@ -82,7 +82,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Message:
-    """Describes a message of a channel, which is the input of an action."""
+    """A message of a channel, which is the input of an action."""
 
     action: Action
     computed: Kernel
@@ -92,7 +92,7 @@ class Message:
 
 @dataclass(eq=False)
 class Device:
-    """Holds the state of one rank.
+    """The state of one rank.
 
     Attributes:
         queues: Kernels that have not begun, by hardware queue.
@@ -108,11 +108,11 @@ class Device:
 
 
 class Job:
-    """Holds the state of a job within a step.
+    """Simulates a job during one step.
 
     Args:
-        shape: The job.
-        seed: Seed of the skew.
+        shape: Parallel sizes and behaviour of the job.
+        seed: Random seed of the skew.
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
@@ -129,7 +129,7 @@ class Job:
             self.decided = [list(order) for order in self.orders]
 
     def stands_still(self) -> bool:
-        """Runs the step; returns whether it deadlocked."""
+        """Runs the step, and returns whether it deadlocked."""
         while True:
             steps = [*self._steps()]
             if not steps:
@@ -260,5 +260,5 @@ def _orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def standing_still(shape: Shape, seeds: int) -> int:
-    """Returns for how many seeds a job deadlocks."""
+    """Returns the number of seeds with which a job deadlocks."""
     return sum(Job(shape, seed).stands_still() for seed in range(seeds))

@@ -1,8 +1,8 @@
 """Tests the GPU part of a native transport whose channel connects device memories.
 
-The driver is the stand-in of ``csrc/tests/standin_cuda.cc``, which treats host memory as device
-memory; torch streams are those of ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` tests the
-same on a GPU.
+The driver is replaced by ``csrc/tests/standin_cuda.cc``, which treats host memory as device memory.
+The torch streams are from ``test_staging.py``. ``tests/gpu/test_cuda_ipc.py`` contains the same
+tests for a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ends import LIMIT_S, SLOTS, close_all, label, open_nodes, open_transports,
 from .test_connect import ROW, connect_all
 from .test_staging import Device, device
 
-__all__ = ["device"]  # a fixture
+__all__ = ["device"]  # used as a fixture
 
 pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.why_missing()))
 
@@ -120,7 +120,7 @@ def test_arrivals_of_a_listener_are_copied_out_of_a_full_channel(
 def test_a_job_is_told_which_way_its_tensors_go(
     device: Device, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks this with ranks in threads that believe they have a GPU."""
+    """Uses ranks in threads that simulate having a GPU."""
     monkeypatch.setenv("STANDIN_CUDA_SAME_PROCESS", "1")
     monkeypatch.setenv("STANDIN_CUDA_ANY_MEMORY", "1")
     offered: list[Any] = []

@@ -1,4 +1,4 @@
-"""Tests that all ranks connect a job's channels equally; here ranks are threads of one process."""
+"""Tests that all ranks of a job choose the same transports; the ranks are threads here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Gather:
 
 
 class Wire:
-    """Stands in for gloo: puts sent tensors into the peer's queue."""
+    """Replaces gloo by adding sent tensors to the peer's queue."""
 
     name = "gloo"
 
@@ -101,10 +101,10 @@ class Wired(Connector):
 
 
 class Outcome:
-    """Holds the results of connecting some ranks.
+    """The results of connecting some ranks.
 
     Attributes:
-        made: Each rank's transport, or the error that it raised.
+        made: Transport of each rank, or the error that the rank raised.
         log: Lines that were logged.
         calls: Rank and kind of each channel over process groups.
     """
@@ -211,7 +211,7 @@ def test_without_the_extension_everything_is_gloo() -> None:
 
 @needs_extension
 def test_what_fails_after_all_is_replaced_on_all_ranks() -> None:
-    """Checks this with a channel of 64 times 4 GiB, more than the memory of this machine."""
+    """Requests channels of 64 times 4 GiB, which is more than the memory of this machine."""
     assert psutil.virtual_memory().total < 256 << 30
     outcome = connect_all(ROW, transport_slot_bytes=1 << 32, transport_slots=64)
     assert [made.name for made in outcome.made] == ["gloo"] * 3

@@ -1,4 +1,4 @@
-"""Tests headers and the completion queue that all transports share."""
+"""Tests headers and the completion queue of all transports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_header_survives_the_way(header: Header) -> None:
 def test_foreign_words_are_refused(word: int, value: int) -> None:
     numbers = Header(FORWARD, (2, 2), torch.float32, 0).words()
     numbers[word] = value
-    with pytest.raises(TransportError, match="from rank 5 does not have this format"):
+    with pytest.raises(TransportError, match="from rank 5 is not valid"):
         Header.decode(numbers, peer=5)
 
 

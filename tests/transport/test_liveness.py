@@ -1,4 +1,4 @@
-"""Tests that a killed rank ends all others, which name it, and that a leaving rank ends none."""
+"""Tests that all ranks stop and report a killed rank, but continue if a rank leaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .pool import Pool
 pytestmark = pytest.mark.multiprocess
 
 Start = Callable[..., Pool]
-LIMIT_S = 30.0  # within which all ranks must have exited
+LIMIT_S = 30.0  # all ranks must exit within this time
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 
 
 def check_line(text: str, dead: int, pid: int, survivor: int, reason: str, host: str = "") -> None:
-    """Checks that the survivor's line about the dead rank appears once and is complete."""
+    """Checks that the survivor's line about the dead rank appears exactly once and is complete."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     name = f"rank {dead} (stage {dead}, pid {pid} on host {host or socket.gethostname()})"
@@ -57,17 +57,17 @@ APART = {"machines": ["east", "west"]}
 KILLS: dict[str, tuple[int, int, dict[str, Any], str, str]] = {
     "first-rank": (3, 0, {}, ENDED, ""),
     "middle-rank": (3, 1, {}, ENDED, ""),
-    # A kernel without pidfd_open, and a job whose watcher has no store.
+    # The kernel has no pidfd_open, and the job's watcher has no store.
     "no-pidfd": (2, 1, {"without_pidfd": True}, ENDED, ""),
     "no-store": (2, 1, {"with_store": False}, ENDED, ""),
-    # Rank 0 sees rank 1 exit on its machine; rank 2 is on another machine and reads the notice.
+    # Rank 0 sees rank 1 exit on its machine. Rank 2 is on another machine and reads the notice.
     "elsewhere": (3, 1, {"machines": ["east", "east", "west"]}, ENDED, "east"),
-    # No rank is left on the machine to write a notice.
+    # No rank remains on the machine to write a notice.
     "silent": (2, 1, {**APART, "silent_s": 4.0}, "cannot be reached, nothing was heard", "west"),
-    # The store was in rank 0.
+    # The store was in the process of rank 0.
     "no-answer": (2, 0, {**APART, "serve": True}, "cannot be reached, the job's store", "east"),
 }
-"""Number of ranks, killed rank, options of the watchers, expected message, and its host."""
+"""Number of ranks, killed rank, options of the watchers, expected message, and expected host."""
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_main_thread_that_can_act_is_told_once(start: Start, port: int) -> None:
 
 
 def test_broken_collective_is_explained(start: Start, port: int) -> None:
-    """Checks that the main thread waits until the watcher names the lost rank."""
+    """Checks that the main thread waits until the watcher has identified the lost rank."""
     job = start("programs.broken", 2, port=port)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 0, job.text(0)
@@ -126,7 +126,7 @@ def test_broken_collective_is_explained(start: Start, port: int) -> None:
 
 
 def test_main_thread_that_hangs_on_its_way_out_is_ended(start: Start, port: int) -> None:
-    """Checks this for a main thread that has called close() and blocks all Python threads."""
+    """Uses a main thread that has called close() and blocks all Python threads."""
     job = start("programs.woken", 2, port=port, at_exit_s=50)
     kill_when_all_are_blocked(job, 1, 2)
     assert job.status(0, LIMIT_S) == 1, job.text(0)
@@ -196,7 +196,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "leave"])
 def test_under_torchrun_every_survivor_tells(tmp_path: Path, how: str) -> None:
-    """Checks this although torchrun sends SIGTERM to the survivors at once."""
+    """Checks this although torchrun immediately sends SIGTERM to the survivors."""
     script = tmp_path / "watched.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]

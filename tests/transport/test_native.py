@@ -33,7 +33,7 @@ Ends = tuple[NativeTransport, NativeTransport]
 
 @pytest.fixture(params=[True, False], ids=["exchange", "capsules"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """Opens channels whose tensors are made by torch's table, or by capsules as with old torch."""
+    """Opens channels whose tensors are created by torch's function table, or by DLPack capsules."""
     made = open_transports()
     module = extension.require("a test")
     if not request.param:
@@ -54,7 +54,7 @@ def test_every_type_comes_back(ends: Ends, dtype: torch.dtype) -> None:
 
 
 def test_other_items_keep_their_place(ends: Ends) -> None:
-    """Checks notices, arrivals of other transports, and errors in the same queue."""
+    """Adds notices, arrivals of other transports, and errors to the same queue."""
     low, high = ends
     queue = high.completions
     notice = Notice(LABEL, 3)
@@ -74,7 +74,7 @@ def test_other_items_keep_their_place(ends: Ends) -> None:
 
 
 def test_a_full_channel_is_copied_out_of(ends: Ends) -> None:
-    """Checks that payloads get their own memory when all but four slots are held as views."""
+    """Checks that payloads get their own memory if all but four slots are held as views."""
     low, high = ends
     node = low._node
     held = []
@@ -116,7 +116,7 @@ def test_what_was_reserved_is_sent_once(ends: Ends) -> None:
     tensor.view(torch.uint8).fill_(3)
     low.send(1, LABEL, tensor)
     assert take(high).take().view(torch.uint8).unique().tolist() == [3]
-    low.send(1, LABEL, tensor)  # an ordinary tensor from now on
+    low.send(1, LABEL, tensor)  # no longer a reserved tensor
     assert take(high).take().shape == (5, 7)
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_all_close_do_not_wait_for_each_other(kind: str) -> None:
         for _ in range(4 * SLOTS):
             transport.send(1 - index, LABEL, torch.zeros(1000))
     raised = close_all(pair)
-    # The last rank may have no peer left to send to; no rank waits until the deadline.
+    # The last rank may have no peer left to send to, but no rank waits until the deadline.
     assert not any(isinstance(error, DeadlineError) for error in raised)
     assert len(raised) < 2
 
@@ -160,7 +160,7 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str], set[str]]:
-    """Starts something that communicates; returns its threads, and the threads known to counters.
+    """Starts a communication; returns its threads, and the threads known to the machine counters.
 
     Args:
         begin: Function that starts the communication.
@@ -169,7 +169,7 @@ def threads_of_messages(begin: Callable[[], None], number: int) -> tuple[set[str
     before = set(os.listdir("/proc/self/task"))
     begin()
     end_s = time.monotonic() + LIMIT_S
-    while True:  # a thread has no name until it has named itself
+    while True:  # a thread has no name until it has set its own name
         begun = set(os.listdir("/proc/self/task")) - before
         counters = MachineCounters()
         counters.close()
@@ -206,6 +206,6 @@ def test_counters_know_the_threads_of_gloo() -> None:
     process_name = Path("/proc/self/comm").read_text()
     names = {(tasks / thread / "comm").read_text() for thread in begun - counted_threads}
     if names == {process_name}:
-        pytest.skip("this torch gives gloo's threads no names")
+        pytest.skip("this version of torch does not name gloo's threads")
     assert names == set()
     assert len(begun) >= 2

@@ -1,7 +1,7 @@
-"""Tests the NCCL transport's threads and their order, between real processes, without a GPU.
+"""Tests the threads of the NCCL transport and their order, between real processes without a GPU.
 
-Gloo pairs stand in for NCCL's, and host streams, whose work finishes when the test allows it, for
-GPU streams. ``test_contract.py`` runs the contract with this transport too.
+Gloo pairs replace those of NCCL. Host streams, whose work finishes when the test allows it, replace
+GPU streams. ``test_contract.py`` also runs the contract with this transport.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_channel_holds_what_is_under_way(pool: Pool) -> None:
 
 
 def test_a_message_leaves_when_it_is_computed(pool: Pool) -> None:
-    """Checks this because an early receive would spin on the receiver's GPU."""
+    """Checks this because an early receive would busy-wait on the receiver's GPU."""
     sender, receiver = pool.run("programs.late_computation", 2)
     assert sender == ["receive-from-1", "send-to-1"]
     assert receiver == ["receive-from-0", "send-to-0"]
@@ -49,7 +49,7 @@ def test_who_takes_nothing_holds_up_nobody_else(pool: Pool) -> None:
 
 
 def test_a_rank_opens_its_own_channels_alone(pool: Pool) -> None:
-    """Checks that a rank does not take part in opening channels of other ranks."""
+    """Checks that a rank is not involved in opening the channels of other ranks."""
     assert pool.run("programs.row", 4) == [2, 4, 4, 2]
 
 
@@ -61,7 +61,7 @@ def test_a_channel_that_cannot_be_opened_is_an_error_on_all_ranks(pool: Pool) ->
 
 
 class Cuda:
-    """Stands in for ``torch.cuda``; records calls with the stream of their thread."""
+    """Replaces ``torch.cuda``, and records calls with the stream of their thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -76,7 +76,7 @@ class Cuda:
         return f"stream of {device}, priority {priority}"
 
     def Event(self, *, blocking: bool) -> Any:  # noqa: N802
-        assert blocking, "a thread that waits must sleep"
+        assert blocking, "a waiting thread must sleep"
         return SimpleNamespace(record=lambda stream: self.calls.append(f"event on {stream}"))
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ def in_thread(body: Callable[[], None]) -> None:
 
 
 def test_a_thread_makes_its_gpu_current_before_its_stream(cuda: Cuda) -> None:
-    """Checks the order, because leaving the stream would otherwise make a context on GPU 0."""
+    """Checks the order, because leaving the stream would otherwise create a context on GPU 0."""
     streams = CudaStreams(torch.device("cuda", 3))
 
     def body() -> None:
@@ -133,6 +133,6 @@ def test_a_late_tensor_parallel_rank_holds_up_nobody_for_ever(pool: Pool, schedu
     first, late, *others = pool.run(
         "late_rank.train", 4, schedule=schedule, steps=6, microbatches=6, seed=1
     )
-    # Each of two backwards doubles a microbatch's number, which fills three elements.
+    # Each of two backward passes doubles a microbatch's number, which fills three elements.
     assert first == late == [[3.0 * 2 * 2 * number for number in range(6)]] * 6
     assert others == [[[]] * 6] * 2

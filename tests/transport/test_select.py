@@ -146,7 +146,7 @@ def test_the_log_names_every_pair_once() -> None:
         (None, None, MIB, 8),
         (3 * MIB, 6, 3 * MIB, 10),
         (3 * MIB, 1000, 3 * MIB, 64),
-        (10, 2, 4096, 6),  # a page
+        (10, 2, 4096, 6),  # one page
         (0, 1, 4096, 5),
         (32 * MIB, 20, 32 * MIB, 8),  # 256 MiB
         (200 * MIB, 20, 64 * MIB, 4),  # sent in several pieces
@@ -162,13 +162,13 @@ def test_a_channel_has_a_slot_for_each_microbatch_in_flight(
 def test_the_user_may_size_channels() -> None:
     size = size_of_channel(MIB, 6, slot_bytes=5000, slots=3)
     assert (size.slot_bytes, size.slots) == (5000, 3)
-    # No slot can be reserved if it could be the last free slot.
+    # No slot can be reserved if it might be the last free slot.
     assert (size.reservable, size.least_free) == (0, 2)
 
 
 @pytest.mark.parametrize("slots", range(1, 65))
 def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
-    """Checks that held and reserved slots leave two slots for messages in transit."""
+    """Checks that held and reserved slots leave two slots free for messages in flight."""
     size = size_of_channel(MIB, 1, slots=slots)
     held = max(0, slots - size.least_free)
     assert held + size.reservable <= max(0, slots - 2)
@@ -179,7 +179,7 @@ def test_there_is_always_a_slot_for_the_next_message(slots: int) -> None:
     [(2, False, 1), (8, False, 2), (8, True, 2), (9, True, 3), (64, True, 2)],
 )
 def test_channels_of_a_row_open_side_by_side(size: int, ring: bool, rounds: int) -> None:
-    """Checks that disjoint pairs open at the same time, and not one after another."""
+    """Checks that disjoint pairs open at the same time instead of one after another."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)] + [(0, size - 1)] * ring
     order = rounds_of(set(pairs))
     assert sorted(order) == sorted(pairs)
@@ -198,7 +198,7 @@ def test_channels_of_any_ranks_open_in_a_bounded_number_of_rounds() -> None:
 
 
 def last_round(order: list[tuple[int, int]]) -> int:
-    """Returns the number of rounds to connect all pairs if a rank opens one channel per round.
+    """Returns the number of rounds for connecting all pairs if a rank opens one channel per round.
 
     Ranks open their pairs in the given order.
     """
@@ -213,5 +213,5 @@ def test_ranks_on_processors_of_their_own_do_not_share_them() -> None:
     assert not bound[0].shares_cpus(bound[1])
     assert bound[0].shares_cpus(bound[0])
     assert bound[0].shares_cpus(bound[2])
-    assert bound[0].shares_cpus(bound[3])  # its processors are not known
+    assert bound[0].shares_cpus(bound[3])  # its CPUs are unknown
     assert not bound[0].shares_cpus(end(4, machine="b", cpus=(0,)))

@@ -1,7 +1,7 @@
 """Tests which streams wait in the GPU part of a native transport, with the host as the device.
 
-Copies are real; streams and events are stand-ins that record calls. ``tests/gpu/test_transport.py``
-tests the same on a GPU.
+Copies are real, but streams and events are replaced by objects that record calls.
+``tests/gpu/test_transport.py`` contains the same tests for a GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.skipif(extension.load() is None, reason=str(extension.w
 
 
 class Device:
-    """Stands in for ``torch.cuda``.
+    """Replaces ``torch.cuda``.
 
     Attributes:
         said: Calls on streams and events, in order.
-        copied: Event; stream events are done once it is set.
+        copied: Event that makes all events of streams complete when it is set.
         registered: Address and size of the memory that was pinned in place.
         locks: Whether memory can be pinned in place.
-        pinned: Shapes of the tensors that were made in pinned memory.
+        pinned: Shapes of the tensors that were created in pinned memory.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Device:
         self.current = former
 
     def make_event(self, *, blocking: bool) -> Any:
-        assert blocking, "a thread that waits must sleep"
+        assert blocking, "a waiting thread must sleep"
         event = SimpleNamespace(name="")
 
         def record() -> None:
@@ -160,7 +160,8 @@ def test_a_slot_goes_back_when_its_copy_is_there(ends: Ends, device: Device) -> 
     low.flush(LIMIT_S)
     high.flush(LIMIT_S)
     second = take(high)
-    assert second._native.free_slots == 7  # only its own slot is taken, although `received` lives
+    # only its own slot is in use, although `received` still exists
+    assert second._native.free_slots == 7
     assert received.sum() == 10.0
     assert node.pending(1) == 0
 
@@ -229,7 +230,7 @@ def test_workers_make_the_gpu_current(device: Device, monkeypatch: pytest.Monkey
 def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks this because the thread copies payloads out of device slots when these run out."""
+    """Checks this because the thread copies payloads out of device slots when slots run out."""
     current: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: current.append((threading.current_thread().name, gpu))
@@ -246,7 +247,7 @@ def test_the_thread_that_hands_arrivals_on_makes_the_gpu_current(
 
 
 def test_a_refusal_to_pin_is_no_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the error is cleared, because CUDA reports it again with the next kernel."""
+    """Checks that the error is cleared, because CUDA would report it again with the next kernel."""
     kernels = []
 
     def launch(*sizes: int, device: torch.device) -> torch.Tensor:

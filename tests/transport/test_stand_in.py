@@ -1,4 +1,4 @@
-"""Tests the channel stand-in, which provides inputs in order of need and discards sends."""
+"""Tests the stand-in for channels, which provides inputs in order of need and discards sends."""
 
 from __future__ import annotations
 

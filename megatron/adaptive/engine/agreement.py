@@ -1,32 +1,32 @@
 """Makes all ranks that communicate during forward and backward passes run the same actions.
 
-These ranks are a decision group. It consists of the tensor- and context-parallel ranks of a stage.
-With experts it also contains the replicas of the stage that exchange tokens (see
-``executor_setup.decision_group``). If two of them ran different actions, they would add up values
-or exchange tokens that belong to different microbatches, without any error. So the first rank of
-the group (the leader) chooses each action and publishes its choice. The others (followers) read it
-and run the same action. No collective operation is needed for this.
+These ranks form a decision group. It consists of the tensor- and context-parallel ranks of a stage.
+With experts, it also contains the replicas of the stage that exchange tokens (see
+``executor_setup.decision_group``). If two of these ranks ran different actions, they would add up
+values or exchange tokens of different microbatches, without any error. So the first rank of the
+group (the leader) chooses each action and publishes its choice. The other ranks (followers) read
+the choice and run the same action. This needs no collective operation.
 
-Each member receives its own inputs; a replica's inputs come from a replica of the previous stage.
-Every stage has such a group. So a group acts like one rank of a pipeline: an input has arrived when
-it has arrived on every member. A slow member delays its group. The groups can deadlock only if a
-pipeline of single ranks could deadlock too.
+Each member receives its own inputs; the inputs of a replica come from a replica of the previous
+stage. Every stage has such a group, so a group acts like one rank of a pipeline: an input counts as
+arrived when it has arrived on every member. A slow member delays its group. The groups can only
+deadlock if a pipeline of single ranks could deadlock, too.
 
-The leader chooses among actions whose input all members have. It marks an input as arrived in its
-state once the input has arrived on every member. Followers report their inputs to the leader from
-the thread that received them, even while their executor is running an action::
+The leader chooses among the actions whose input has arrived on all members. It marks an input as
+arrived in its state when the input has arrived on every member. Followers report their inputs to
+the leader from the thread that received them, even while their executor is running an action::
 
     follower   receives input ─ report ──┐                        ┌── next ─ run
                                          v                        │
     leader       receives input ─> completion queue ─ pick ─ publish ─ run
 
-If a leader considered only its own inputs, it could choose an action whose input a follower lacks.
-All members would then wait in the first collective operation of this action, although other actions
-were ready.
+If a leader considered only its own inputs, it could choose an action whose input has not arrived on
+a follower. All members would then wait in the first collective operation of this action, although
+other actions were ready.
 
-An input from another stage on the same rank needs no report: all members run the same action that
-produces it. A static order needs no agreement and no reports, because all ranks know it. A pipeline
-of one rank needs no agreement either, because no inputs arrive from other ranks.
+An input from another stage on the same rank needs no report, because all members run the action
+that produces it. A static order needs no agreement and no reports, because all ranks know it. A
+pipeline with one rank needs no agreement either, because no inputs arrive from other ranks.
 """
 
 from __future__ import annotations
@@ -45,44 +45,46 @@ from megatron.adaptive.schedule.policy import Policy
 from megatron.adaptive.schedule.rank_state import RankState
 from megatron.adaptive.transport.interface import Arrival, Completions, Item, Label, Notice
 
-# Message by which a follower reports that it cannot continue. No label of an input is encoded as
+# Message with which a follower reports that it cannot continue. No label of an input is encoded as
 # this number.
 _LOST = (1 << 63) - 1
-# Message by which the leader decides that no action starts while another action communicates. No
-# action is encoded as this number, because there is no kind 3.
+# Message with which the leader announces that no action starts while another action communicates.
+# No action is encoded as this number, because there is no kind 3.
 _NOTHING = 3 << 30
 _FOR_EVER_S = 1e8
 _CLOSE_S = 30.0
-# Time limit for reporting a lost channel. It is short because the reporting thread may be the one
-# that must end the process.
+# Time limit for reporting a lost channel. It is short because the reporting thread may be the
+# thread that must stop the process.
 _REPORT_S = 1.0
 
 
 class Agreement:
     """Chooses this rank's next action.
 
-    This base class is for a group of one rank, which simply asks its policy. Subclasses make all
-    ranks of a group run the same action. Only the executor's thread may call the methods.
+    This base class is for a group with a single rank, which only calls its policy. Subclasses make
+    all ranks of a group run the same action. The methods must only be called from the executor's
+    thread.
     """
 
     @property
     def decides(self) -> bool:
-        """Returns whether this rank itself chooses the actions of this step."""
+        """Returns whether this rank chooses the actions of this step itself."""
         return True
 
     def begin(self, step: int, *, is_static: bool) -> None:
         """Starts a step. All members of the group must start the same step.
 
         Args:
-            step: Step number, ascending.
+            step: Index of the step, in ascending order.
             is_static: Whether the policy follows a static order, which all members know.
         """
 
     def is_everywhere(self, item: Item) -> bool:
-        """Records that an input has arrived on this rank or on another member in this step.
+        """Records that an input has arrived in this step, on this rank or on another member.
 
         Returns:
-            True if the input has arrived on all members, so that the state may mark it as arrived.
+            True if the input has arrived on all members, so that it may be marked as arrived in the
+            state.
 
         Raises:
             DeadlineError: The leader did not accept a report within the timeout.
@@ -95,46 +97,46 @@ class Agreement:
     ) -> Action | None:
         """Returns the next action of this rank.
 
-        Returns ``None`` to a leader, or to a rank alone, if no action can start. That rank must
-        then wait for an input. On a follower, this method blocks until the leader has decided. The
-        input of the chosen action is then in the follower's completion queue, but perhaps not
-        marked in its state yet.
+        On a leader or a rank without a group, the result is ``None`` if no action can start; the
+        rank must then wait for an input. On a follower, this method blocks until the leader has
+        chosen. The input of the chosen action is then in the follower's completion queue, but may
+        not be marked as arrived in its state yet.
 
         Args:
-            policy: Policy that chooses the action, if this rank decides.
+            policy: Policy that chooses the action, if this rank chooses.
             state: State of this rank in the step, which the policy reads.
             timeout_s: Maximum time to wait for the leader's decision, in seconds.
-            may_pass: Whether another action is communicating and can continue instead. In this case
-                the leader may decide that no action starts, and all members get ``None``.
+            may_pass: Whether another action is communicating and can continue instead. If so, the
+                leader may decide that no action starts, and all members get ``None``.
 
         Raises:
-            DeadlineError: The leader did not decide within ``timeout_s``.
+            DeadlineError: The leader did not choose within ``timeout_s``.
             PeerLostError: A rank of the group has exited.
         """
         return policy.pick(state)
 
     def missing(self) -> str:
-        """Returns a string about inputs that some members lack, with the names of these members.
+        """Returns a text that lists the inputs that some members lack, and these members.
 
         The text is empty if there are no such inputs.
         """
         return ""
 
     def close(self) -> None:
-        """Closes the channels of the group. Must be called on every member."""
+        """Closes the channels of the group. All members must call this method."""
 
 
 class Leader(Agreement):
-    """Chooses the actions of a group; runs on the first rank of the group.
+    """Chooses the actions of a group, on the first rank of the group.
 
-    One thread per follower reads the follower's reports, and puts a notice for each report into the
+    A thread per follower reads the follower's reports, and adds a notice for each report to the
     completion queue.
 
     Args:
-        decisions: Channel to which this rank writes its decisions.
-        reports: Channels from which this rank reads the followers' reports, by global rank of the
+        decisions: Channel that this rank writes its decisions to.
+        reports: Channels that this rank reads the followers' reports from, by global rank of the
             follower.
-        completions: Queue of arrived inputs and notices, on which the executor waits.
+        completions: Queue of arrived inputs and notices, which the executor waits on.
         describe: Function that returns the name of a global rank for messages.
     """
 
@@ -207,7 +209,7 @@ class Leader(Agreement):
         Followers can still read earlier decisions.
 
         Raises:
-            DeadlineError: A follower did not close within 30 s.
+            DeadlineError: A follower did not close its channel within 30 s.
         """
         self._decisions.close()
         end = time.monotonic() + _CLOSE_S
@@ -221,9 +223,9 @@ class Leader(Agreement):
                 )
 
     def _collect(self, rank: int) -> None:
-        """Puts one follower's reports into the completion queue.
+        """Adds the reports of one follower to the completion queue.
 
-        Runs in a thread until the follower closes its channel.
+        This method runs in a thread until the follower closes its channel.
         """
         reader = self._reports[rank]
         try:
@@ -245,12 +247,10 @@ class Follower(Agreement):
     """Runs the actions that its group's leader chooses, and reports arrived inputs to the leader.
 
     Args:
-        decisions: Channel from which this rank reads the leader's decisions.
-        reports: Channel to which this rank writes its reports.
-        completions: Queue of arrived inputs. It calls the follower for each input that is put into
-            it.
-        timeout_s: Maximum time in seconds that a report waits for free space in the channel before
-            it fails.
+        decisions: Channel that this rank reads the leader's decisions from.
+        reports: Channel that this rank writes its reports to.
+        completions: Queue of arrived inputs. It notifies the follower of each added input.
+        timeout_s: Maximum time in seconds that a report waits for free space in the channel.
     """
 
     def __init__(
@@ -260,13 +260,13 @@ class Follower(Agreement):
         self._reports = reports
         self._completions = completions
         self._timeout_s = timeout_s
-        # Guards the set of reported inputs: receiving threads and the executor's thread report
+        # Guards the set of reported inputs. Receiving threads and the executor's thread report
         # inputs, and each input must be reported only once.
         self._lock = threading.Lock()
         self._step = -1
         self._is_static = True
         self._reported: set[Action] = set()
-        self._has_ended = False  # True if no further report can be sent
+        self._has_ended = False  # True if no more reports can be sent
         self._is_closed = False
         completions.listen(self._hear)
 
@@ -307,7 +307,7 @@ class Follower(Agreement):
         self._decisions.close()
 
     def _hear(self, item: Item | Exception) -> None:
-        """Reports an item of the completion queue, in the thread that put the item there."""
+        """Reports an item of the completion queue, in the thread that added the item."""
         try:
             if isinstance(item, Exception):
                 self._report_loss()
@@ -317,13 +317,13 @@ class Follower(Agreement):
         except AdaptiveError as error:
             self._completions.put(error)
         if not self._is_closed:
-            # Wake the executor, which may be waiting for a decision. It then finds the error in its
-            # queue.
+            # Wake the executor, which may be waiting for a decision. It then gets the error from
+            # its queue.
             self._decisions.give_up()
 
     def _report(self, label: Label) -> None:
         with self._lock:
-            # Skip an input of a later step: the executor reports it when that step begins.
+            # Skip an input of a later step, because the executor reports it when that step begins.
             skip = self._has_ended or self._is_static or label.step != self._step
             if skip or label.action in self._reported:
                 return
@@ -357,16 +357,16 @@ def connect(
 ) -> Leader | Follower:
     """Connects this rank to its decision group, as leader if this rank is the first member.
 
-    Collective over ``members``.
+    All ranks in ``members`` must call this function.
 
     Args:
-        group: Gloo process group of the members. Nothing else may use the group.
-        members: Global ranks of the group, ascending.
+        group: Gloo process group of the members, which must not be used for anything else.
+        members: Global ranks of the group, in ascending order.
         rank: Global rank of this process.
         completions: Queue of this rank's arrived inputs.
-        timeout_s: Maximum time in seconds to send a report.
+        timeout_s: Maximum time in seconds for sending a report.
         describe: Function that returns the name of a global rank for messages.
-        module: C++ extension for channels in shared memory, if all members are on one node; else
+        module: C++ extension for channels in shared memory if all members are on one node, else
             ``None``.
     """
     writer, readers = make_channels(group, members, rank, describe, module)
@@ -380,18 +380,18 @@ def encode(action: Action, extra: int) -> int:
     """Packs an action and the index of its piece or its step into a 63-bit integer.
 
     Raises:
-        ScheduleError: A chunk, microbatch, piece or step is too large for the integer.
+        ScheduleError: A chunk, microbatch, piece or step does not fit into the integer.
     """
     chunk = action.chunk
     microbatch = action.microbatch
     if chunk >> 10 or microbatch >> 20 or extra >> 31:
         raise ScheduleError(
-            f"{action} cannot be agreed on by a decision group: use at most 1024 chunks and "
+            f"{action} cannot be encoded for a decision group; use at most 1024 chunks and "
             "1048576 microbatches, and fewer than 2^31 steps and pieces"
         )
     return extra << 32 | NUMBER[action.kind] << 30 | chunk << 20 | microbatch
 
 
 def decode(number: int) -> tuple[ActionKind, int, int, int]:
-    """Unpacks a number made by :func:`encode` into (kind, chunk, microbatch, extra)."""
+    """Unpacks an integer made by :func:`encode` into (kind, chunk, microbatch, extra)."""
     return KINDS[number >> 30 & 3], number >> 20 & 0x3FF, number & 0xFFFFF, number >> 32

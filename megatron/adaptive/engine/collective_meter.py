@@ -1,17 +1,17 @@
 """Measures the collectives of model-parallel groups, for ``--trace-detail collectives``.
 
 A collective begins on a rank when the rank has all its input, and ends when the result is
-available. Data is transferred only after the last member of the group has arrived. Each rank
-records only its own begin and end. The reader of the traces converts the times of all ranks to one
-clock, and separates waiting from transferring (see ``trace.collectives``)::
+available. Data is only transferred after the last member of the group has arrived. Each rank
+records its own begin and end. The trace reader converts the times of all ranks to one clock, and
+separates waiting from transferring (see ``trace.collectives``)::
 
     rank 0   arrives ─────── waits ─────────┬─ transfer ─┐ end
     rank 1                          arrives ┴─ transfer ─┘ end
 
 Every collective of torch calls a method of ``ProcessGroup``. These methods are patched, but only
-during traced steps. Steps of several models in one process may overlap. Then their meters share one
-patch of each method, and the last meter to finish removes the patch. Collectives on tensors in host
-memory are timed with the host's clock, collectives on tensors of a device with events of the
+during traced steps. If steps of several models in one process overlap, their meters share one patch
+of each method, and the last meter to finish removes the patch. Collectives on tensors in host
+memory are timed with the host's clock, and collectives on tensors on a device with events of the
 device.
 
 A rank counts all collectives of a step, but keeps the times of at most :data:`MOST_KEPT` per group.
@@ -56,12 +56,12 @@ _OPERATIONS = {
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-"""Name of the collective that each method of a process group starts, in any release of torch."""
+"""Name of the collective that each method of a process group starts, for all releases of torch."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """Holds a call to a collective on this rank. ``end`` is ``None`` until the call is finished."""
+    """A call to a collective on this rank. ``end`` is ``None`` until the call has finished."""
 
     operation: str
     size_bytes: int
@@ -72,7 +72,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Group:
-    """Holds a process group of this rank, and its collectives in the current step."""
+    """A process group of this rank, with its collectives in the current step."""
 
     kind: str
     ranks: Sequence[int]
@@ -80,11 +80,11 @@ class _Group:
 
 
 class CollectiveMeter:
-    """Measures the collectives of this rank. All methods must be called from one thread.
+    """Measures the collectives of this rank. All methods must be called from the same thread.
 
     Args:
         groups: Process groups of this rank, by kind, such as ``tensor``.
-        clock: Clock that makes time marks on the device.
+        clock: Clock that records time marks on the device.
     """
 
     def __init__(self, groups: Mapping[str, Any], clock: Any) -> None:
@@ -113,25 +113,25 @@ class CollectiveMeter:
                 self._watching.callback(_Replacement.of(method).join(self))
 
     def close(self) -> None:
-        """Ends the measurement. Idempotent."""
+        """Stops measuring. Safe to call more than once."""
         self._watching.close()
 
     def rows(self) -> list[GroupCollectives]:
-        """Ends the measurement of a step and returns its collectives, after waiting for them.
+        """Stops measuring a step and returns its collectives, after waiting for them to finish.
 
-        Collectives that are not finished by then are counted, but their times are not kept.
+        Unfinished collectives are counted, but their times are not kept.
         """
         self.close()
         measured = (group for group in self._groups.values() if group.calls)
         return [_summary(group, self._iteration) for group in measured]
 
     def call(self, operation: str, group: Any, arguments: Sequence[Any]) -> _Call | None:
-        """Records that a collective begins. Returns ``None`` if its group is not measured.
+        """Records the begin of a collective. Returns ``None`` if its group is not measured.
 
         Args:
             operation: Name of the collective.
             group: Process group that runs the collective.
-            arguments: Arguments with which the method of the process group was called.
+            arguments: Positional arguments of the call to the process group's method.
         """
         own_group = self._groups.get(group.group_name)
         if own_group is None:
@@ -146,28 +146,28 @@ class CollectiveMeter:
 
 
 class _Replacement:
-    """Patches a method of all process groups while at least one meter measures.
+    """Patches a method of all process groups while at least one meter is measuring.
 
     Args:
-        method: Name of a method of ``ProcessGroup``. If this release of torch lacks the method,
-            nothing is patched.
+        method: Name of a method of ``ProcessGroup``. Nothing is patched if this release of torch
+            does not have the method.
     """
 
     def __init__(self, method: str) -> None:
         self._method = method
-        # Take the method from the class's dictionary: getattr would return a plain function, which
-        # cannot be put back as a method.
+        # Take the method from the class's dictionary, because getattr would return a plain
+        # function, which cannot be restored as a method.
         self._attribute = vars(dist.ProcessGroup).get(method)
         self._meters: list[CollectiveMeter] = []
 
     @classmethod
     def of(cls, method: str) -> _Replacement:
-        """Returns the replacement that patches a method now, or a new one if there is none."""
+        """Returns the replacement that currently patches a method, or a new one."""
         present = getattr(vars(dist.ProcessGroup).get(method), "replacement", None)
         return present if isinstance(present, cls) else cls(method)
 
     def join(self, meter: CollectiveMeter) -> Callable[[], None]:
-        """Adds a meter, and returns a function that removes it."""
+        """Adds a meter, and returns a function that removes the meter."""
         if self._attribute is None:
             return lambda: None
         if not self._meters:
@@ -223,10 +223,10 @@ class _TimedWork:
 
 
 def _timed(work: Any, call: _Call) -> Any:
-    """Returns the ``Work`` of a collective, or a wrapper, so that ``call`` records its end."""
+    """Returns the ``Work`` of a collective or a wrapper, and arranges that its end is recorded."""
 
     def ends(_: Any) -> None:
-        # For tensors of a device, torch calls this function when the collective is queued. The
+        # For tensors on a device, torch calls this function when the collective is queued. The
         # current stream then waits for the collective, so the mark on this stream is at its end.
         call.end = call.clock.mark()
 
@@ -248,7 +248,7 @@ def model_parallel_groups(model_groups: ModelGroups | None = None) -> dict[str, 
     """Returns this rank's process groups with more than one member, by kind.
 
     Args:
-        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
+        model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
     """
     groups = (model_groups or ModelGroups()).by_kind()
     return {

@@ -1,8 +1,8 @@
 """Checks that the installed megatron-core has the functions that the engine calls.
 
 The check compares signatures instead of version numbers, because a checkout of Megatron-LM between
-two releases has no exact version number. This module imports only names that every megatron-core
-since 0.14 has.
+two releases has no exact version number. This module only imports names that exist in every release
+of megatron-core since 0.14.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.adaptive.config.environment import is_first_process
 from megatron.adaptive.errors import SetupError
 
 NEWEST = (0, 20)
-"""Newest release of megatron-core with which the tests run."""
+"""Newest release of megatron-core that the tests run with."""
 
 # ``backward_step`` is not listed here, because its arguments differ between versions.
 # ``engine.stages`` checks them.
@@ -50,21 +50,21 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "deallocate_output_tensor": (["out", "deallocate_pipeline_outputs"], []),
     "finalize_model_grads": (["model", "num_tokens"], ["pg_collection"]),
 }
-"""Parameters that the engine passes to each function: names by position, and names by keyword."""
+"""Parameters that the engine passes to each function, by position and by keyword."""
 
 
 def check(oldest: tuple[int, ...], remedy: str) -> None:
     """Raises an error if the engine cannot use the installed megatron-core.
 
     The job's first process prints a warning if the release is newer than the tested releases, or if
-    several copies of megatron-core are on the path.
+    there are several copies of megatron-core on the path.
 
     Args:
-        oldest: Numbers of the oldest release that the caller supports, such as ``(0, 16, 1)``.
-        remedy: End of the error message, which says what to use instead.
+        oldest: Oldest release that the caller supports, such as ``(0, 16, 1)``.
+        remedy: End of the error message, with what to use instead.
 
     Raises:
-        SetupError: A function of megatron-core is missing or takes other arguments.
+        SetupError: A function of megatron-core is missing or has different parameters.
     """
     functions: dict[str, Any] = {name: getattr(schedules, name, None) for name in _CALLS}
     functions["finalize_model_grads"] = finalize_model_grads
@@ -72,31 +72,31 @@ def check(oldest: tuple[int, ...], remedy: str) -> None:
     reason = why_not(functions, has_groups=has_groups)
     release = (package_info.MAJOR, package_info.MINOR)
     if reason is None and (*release, package_info.PATCH) < oldest:
-        reason = "it is older than the releases that are supported"
+        reason = "it is older than the oldest supported release"
     if reason is not None:
         raise SetupError(f"megatron-core {megatron.core.__version__}: {reason}; {remedy}")
     if not is_first_process():
         return
     if (line := shadowed_copies()) is not None:
-        warnings.warn(f"{line}; take one off PYTHONPATH or uninstall it", stacklevel=3)
+        warnings.warn(f"{line}; remove one of them from PYTHONPATH or uninstall it", stacklevel=3)
     if release > NEWEST:
         warnings.warn(
-            f"megatron-core {megatron.core.__version__} is newer than the releases that "
-            f"megatron.adaptive is tested with, up to {NEWEST[0]}.{NEWEST[1]}: its functions fit, "
-            "so it runs; compare a few steps with schedule megatron",
+            f"megatron-core {megatron.core.__version__} is newer than the newest release that "
+            f"megatron.adaptive is tested with ({NEWEST[0]}.{NEWEST[1]}); its functions are "
+            "compatible, but compare the losses of a few steps with --schedule megatron",
             stacklevel=3,
         )
 
 
 def why_not(functions: Mapping[str, Callable[..., Any] | None], *, has_groups: bool) -> str | None:
-    """Returns the reason why the engine cannot use this megatron-core, or ``None`` if it can.
+    """Returns the reason the engine cannot use this megatron-core release, or ``None`` if it can.
 
     Args:
-        functions: Functions of megatron-core by name, ``None`` for a missing function.
+        functions: Functions of megatron-core by name, or ``None`` for a missing function.
         has_groups: Whether megatron-core has ``ProcessGroupCollection``.
     """
     if not has_groups:
-        return "it has no ProcessGroupCollection, by which schedules get their groups"
+        return "it has no ProcessGroupCollection, which the schedules get their process groups from"
     for name, (positional, keywords) in _CALLS.items():
         function = functions[name]
         if function is None:

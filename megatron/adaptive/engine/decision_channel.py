@@ -1,15 +1,15 @@
-"""Sends numbers from one rank of a decision group to other ranks of the group.
+"""Sends integers from one rank of a decision group to other ranks of the group.
 
-A channel has one writer and one or more readers. Every reader gets every number, in order. There
-are two implementations with the same behaviour: shared memory if all members are on one node, small
-messages otherwise.
+A channel has one writer and one or more readers. Every reader receives all numbers in order. There
+are two implementations with the same behaviour: shared memory if all members are on one node, and
+small messages otherwise.
 
 ::
 
     writer   publish(n) ──┬──> reader 1   next() -> n
                           └──> reader 2   next() -> n
 
-The numbers are not negative; ``agreement`` defines their meaning.
+The numbers are non-negative integers; ``agreement`` defines their meaning.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ An example is ``rank 4 (stage 1, pid 17 on node-2)``.
 """
 
 _CLOSE_S = 30.0
-# Number of published values that shared memory can hold. If the slowest reader has this many unread
-# values, the writer waits.
+# Capacity of the shared memory in numbers. The writer waits if the slowest reader has this many
+# unread numbers.
 _CAPACITY = 256
-# Maximum number of messages in flight to the slowest reader. If it is reached, the writer waits.
+# Maximum number of messages in flight to the slowest reader, above which the writer waits.
 _BEHIND = 8
 _CLOSED = -1
-# Timeouts are limited to this range: gloo counts whole milliseconds, treats 0 as no limit, and
-# overflows at large values.
+# Timeouts are limited to this range, because gloo counts whole milliseconds, treats 0 as no limit,
+# and overflows at large values.
 _SHORTEST_S = 0.001
 _LONGEST_S = 20 * 86400.0
 
 
 class Writer:
-    """Writes numbers to a channel, as small gloo messages.
+    """Writes numbers to a channel as small gloo messages.
 
     Args:
-        group: Gloo group of the members. Nothing else uses it, and there is at most one channel in
-            each direction between two members.
+        group: Gloo group of the members, which must not be used for anything else. There is at most
+            one channel in each direction between two members.
         readers: Global ranks that read from this channel.
         describe: Function that returns the name of a global rank for messages.
     """
@@ -66,13 +66,13 @@ class Writer:
         self._sent: deque[tuple[str, Any, torch.Tensor]] = deque()
 
     def publish(self, value: int, timeout_s: float) -> None:
-        """Sends a number to all readers. Only one thread may call it at a time.
+        """Sends a number to all readers. Must not be called by several threads at the same time.
 
-        Returns at once, unless a reader has many numbers left to read.
+        This method does not block, unless a reader has many unread numbers.
 
         Raises:
-            DeadlineError: The slowest reader read nothing within ``timeout_s``.
-            PeerLostError: A rank of the group has exited, or has given up.
+            DeadlineError: The slowest reader did not read anything within ``timeout_s``.
+            PeerLostError: A rank of the group has exited or aborted.
         """
         message = torch.tensor([value], dtype=torch.int64)
         for name, index in self._readers:
@@ -81,17 +81,17 @@ class Writer:
         self._wait(_BEHIND * len(self._readers), timeout_s)
 
     def close(self) -> None:
-        """Closes the channel. Readers still receive the numbers that were already sent.
+        """Closes the channel. Readers still receive numbers that were already sent.
 
         Raises:
             DeadlineError: A reader did not read anything for 30 s.
-            PeerLostError: A rank of the group has exited, or has given up.
+            PeerLostError: A rank of the group has exited or aborted.
         """
         self.publish(_CLOSED, _CLOSE_S)
         self._wait(0, _CLOSE_S)
 
     def _wait(self, most: int, timeout_s: float) -> None:
-        """Waits until at most ``most`` messages have been sent but not received."""
+        """Waits until at most ``most`` messages are in flight."""
         while len(self._sent) > most:
             name, work, _ = self._sent.popleft()
             with _lost(f"{name}, of the same decision group, did not receive a message", timeout_s):
@@ -101,7 +101,7 @@ class Writer:
 class Reader:
     """Reads the numbers that a :class:`Writer` sends.
 
-    It always posts the next receive in advance, so that no message waits for a receive.
+    The next receive is always posted in advance, so that messages do not wait for a receive.
     """
 
     def __init__(self, group: dist.ProcessGroup, writer: int, describe: Describe) -> None:
@@ -112,16 +112,16 @@ class Reader:
         self._post()
 
     def next(self, timeout_s: float) -> int | None:
-        """Returns the next number. Only one thread may call it at a time.
+        """Returns the next number. Must not be called by several threads at the same time.
 
         The method releases the GIL while it waits, so that other threads can run.
 
         Returns:
-            Number read, or ``None`` if the writer has closed the channel.
+            The number, or ``None`` if the writer has closed the channel.
 
         Raises:
             DeadlineError: No number arrived within ``timeout_s``.
-            PeerLostError: A rank of the group has exited, or has given up.
+            PeerLostError: A rank of the group has exited or aborted.
         """
         if not self._is_open:
             return None
@@ -135,16 +135,17 @@ class Reader:
         return value
 
     def give_up(self) -> None:
-        """Makes both ends of a channel in shared memory fail. Any thread may call it.
+        """Aborts a channel in shared memory on both ends. Can be called from any thread.
 
-        For a channel of messages it does nothing; such a channel fails when a process exits.
+        For a channel of messages, this method does nothing, because such a channel fails when a
+        process exits.
         """
 
     def close(self) -> None:
         """Waits until the writer has closed the channel.
 
         Raises:
-            PeerLostError: The writer did not close within 30 s.
+            PeerLostError: The writer did not close the channel within 30 s.
         """
         while self.next(_CLOSE_S) is not None:
             pass
@@ -155,7 +156,7 @@ class Reader:
 
 
 class _MemoryEnd:
-    """Represents one end of a channel in shared memory, made by the C++ extension.
+    """One end of a channel in shared memory, which the C++ extension implements.
 
     Args:
         log: Object of the C++ extension for this end of the channel.
@@ -169,7 +170,7 @@ class _MemoryEnd:
         self._describe = describe
 
     def _raise(self, lack: str, error: TransportError) -> NoReturn:
-        """Raises an error that names the rank that does not respond or has given up."""
+        """Raises an error with the name of the rank that does not respond or has aborted."""
         if isinstance(error, DeadlineError):
             raise DeadlineError(f"{lack} {self._peers}: {error}") from error
         if (rank := self._log.abort_reason) is not None:
@@ -214,22 +215,22 @@ def make_channels(
     describe: Describe,
     module: Any = None,
 ) -> tuple[Writer, dict[int, Reader]]:
-    """Makes the channels of a decision group and returns this member's ends of them.
+    """Creates the channels of a decision group and returns this member's ends of the channels.
 
-    The first member writes to all other members, and each other member writes to the first.
+    The first member writes to all other members, and each other member writes to the first member.
 
-    Collective over the members.
+    All members must call this function.
 
     Args:
-        group: Gloo group of the members. Nothing else may use the group.
-        members: Global ranks of the members, ascending.
+        group: Gloo group of the members, which must not be used for anything else.
+        members: Global ranks of the members, in ascending order.
         rank: Global rank of this process.
         describe: Function that returns the name of a global rank for messages.
-        module: C++ extension for channels in shared memory, if all members are on one node; else
+        module: C++ extension for channels in shared memory if all members are on one node, else
             ``None``.
 
     Returns:
-        This member's writing end, and its reading ends by global rank of the writer.
+        Writing end of this member, and its reading ends by global rank of the writer.
 
     Raises:
         TransportError: The shared memory of another member cannot be opened.
@@ -246,8 +247,8 @@ def make_channels(
     for peer in others:
         process, number = handles[peer]
         try:
-            # The shared memory has no name in the file system, so open it through its owner's file
-            # descriptor.
+            # The shared memory has no name in the file system, so open it through the file
+            # descriptor of its owner.
             fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise TransportError(
@@ -270,7 +271,7 @@ def _limit(timeout_s: float) -> datetime.timedelta:
 
 @contextlib.contextmanager
 def _lost(lack: str, timeout_s: float) -> Iterator[None]:
-    """Raises a :class:`PeerLostError` if the block raises an error of gloo."""
+    """Converts errors of gloo in the block to :class:`PeerLostError`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,19 +1,19 @@
 """Splits the backward pass of megatron-core's layers into input (B) and weight gradients (W).
 
 A model is built as usual. :func:`attach_stores` then changes the class of each of its layers.
-Parameters, names and checkpoints do not change. A changed layer puts its weight gradient into a
-store, from which W computes the gradient later. A layer without an active store runs
+Parameters, names and checkpoints do not change. A changed layer adds its weight gradient to a
+store, from which W computes the gradient later. Without an active store, a layer runs
 megatron-core's code, for example in an evaluation, under schedules without W, and in the first
 forward pass of a recomputed layer. A layer that cannot defer its weight gradient computes it in B.
 
-Layers of Transformer Engine can delay their weight gradients themselves: B leaves the tensors of a
-call in a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forward pass of a call
+Layers of Transformer Engine can delay their weight gradients themselves: B puts the tensors of a
+call into a ``wgrad_store``, and ``backward_dw()`` takes them from there. The forward pass of a call
 determines its store. So each call gets a new store if weight gradients are deferred, and otherwise
 uses the store that the layer was built with.
 
-If the layer adds its bias itself, the gradient of the bias is deferred too. The gradients of all
-other parameters are computed in B: biases that the next operation adds (fused), norms (also in a
-``LayerNormLinear``) and position embeddings.
+If the layer adds its bias itself, the gradient of the bias is deferred, too. The gradients of all
+other parameters are computed in B: biases that the next operation adds (fused), norms (including
+those in a ``LayerNormLinear``) and position embeddings.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelLinearCall(LayerCall):
-    """Computes one call of megatron-core's linear layer, with the same operations as the layer.
+    """Computes a call of megatron-core's linear layer, with the same operations as the layer.
 
     Attributes:
-        weight: This rank's part of the weight, ``[out, in]``.
-        bias: Bias ``[out]`` if the call adds it, else ``None``.
+        weight: This rank's shard of the weight, ``[out, in]``.
+        bias: Bias ``[out]`` if the call adds a bias, else ``None``.
         fuses: Whether a fused kernel computes the weight gradient and adds it to ``main_grad``.
-        all_reduce_group: Group of tensor-parallel ranks over which input gradients are summed, or
+        all_reduce_group: Group of tensor-parallel ranks to all-reduce input gradients over, or
             ``None``.
         sequence_group: Group of ranks that each have a part of the sequence (sequence parallelism),
             or ``None``.
@@ -74,12 +74,12 @@ class ParallelLinearCall(LayerCall):
     sequence_group: dist.ProcessGroup | None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for its input."""
+        """Returns the output of the layer for an input."""
         output = torch.matmul(self._whole(inputs), self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the input, computed from the gradient of the output."""
+        """Returns the input gradient, given the gradient of the output."""
         answer = gradient.matmul(self.weight)
         if self.all_reduce_group is not None:
             dist.all_reduce(answer, group=self.all_reduce_group)
@@ -94,7 +94,7 @@ class ParallelLinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
+        """Yields each parameter with its gradient, except for gradients that it accumulates."""
         gradient, inputs = prepare_input_tensors_for_wgrad_compute(gradient, self._whole(inputs))
         if self.fuses:
             self._add_fused(inputs, gradient)
@@ -126,11 +126,11 @@ class ParallelLinearCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupedCall(LayerCall):
-    """Multiplies each expert's rows by the expert's weight, in one grouped matmul.
+    """Multiplies the rows of each expert by the expert's weight, in one grouped matmul.
 
     Attributes:
         weight: Weights of all experts on this rank, in one parameter.
-        shape: Shape ``[experts, in, out]`` to which the weight is reshaped.
+        shape: Shape ``[experts, in, out]`` that the weight is viewed as.
         counts: Number of rows of each expert, ``[experts]``, in host memory.
     """
 
@@ -139,17 +139,17 @@ class GroupedCall(LayerCall):
     counts: torch.Tensor
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for its input."""
+        """Returns the output of the layer for an input."""
         return self._product(inputs, turned=False)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the input, computed from the gradient of the output."""
+        """Returns the input gradient, given the gradient of the output."""
         return self._product(gradient, turned=True)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
+        """Yields each parameter with its gradient, except for gradients that it accumulates."""
         kernel = getattr(experts.gg.grouped_gemm, "backend", None)
         if kernel is not None and inputs.is_cuda and inputs.numel():
             total = kernel.gmm(inputs, gradient, self.counts, trans_a=True, trans_b=False)
@@ -173,12 +173,12 @@ class GroupedCall(LayerCall):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DelayedCall(LayerCall):
-    """Represents a call to a Transformer Engine layer, which keeps the tensors for W itself.
+    """A call to a Transformer Engine layer, which keeps the tensors for W itself.
 
     Attributes:
-        layer: Transformer Engine layer that is called.
-        weight: First weight of the layer, ``[out, in]``. A grouped layer has several.
-        delayed: Store (``wgrad_store``) that was made for this call.
+        layer: Called Transformer Engine layer.
+        weight: First weight of the layer, ``[out, in]``. A grouped layer has several weights.
+        delayed: Store (``wgrad_store``) created for this call.
     """
 
     layer: Any
@@ -186,11 +186,11 @@ class DelayedCall(LayerCall):
     delayed: Any
 
     def begin(self, gradient: torch.Tensor, store: WeightGradientStore) -> None:
-        """Adds the call's weight gradient to the store, directly before the layer's B runs.
+        """Adds the call's weight gradient to the store, directly before the B of the layer runs.
 
         The layer keeps the tensors itself, so the store gets tensors on the meta device. If
         megatron-core's data-parallel wrapper overlaps reductions, its hook requires every weight to
-        have a gradient after B. The weight therefore gets a gradient of zeros.
+        have a gradient after B, so the weight gets a gradient of zeros.
         """
         inputs = gradient.new_empty(
             (*gradient.shape[:-1], self.weight.shape[1]), device=torch.device("meta")
@@ -206,14 +206,14 @@ class DelayedCall(LayerCall):
                 else:
                     parameter.grad = torch.zeros_like(parameter)
 
-    @torch.no_grad()  # the layer's own tensors may require gradients
+    @torch.no_grad()  # the layer's tensors may require gradients
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> list[tuple[torch.nn.Parameter, Any]]:
-        """Returns each parameter with its gradient, except gradients that it accumulates itself.
+        """Returns each parameter with its gradient, except for gradients that it accumulates.
 
-        Calls the layer's ``backward_dw()``. Gradients that the layer itself adds to ``main_grad``
-        are not returned.
+        This method calls the layer's ``backward_dw()``. Gradients that the layer adds to
+        ``main_grad`` are not returned.
         """
         layer = self.layer
         weights = _weights(layer)
@@ -222,7 +222,7 @@ class DelayedCall(LayerCall):
         computed = self.delayed.pop()
         self.delayed.pop = lambda: computed
         # Bias gradients in fp8 were already computed in B, but backward_dw() still expects a tensor
-        # for them.
+        # for each bias.
         absent = computed[0][1] is None
         for parameter in before:
             parameter.grad = None
@@ -231,8 +231,8 @@ class DelayedCall(LayerCall):
         original_store = layer.wgrad_store
         layer.wgrad_store = self.delayed
         try:
-            # Call Transformer Engine's method: megatron-core's own backward_dw() does nothing
-            # unless its configuration delays weight gradients.
+            # Call the method of Transformer Engine, because megatron-core's backward_dw() does
+            # nothing unless its configuration delays weight gradients.
             _engine_class(type(layer)).backward_dw(layer)
         finally:
             layer.wgrad_store = original_store
@@ -319,7 +319,7 @@ class DeferringVocabParallelEmbedding(Deferring, VocabParallelEmbedding):
             output[foreign, :] = 0.0
         reduce: Any = reduce_from_tensor_model_parallel_region
         if self.reduce_scatter_embeddings:
-            # Change [b, s, h] to [s, b, h], because the scatter below divides the first dimension.
+            # Change [b, s, h] to [s, b, h], because the reduce-scatter splits the first dimension.
             output = output.transpose(0, 1).contiguous()
             reduce = reduce_scatter_to_sequence_parallel_region
         reduced: torch.Tensor = reduce(output, group=self.tp_group)
@@ -332,7 +332,7 @@ class _DelayingLayer(Deferring):
     wgrad_store: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer's forward pass, with a new ``wgrad_store`` if it defers gradients."""
+        """Makes a Transformer Engine layer delay its weight gradient while its store is active."""
         store = self.weight_gradient_store
         engine_layer: Any = super()
         this_layer: Any = self
@@ -405,7 +405,7 @@ def _delaying(layer: type) -> type:
 
 
 def _engine_class(layer: type) -> Any:
-    """Returns the Transformer Engine class from which a layer's class derives, or ``None``."""
+    """Returns the Transformer Engine class that a layer's class derives from, or ``None``."""
     bases = (base for base in layer.__mro__ if base.__module__.startswith("transformer_engine"))
     return next(bases, None)
 
@@ -416,7 +416,7 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     Only the class of each layer object changes.
 
     Returns:
-        One text per layer that has a weight matrix but cannot defer, with the reason, such as
+        One text for each layer that has a weight matrix but cannot defer, with the reason, such as
         ``"layers.0.linear is a Linear, which computes its weight gradient in its backward"``.
     """
     whole: list[str] = []
@@ -424,8 +424,8 @@ def defer_layers(chunk: torch.nn.Module) -> list[str]:
     for name, layer in chunk.named_modules():
         if hasattr(layer, "cudagraph_manager") or hasattr(layer, "cuda_graphs"):
             captured = (*captured, f"{name}.")
-        # Convert a layer even if it has no weight matrix itself: an output layer may share the
-        # embedding's weight.
+        # Convert a layer even if it has no weight matrix itself, because an output layer may share
+        # the weight of the embedding.
         if isinstance(layer, Deferring) or not (type(layer) in _DEFERRING or _has_matrix(layer)):
             continue
         reason = _why_whole(layer)
@@ -469,7 +469,7 @@ _IN_ITS_BACKWARD = "which computes its weight gradient in its backward"
 def delays_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
     """Returns whether the chunks contain layers that delay weight gradients themselves.
 
-    Only layers of Transformer Engine do.
+    This is only true for layers of Transformer Engine.
     """
     return any(_engine_class(type(layer)) for chunk in chunks for layer in chunk.modules())
 
@@ -478,8 +478,8 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
     """Makes the layers of a rank's chunks defer weight gradients (see :func:`defer_layers`).
 
     Returns:
-        ``None`` if at least one layer can defer, or if there are no layers with weight matrices.
-        Otherwise the reason why the first layer cannot defer.
+        ``None`` if at least one layer can defer, or if no layer has a weight matrix. Otherwise, the
+        reason why the first layer cannot defer.
     """
     whole = [reason for chunk in chunks for reason in defer_layers(chunk)]
     layers = (layer for chunk in chunks for layer in chunk.modules())
@@ -487,7 +487,7 @@ def why_not_split(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def attach_store(model: torch.nn.Module, store: WeightGradientStore | None) -> int:
-    """Sets the store of all deferring layers in a chunk; ``None`` removes it.
+    """Sets the store of all deferring layers in a chunk, or removes it if ``store`` is ``None``.
 
     Returns:
         Number of deferring layers in the chunk.
@@ -502,13 +502,13 @@ def attach_stores(chunks: Sequence[torch.nn.Module]) -> list[WeightGradientStore
     """Makes the layers of each chunk defer weight gradients, and returns a new store per chunk.
 
     Raises:
-        ConfigError: There are layers with weight gradients, and none of them can defer.
+        ConfigError: The layers have weight gradients, but none of them can defer.
     """
     reason = why_not_split(chunks)
     if reason is not None:
         raise ConfigError(
-            f"backwards cannot be split: {reason}; choose a schedule with whole backwards, or "
-            "remove split_backward (--split-backward)"
+            f"backward passes cannot be split: {reason}; choose a schedule that does not split "
+            "backward passes, or remove split_backward (--split-backward)"
         )
     stores = [WeightGradientStore() for _ in chunks]
     for chunk, store in zip(chunks, stores, strict=True):

@@ -1,9 +1,9 @@
-"""Diagnoses what slows a run while it trains, in a separate process every few iterations.
+"""Diagnoses performance problems of a run during training, in a separate process.
 
-The training process starts the diagnosing process, and checks between iterations whether that
-process has exited. The training process itself reads no trace, and does not wait for the diagnosis
-before the end of the run. If the diagnosing process fails, training continues without a diagnosis.
-The diagnosing process runs for a few seconds, at the lowest priority.
+The training process starts the diagnosing process every few iterations, and checks between
+iterations whether it has exited. The training process does not read traces itself, and does not
+wait for a diagnosis before the end of the run. If the diagnosing process fails, training continues
+without a diagnosis. The diagnosing process runs for a few seconds, at the lowest priority.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[3]
 _DIAGNOSE = ("-m", "megatron.adaptive", "trace", "diagnose", "--json")
 _LAST_S = 10.0
-"""Maximum time to wait for the last diagnosis when the run ends, in seconds."""
+"""Maximum time in seconds to wait for the last diagnosis at the end of the run."""
 
 
 class RunningDiagnosis:
-    """Finds causes that slow the run, and reports each cause once.
+    """Detects causes that slow down the run, and reports each cause once.
 
-    Does nothing if ``folder`` is ``None``, if ``interval`` is 0, or if the run has too few
+    Nothing is diagnosed if ``folder`` is ``None``, if ``interval`` is 0, or if the run has too few
     iterations for a diagnosis.
 
     Args:
-        folder: Trace folder, or ``None`` if tracing is off or this rank does not report.
-        interval: Number of iterations from one diagnosis to the next. Each diagnosis covers the
-            iterations since the previous diagnosis.
-        start_iteration: Number of iterations done before this process began. The first iteration
-            after the start is not diagnosed.
+        folder: Trace folder, or ``None`` if tracing is off or if this rank does not report.
+        interval: Number of iterations between diagnoses. Each diagnosis covers the iterations since
+            the previous diagnosis.
+        start_iteration: Number of iterations completed before this process started. The first
+            iteration after the start is not diagnosed.
         report: Function that prints the text of a finding.
         note: Function that records results, given as keyword arguments. It is called with
             ``findings``, which has the ``headline`` of each finding, its ``gain`` (the fraction of
             a step that a repair would save) and ``do`` (the advice). It is also called for each
-            rank that is still slow in the last iteration. In that case the arguments are
-            ``slow_rank`` (the rank), ``times`` (how many diagnoses in a row found this rank slow),
+            rank that is still slow in the last iteration. Its arguments are then ``slow_rank`` (the
+            rank), ``times`` (the number of consecutive diagnoses in which this rank was slow),
             ``factor`` and ``cost_fraction`` (see ``Finding``), and ``pace_ns`` of all ranks (see
             ``Diagnosis``).
-        total_iterations: Number of iterations of the run, infinite if unknown.
+        total_iterations: Number of iterations of the run, or infinity if unknown.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunningDiagnosis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def after_iteration(self, iteration: int) -> None:
-        """Reports the result of a finished diagnosis, and starts the next one if it is due.
+        """Reports the result of a finished diagnosis, and starts the next diagnosis if it is due.
 
         The call takes at most a millisecond.
         """
@@ -78,15 +78,15 @@ class RunningDiagnosis:
             self._ask(self._folder, iteration)
 
     def begin_after(self, iteration: int) -> None:
-        """Leaves out all iterations up to ``iteration``, and the first one after it.
+        """Excludes the iterations up to ``iteration``, and the next iteration, from diagnoses.
 
-        Call this when the folder begins to contain another trace, such as after a move of layers.
+        Call this when another trace starts in the folder, for example after layers were moved.
         """
         self._next = iteration + 2
         self._slow = {}
 
     def close(self) -> None:
-        """Reports the result of the last diagnosis. Blocks for 10 s at most. Idempotent."""
+        """Reports the last diagnosis. Blocks for at most 10 s. Safe to call more than once."""
         self._folder = None
         if self._process is None:
             return
@@ -136,7 +136,7 @@ class RunningDiagnosis:
     def _note_findings(
         self, note: Callable[..., None], findings: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Records each finding and its gain; also logs the gains to Weights & Biases if in use."""
+        """Records each finding and its gain, also in Weights & Biases if it is in use."""
         notes = [
             {
                 "headline": finding["headline"],
@@ -147,7 +147,7 @@ class RunningDiagnosis:
             for finding in findings
         ]
         note(findings=notes)
-        # Use the user's run of Weights & Biases, if there is one.
+        # Use the user's Weights & Biases run, if there is one.
         run = getattr(sys.modules.get("wandb"), "run", None)
         if run is not None and notes:
             # Values with commit=False are added to the user's next call of log(), which determines
@@ -173,5 +173,5 @@ class RunningDiagnosis:
 
 
 def _name(finding: Mapping[str, Any]) -> str:
-    """Returns a finding's name, which stays the same from one diagnosis to the next."""
+    """Returns the name of a finding, which stays the same in later diagnoses."""
     return " ".join(map(str, (finding["cause"], *finding["ranks"])))

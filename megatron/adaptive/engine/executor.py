@@ -6,11 +6,10 @@ Static schedules and run-time scheduling rules use the same loop::
          ^                                                    │
          └── arrivals of other ranks <── completion queue <───┘
 
-A device runs its work some time after the process has launched the work. So a run-time rule chooses
-late, when all but the last few launched actions have finished. By then it knows of more inputs that
-have arrived.
+A device executes work some time after the process has launched it. So a run-time rule chooses late,
+when all but the last few launched actions have finished, because more inputs have arrived by then.
 
-The executor owns the state of the step, the tensors passed between stages and the clock. It does
+The executor owns the state of the step, the tensors passed between stages, and the clock. It does
 not use megatron-core or process groups: a :class:`Stages` object computes the chunks, and an
 ``Agreement`` makes the ranks of a decision group run the same actions.
 """
@@ -49,12 +48,12 @@ from megatron.adaptive.transport.interface import Arrival, Item, Label, Transpor
 _LAUNCH_AHEAD = 1
 """Minimum number of unfinished actions on the device when a run-time rule chooses an action.
 
-With 0, the device would be idle during the decision.
+With 0, the device would be idle while the rule chooses.
 """
 _AHEAD_NS = 300_000
 """Time in nanoseconds that the device should still be busy when a rule chooses the next action.
 
-If the device had less work left, it would become idle whenever this thread wakes some tens of
+With less remaining work, the device would become idle whenever this thread wakes up some tens of
 microseconds late.
 """
 _MOST_AHEAD = 8
@@ -63,7 +62,7 @@ _MOST_AHEAD = 8
 
 _NO_INPUT = ActionInput()
 _OBSERVED = contextlib.nullcontext()
-# Looking up a cached Action is faster than making a new one.
+# Looking up a cached Action is faster than creating a new one.
 _input_of = functools.lru_cache(maxsize=1 << 16)(Action)
 
 
@@ -75,18 +74,18 @@ class Stages(Protocol):
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
-            received: Output of the previous stage, ``None`` on the first stage.
+            microbatch: Index of the microbatch, in ascending order for each chunk.
+            received: Output of the previous stage, or ``None`` on the first stage.
 
         Returns:
             Tensor for the next stage, or the loss on the last stage.
         """
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Allows the output of a forward pass to be freed, because the transport has taken it."""
+        """Allows the output of a forward pass to be freed, after the transport has copied it."""
 
     def activation_bytes(self, chunk: int, microbatch: int) -> int:
-        """Returns the size in bytes of the activations kept for the backward pass."""
+        """Returns the size in bytes of the activations that are kept for the backward pass."""
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the tensors that B keeps for a later W."""
@@ -96,37 +95,38 @@ class Stages(Protocol):
     ) -> torch.Tensor | None:
         """Runs the backward pass of a chunk on one microbatch.
 
-        Computes input gradients, and also weight gradients unless they are separate actions (W).
+        This computes input gradients, and also weight gradients unless these are separate actions
+        (W).
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
-            gradient: Gradient of the chunk's output. ``None`` on the last stage, where the output
-                is the loss.
+            microbatch: Index of the microbatch, in ascending order for each chunk.
+            gradient: Gradient of the chunk's output, or ``None`` on the last stage, where the
+                output is the loss.
 
         Returns:
-            Gradient for the previous stage, ``None`` on the first stage.
+            Gradient for the previous stage, or ``None`` on the first stage.
         """
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
+        """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
         Args:
             chunk: Index of the chunk on this rank, from 0.
-            microbatch: Index of the microbatch. For each chunk, calls are in ascending order.
-            piece: Index of the piece to compute, ascending from 0 for each microbatch.
-            pieces: Number of pieces into which the microbatch's weight gradients are divided.
+            microbatch: Index of the microbatch, in ascending order for each chunk.
+            piece: Index of the part to compute, in ascending order from 0 for each microbatch.
+            pieces: Number of parts into which the microbatch's weight gradients are split.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Contains the measured times of one rank in one step.
+    """The measured times of one rank in one step.
 
     Attributes:
         busy_s: Total duration of the actions in seconds.
         span_s: Time in seconds from the start of the first action to the end of the last action.
-        actions: Actions in the order they ran, each with its duration in nanoseconds.
+        actions: Actions in execution order, each with its duration in nanoseconds.
     """
 
     busy_s: float
@@ -139,16 +139,17 @@ class Executor:
 
     Args:
         placement: Assignment of pipeline stages to ranks.
-        pp_rank: Position of this rank in the pipeline.
-        transport: Channels to send and receive tensors; ``None`` in a pipeline of one rank.
-        timeout_s: Maximum time to wait for an input, in seconds.
-        agreement: Object that makes all ranks of a decision group run the same actions; ``None``
-            for a rank that decides alone.
-        clock: Clock that measures the start and end of actions; ``None`` for the clock of the host.
-        recorder: Recorder that stores traced spans; ``None`` if tracing is off.
-        route: Function that takes a position in the pipeline and this rank's index of a microbatch.
-            It returns the global rank at that position, and that rank's index of the same
-            microbatch. ``None`` if it would return its arguments.
+        pp_rank: Pipeline rank of this process.
+        transport: Channels for sending and receiving tensors, or ``None`` in a pipeline with one
+            rank.
+        timeout_s: Maximum time in seconds to wait for an input.
+        agreement: Object that makes all ranks of a decision group run the same actions, or ``None``
+            for a rank without a group.
+        clock: Clock for the start and end of actions, or ``None`` for the clock of the host.
+        recorder: Recorder that stores traced spans, or ``None`` if tracing is off.
+        route: Function that takes a pipeline rank and this rank's index of a microbatch, and
+            returns the global rank at that pipeline rank with its index of the same microbatch.
+            ``None`` if the result would equal the arguments.
     """
 
     def __init__(
@@ -197,21 +198,21 @@ class Executor:
 
     @property
     def last_codes(self) -> tuple[int, ...]:
-        """Returns the codes of the last step's actions in the order they started.
+        """Returns the codes of the last step's actions, in the order in which they started.
 
         A code is the number of the kind times the number of chunks, plus the chunk (see
-        ``codes_of``). The code has no microbatch and no piece, because both ascend within each kind
-        and chunk.
+        ``codes_of``). It does not contain the microbatch and the piece, because both are in
+        ascending order within each kind and chunk.
         """
         return tuple(self._codes)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the current activity of this rank.
 
-        Other threads may call this method; it does not delay the step.
+        This method can be called from other threads, and does not delay the step.
 
         Returns:
-            Fields of ``trace.status_files.Now``. Empty between two steps.
+            Fields of ``trace.status_files.Now``, or an empty dictionary between two steps.
         """
         codes = tuple(self._codes)
         launched = tuple(self._launched)
@@ -226,7 +227,7 @@ class Executor:
         if len(codes) > finished:
             number, chunk = divmod(codes[-1], chunks)
             fields |= {"doing": kinds[number].value, "chunk": chunk}
-            # For W this number would count pieces, not microbatches.
+            # For W, this number would count pieces instead of microbatches.
             if kinds[number] is not ActionKind.W:
                 fields |= self._item_of(kinds[number], codes.count(codes[-1]) - 1)
         else:
@@ -247,12 +248,12 @@ class Executor:
         """Returns the state of the executor for a hang report (see ``trace.hang_watch``).
 
         Returns:
-            Fields of ``snapshot()`` and three more. ``step`` is the number of the step.
-            ``finished`` is the number of finished actions by kind and chunk. ``needs`` lists the
-            messages that this rank waits for. An entry has the global rank of the sender, then the
-            kind and chunk of the sender's action, the action's index among the sender's actions of
-            this kind and chunk, and the action's microbatch as text. Between two steps the only
-            field is ``step``, the number of the next step.
+            Fields of ``snapshot()`` and three more. ``step`` is the index of the step. ``finished``
+            is the number of finished actions by kind and chunk. ``needs`` lists the messages that
+            this rank is waiting for. Each entry has the global rank of the sender, the kind and
+            chunk of the sender's action, the action's index among the sender's actions of this kind
+            and chunk, and its microbatch as text. Between two steps, the only field is ``step``,
+            the index of the next step.
         """
         fields = self.snapshot()
         state = self._state
@@ -271,7 +272,7 @@ class Executor:
         for action in state.lacking():
             if due is not None and action not in due:
                 continue
-            if action in self._inputs:  # it has arrived here, but not on all group members
+            if action in self._inputs:  # it has arrived here, but not on all members of the group
                 continue
             source = self._placement.source_of(action.kind, self._pp_rank, action.chunk)
             if source is None or source[0] == self._pp_rank:
@@ -287,14 +288,14 @@ class Executor:
 
         Args:
             stages: Object that computes the model chunks of the rank.
-            policy: Policy that chooses the order. All ranks of a decision group must have the same
-                policy.
-            state: State of this rank at the start of the step, as ``Orders.state`` makes it.
+            policy: Policy that chooses the order, which must be the same on all ranks of a decision
+                group.
+            state: State of this rank at the start of the step, as returned by ``Orders.state``.
 
         Raises:
             DeadlineError: An input did not arrive within the timeout.
             PeerLostError: A rank that exchanges messages with this rank has exited.
-            ScheduleError: The policy picked an action that is not ready.
+            ScheduleError: The policy chose an action that is not ready.
         """
         self._step += 1
         self._inputs.clear()
@@ -326,7 +327,7 @@ class Executor:
         self._is_running = False
 
     def _run_actions(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs actions in the order that the policy chooses, until all are finished."""
+        """Runs actions in the order that the policy chooses, until all have finished."""
         if state.beside:
             self._run_in_lanes(stages, policy, state)
             return
@@ -338,7 +339,7 @@ class Executor:
                 self._perform(action, stages, state)
 
     def _run_in_lanes(self, stages: Stages, policy: Policy, state: RankState) -> None:
-        """Runs a step in which one action may compute while another action communicates."""
+        """Runs a step in which one action can compute while another action communicates."""
         lanes = Lanes(
             functools.partial(self._decide, policy, state),
             lambda action: self._perform(action, stages, state),
@@ -346,8 +347,8 @@ class Executor:
         )
         lanes.run(lambda: state.done)
         self._away_ns = lanes.away_ns
-        # Actions may finish in another order than they started. Reasons and trace records list
-        # actions in the order they started, so sort them.
+        # Actions may finish in a different order from the one they started in. Reasons and trace
+        # records are in the order of the starts, so sort the actions.
         started = actions_of(self._codes, self._num_chunks, state.weight_pieces, state.num_slices)
         index_of = {action: index for index, action in enumerate(started)}
         self._launched.sort(key=lambda launched: index_of[launched.action])
@@ -355,8 +356,7 @@ class Executor:
     def _decide(self, policy: Policy, state: RankState, may_pass: bool = False) -> Action | None:
         """Chooses the next action, marks it as started and returns it.
 
-        Returns ``None`` if no action can start, or if an action that was communicating continues
-        instead.
+        Returns ``None`` if no action can start, or if an action that was communicating continues.
         """
         launched = self._launched
         if self._asks_late and not may_pass and len(launched) > (ahead := self._ahead()):
@@ -369,10 +369,9 @@ class Executor:
         return action
 
     def _ahead(self) -> int:
-        """Returns how many launched actions may be unfinished when the policy chooses an action.
+        """Returns the allowed number of unfinished actions when the policy chooses an action.
 
-        Their total duration is about ``_AHEAD_NS``, estimated from their durations in the last
-        step.
+        Their total duration is about ``_AHEAD_NS``, estimated from durations in the previous step.
         """
         ahead = _LAUNCH_AHEAD
         left_ns = _AHEAD_NS
@@ -392,7 +391,7 @@ class Executor:
                 f"{self._pp_rank} of the pipeline, which cannot start: {state.why_not(action)}; "
                 f"{state.describe()}"
             )
-        # The leader chose the action, so the action's input is in this rank's completion queue.
+        # The leader chose the action, so its input is in the completion queue of this rank.
         self._await_arrival(state)
 
     def finish_step(self) -> RankTimes:
@@ -433,7 +432,7 @@ class Executor:
         try:
             action = self._agreement.next_action(policy, state, self._timeout_s, may_pass=may_pass)
         except TransportError as error:
-            # If a channel failed, raise the channel's error: it explains more than a timeout.
+            # If a channel has failed, raise its error, which is more informative than a timeout.
             self._drain(state)
             if isinstance(error, DeadlineError):
                 raise DeadlineError(
@@ -483,7 +482,7 @@ class Executor:
         )
 
     def _hand(self, action: Action, tensor: torch.Tensor | None, state: RankState) -> int:
-        """Passes an action's result to the stage that needs it.
+        """Passes the result of an action to the stage that needs it.
 
         Returns the number of bytes sent to other ranks.
         """
@@ -493,8 +492,9 @@ class Executor:
             return 0  # no stage needs the loss, or the input gradient of the first stage
         if tensor is None:
             raise ScheduleError(
-                f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline gave no "
-                "gradient for the stage before it; does its input require one?"
+                f"{action.label(state.num_slices)} on rank {self._pp_rank} of the pipeline "
+                "returned no gradient for the previous stage; check that its input requires a "
+                "gradient"
             )
         rank, chunk = target
         if rank == self._pp_rank:
@@ -521,7 +521,7 @@ class Executor:
     def _await_arrival(self, state: RankState) -> None:
         if self._transport is None:
             raise ScheduleError(
-                f"no action can start and no other rank could change that: {state.describe()}"
+                f"no action can start, and no other rank can send an input: {state.describe()}"
             )
         start_ns = time.monotonic_ns()
         if self._log is not None:
@@ -542,7 +542,7 @@ class Executor:
         step = item.label.step
         action = item.label.action
         if step > self._step:
-            # Keep the input for a later step. The sender may be some steps ahead, because an
+            # Keep the input for a later step. The sender may be several steps ahead, because an
             # evaluation has no barrier between steps.
             self._early.append(item)
             return
@@ -561,7 +561,7 @@ class Executor:
                 item.take(), item.nbytes, item.peer, arrived_ns, is_exact
             )
         elif step != self._step:
-            return  # outdated notice about an earlier step
+            return  # outdated notice from an earlier step
         if self._agreement.is_everywhere(item):
             state.arrive(action.kind, action.chunk, action.microbatch)
 
@@ -577,25 +577,26 @@ def _mean_by_chunk(actions: Iterable[tuple[Action, int]]) -> dict[tuple[ActionKi
 class ActivationMeter:
     """Measures the size of the activations that each chunk keeps for the backward pass.
 
-    Adds up the sizes of the distinct storages that autograd saves during the first forward pass of
-    a chunk, except storages of parameters. Later forward passes are not observed.
+    The result is the total size of the distinct storages that autograd saves during the first
+    forward pass of a chunk, without storages of parameters. Later forward passes are not measured.
     """
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
 
     def bytes_of(self, chunk: int) -> int:
-        """Returns the size in bytes for one microbatch; 0 before the chunk's first forward pass."""
+        """Returns the size in bytes for a microbatch, or 0 before the first forward pass."""
         return self._bytes.get(chunk, 0)
 
     def measure(
         self, chunk: int, held: Iterable[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that measures a chunk's forward pass, if it is the chunk's first one.
+        """Returns a context manager that measures a chunk's forward pass, if it is the first.
 
         Args:
             chunk: Index of the chunk on this rank, or number of a slice in a chunk, from 0.
-            held: Tensors that are not counted, such as parameters. Iterated after the forward pass.
+            held: Tensors that are not counted, such as parameters. They are iterated after the
+                forward pass.
         """
         return _OBSERVED if chunk in self._bytes else self._observe(chunk, held)
 

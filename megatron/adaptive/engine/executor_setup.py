@@ -1,7 +1,7 @@
 """Builds a rank's executor and trace from the process groups of megatron-core.
 
-Every rank of the job calls :func:`build_executor` at the same point, because channels and process
-groups are made collectively, in the same order on all ranks.
+All ranks of the job must call :func:`build_executor` at the same point, because channels and
+process groups are created collectively, in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from megatron.adaptive.transport.stand_in import StandIn
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """Contains the connections of a rank to other ranks, which stay open until the run ends.
+    """The connections of a rank to other ranks, which stay open until the run ends.
 
     Attributes:
         executor: Executor that runs this rank's steps.
-        transport: Channels on which the executor sends and receives tensors; ``None`` in a pipeline
-            of one rank.
+        transport: Channels on which the executor sends and receives tensors, or ``None`` in a
+            pipeline with one rank.
         agreement: Object that makes all ranks of the decision group run the same actions.
-        groups: Process groups of torch that were made for these connections.
+        groups: Process groups of torch that were created for these connections.
     """
 
     executor: Executor
@@ -67,7 +67,7 @@ class Wiring:
     groups: Sequence[Any]
 
     def close(self) -> None:
-        """Closes the agreement and the channels. Must be called on all ranks of the pipeline."""
+        """Closes the agreement and the channels. All ranks of the pipeline must call this."""
         self.agreement.close()
         if self.transport is not None:
             self.transport.close()
@@ -75,14 +75,14 @@ class Wiring:
 
 @dataclass(frozen=True, kw_only=True)
 class _Neighbourhood:
-    """Contains the ranks with which this rank communicates in its pipeline.
+    """The ranks that this rank communicates with in its pipeline.
 
     Attributes:
-        members: Global ranks of the pipeline; all ranks if stages have unequal numbers of ranks.
-        peers: Global ranks with which this rank exchanges messages.
-        route: Function that takes a position in the pipeline and this rank's index of a microbatch.
-            It returns the global rank at that position, and that rank's index of the same
-            microbatch.
+        members: Global ranks of the pipeline, or all ranks if stages have different numbers of
+            ranks.
+        peers: Global ranks that this rank exchanges messages with.
+        route: Function that takes a pipeline rank and this rank's index of a microbatch, and
+            returns the global rank at that pipeline rank with its index of the same microbatch.
     """
 
     members: list[int]
@@ -93,7 +93,7 @@ class _Neighbourhood:
     def of(
         cls, placement: Placement, pp_ranks: Sequence[int], widths: Widths | None
     ) -> _Neighbourhood:
-        """Returns the neighbourhood of this rank. The arguments are as for build_executor."""
+        """Returns the neighbourhood of this rank. Takes the same arguments as build_executor."""
         rank = dist.get_rank()
         if widths is not None:
             return cls(
@@ -132,29 +132,30 @@ def build_executor(
 ) -> Wiring:
     """Builds this rank's executor, and connects it to other ranks.
 
-    Collective over all ranks of the job, after megatron-core's parallel state is initialized.
+    All ranks of the job must call this function, after megatron-core's parallel state is
+    initialized.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         accelerator: CPU or GPU that this rank computes on.
         places: Host and process of every rank, from :func:`gather_places`.
-        payload_shape: Shape of the tensors sent between stages. If shapes vary, shape of the
+        payload_shape: Shape of the tensors sent between stages. If shapes vary, the shape of the
             largest tensor.
         payload_dtype: Dtype of the tensors sent between stages.
-        payload_varies: Whether the tensors sent between stages differ in shape.
-        timeout_s: Maximum time that the executor waits for an input, in seconds.
-        tracing: Trace of this rank, which also publishes the executor's current activity. ``None``
-            if tracing is off.
-        transport: Settings of the connections; ``None`` to choose a transport for each pair of
+        payload_varies: Whether the tensors sent between stages vary in shape.
+        timeout_s: Maximum time in seconds that the executor waits for an input.
+        tracing: Trace of this rank, which also publishes the executor's current activity, or
+            ``None`` if tracing is off.
+        transport: Settings of the connections, or ``None`` to choose a transport for each pair of
             ranks.
-        in_flight: Maximum number of received inputs that a rank keeps at a time, which determines
-            the size of the receive buffers (see ``Orders.inputs_in_flight``).
-        widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
-        pp_ranks: Global ranks of this pipeline, ordered by the position to which the placement
-            assigns them; ``None`` for the order of megatron-core.
-        model: megatron-core's configuration of the model, ``None`` for a model without experts.
+        in_flight: Maximum number of received inputs that a rank keeps at a time. It determines the
+            size of the receive buffers (see ``Orders.inputs_in_flight``).
+        widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
+        pp_ranks: Global ranks of this pipeline in the order of the placement, or ``None`` for the
+            order of megatron-core.
+        model: megatron-core's configuration of the model, or ``None`` for a model without experts.
             Ranks that exchange tokens of experts must run the same actions.
-        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
+        model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
     """
     model_groups = model_groups or ModelGroups()
     if pp_ranks is None:
@@ -199,13 +200,13 @@ def build_executor(
 def gather_places(model_groups: ModelGroups | None = None) -> list[dict[str, Any]]:
     """Returns the host and process of every rank, indexed by global rank (see ``liveness.here``).
 
-    All ranks must call this together.
+    All ranks must call this function.
     """
     return gather(here((model_groups or ModelGroups()).pp_rank))
 
 
 def _set_aside_earlier_run(folder: str, job: Job) -> None:
-    """Moves an earlier run's traces out of the folder, per machine. All ranks must call it."""
+    """Moves an earlier run's traces out of the folder. All ranks must call this function."""
     machines = [entry["machine"] for entry in job.places]
     if machines.index(machines[job.rank]) == job.rank:
         set_aside(folder)
@@ -232,30 +233,31 @@ def open_trace(
 ) -> Tracing:
     """Opens this rank's trace file.
 
-    Moves trace files of an earlier run out of the folder first.
+    Trace files of an earlier run are moved out of the folder first.
 
-    Collective over all ranks, after megatron-core's parallel state is initialized.
+    All ranks must call this function, after megatron-core's parallel state is initialized.
 
     Args:
-        folder: Folder for the trace files of all ranks; ``None`` if tracing is off.
+        folder: Folder for the trace files of all ranks, or ``None`` if tracing is off.
         job: Rank, device and control group of this process.
         placement: Assignment of pipeline stages to ranks.
-        schedule: Name of the schedule, to be stored in the trace.
-        num_microbatches: Number of microbatches per step, 0 if unknown.
-        layers: Number of layers of each stage, empty if unknown.
-        work: Expected compute cost of each stage, in any unit; empty if unknown.
-        pp_rank: Position of this rank in the placement; ``None`` for its pipeline rank in
+        schedule: Name of the schedule to store in the trace.
+        num_microbatches: Number of microbatches per step, or 0 if unknown.
+        layers: Number of layers of each stage, or empty if unknown.
+        work: Expected compute cost of each stage in any unit, or empty if unknown.
+        pp_rank: Position of this rank in the placement, or ``None`` for its pipeline rank in
             megatron-core.
-        model_groups: Process groups of the model; ``None`` for the groups of ``parallel_state``.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
-        transport: Name of the transport of all messages; empty if it differs between pairs.
-        layer_kinds: Number for the kind of each layer. Layers that do the same work have equal
-            numbers. Empty if all layers do the same work.
-        layer_work: Expected computing time of each layer, in any unit; empty if unknown.
-        content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``; empty texts in other
-            programs.
-        collector: URL of a collector that also gets the spans, as OpenTelemetry (OTLP over HTTP);
-            ``None`` for none.
+        model_groups: Process groups of the model, or ``None`` for the groups of ``parallel_state``.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
+        transport: Name of the transport of all messages, or empty if it differs between pairs of
+            ranks.
+        layer_kinds: Index of the kind of each layer. Layers with the same amount of work have the
+            same kind. Empty if all layers have the same kind.
+        layer_work: Expected compute time of each layer in any unit, or empty if unknown.
+        content_rules: Settings ``order`` and ``dealing`` of a ``Pipeline``, or empty strings in
+            other programs.
+        collector: URL of an OpenTelemetry collector (OTLP over HTTP) to which the spans are also
+            sent, or ``None``.
 
     Raises:
         ConfigError: ``collector`` is not an HTTP URL.
@@ -305,17 +307,18 @@ def open_trace(
 
 
 def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> None:
-    """Raises an error on all ranks unless all ranks have the same settings. All ranks must call it.
+    """Raises an error on all ranks unless they have the same settings. All ranks must call this.
 
-    Ranks with different settings would wait for each other forever, or sum unrelated tensors.
+    Ranks with different settings would deadlock, or sum unrelated tensors.
 
     Args:
-        settings: Value of each setting by its name. Names and values appear in the error message,
-            so they are spelled as a user would write them.
-        group: Process group of all ranks; ``None`` for the default process group.
+        settings: Value of each setting by name. Names and values appear in the error message, so
+            they must be spelled as users write them.
+        group: Process group of all ranks, or ``None`` for the default process group.
 
     Raises:
-        ConfigError: A setting differs. The message has both values, each with a rank that has it.
+        ConfigError: A setting differs. The message contains both values, each with a rank that uses
+            it.
     """
     first = from_first(settings, group)
     differing = next((name for name in settings if settings[name] != first.get(name)), None)
@@ -332,7 +335,7 @@ def require_equal_settings(settings: Mapping[str, str], group: Any = None) -> No
 
 
 def _store_host() -> str | None:
-    """Returns the host that serves the job's key-value store; ``None`` if the store has no host."""
+    """Returns the host of the job's key-value store, or ``None`` if the store has no host."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -345,10 +348,10 @@ def decision_group(model: Any, model_groups: ModelGroups) -> list[int]:
     These ranks communicate during forward and backward passes, directly or through other ranks.
     They are the tensor- and context-parallel ranks and, with experts, the replicas of the stage
     that exchange tokens. If an auxiliary loss balances experts over the whole batch, all replicas
-    belong to the group. Collective over all ranks.
+    belong to the group. All ranks must call this function.
 
     Args:
-        model: megatron-core's configuration of the model, ``None`` for a model without experts.
+        model: megatron-core's configuration of the model, or ``None`` for a model without experts.
         model_groups: Process groups of the model.
     """
     groups = model_groups.meeting
@@ -374,11 +377,11 @@ def _build_agreement(
     transport: Transport | None,
     timeout_s: float,
 ) -> Agreement:
-    """Connects this rank to the other ranks of its decision group. Collective over all ranks."""
+    """Connects this rank to the other ranks of its decision group. All ranks must call this."""
     if transport is None or is_alone():
         return Agreement()
     members = decision_group(model, model_groups)
-    if len(members) == 1:  # true on all ranks or on none, so all return here
+    if len(members) == 1:  # true on all ranks or on none, so either all ranks return here or none
         return Agreement()
     group = gloo_group(members, gather)
     on_one_host = len({places[rank]["machine"] for rank in members}) == 1

@@ -1,14 +1,14 @@
 """Measures the load of experts in a step: the number of tokens per expert, and exchange times.
 
-An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It moves
-tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or token counts. The
-exchange time is the time that an action waits for the exchange. If the action lets another action
-run during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
-have more tokens start the next exchange late. So long exchange times of the other ranks show the
+An exchange is a collective of the expert-parallel ranks during a forward or backward pass. It
+transfers tokens to experts and back (all-to-all, or all-gather and reduce-scatter), or token
+counts. The exchange time is the time that an action waits for the exchange. If another action runs
+during the exchange (see ``lanes``), only the wait after that action counts. Ranks whose experts
+have more tokens start the next exchange late, so long exchange times on the other ranks show the
 cost of an unequal load.
 
-Measurements are made only if the model has experts and a trace or monitor needs them. Counting adds
-a short vector on the device, once per layer and forward pass.
+Measurements are only made if the model has experts and a trace or monitor needs them. Counting
+takes one addition of short vectors on the device per layer and forward pass.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def measured_experts(
     accelerator: Accelerator,
     model_groups: ModelGroups | None = None,
 ) -> ExpertLoad | None:
-    """Returns a meter of this rank's experts, ``None`` for a model without experts."""
+    """Returns a meter for this rank's experts, or ``None`` if the model has no experts."""
     if not getattr(get_model_config(chunks[0]), "num_moe_experts", None):
         return None
     return ExpertLoad(chunks, accelerator.clock(), model_groups or ModelGroups())
 
 
 class ExpertLoad:
-    """Measures how many tokens each of this rank's experts gets per step, and exchange times.
+    """Measures the number of tokens of each of this rank's experts per step, and exchange times.
 
     Args:
-        chunks: Model chunks of this rank. Tokens are counted from now on, in forward passes with
-            gradients on.
-        clock: Clock that makes time marks on the device, to time exchanges.
+        chunks: Model chunks of this rank. From now on, tokens are counted in forward passes with
+            gradients enabled.
+        clock: Clock that records time marks on the device, for timing exchanges.
         model_groups: Process groups of the model.
     """
 
@@ -56,8 +56,8 @@ class ExpertLoad:
     ) -> None:
         self._clock = clock
         self._groups = model_groups
-        # One entry per MoE layer: the layer's number in the model, and the index of its first
-        # expert on this rank.
+        # One entry per MoE layer: the layer's index in the model, and the index of its first expert
+        # on this rank.
         self._layers: list[tuple[int, int]] = []
         self._tokens: list[torch.Tensor | None] = []
         self._marks: list[tuple[Any, Any]] = []
@@ -79,25 +79,25 @@ class ExpertLoad:
                     self._tokens.append(None)
 
     def begin(self, *, is_traced: bool) -> None:
-        """Begins a step: sets counts to 0. Exchanges are timed if the step is traced."""
+        """Begins a step by setting counts to 0. Exchanges are timed if the step is traced."""
         self._watching.close()
         self._tokens = [None] * len(self._layers)
         if is_traced and self._layers:
             self._watching.enter_context(self._watching_exchanges())
 
     def close(self) -> None:
-        """Ends all measurements, and removes the hooks from the model."""
+        """Stops all measurements, and removes the hooks from the model."""
         self._watching.close()
         for hook in self._hooks:
             hook.remove()
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Returns how many tokens each expert got in the step. Waits for the device.
+        """Returns the number of tokens of each expert in the step. Waits for the device.
 
         Returns:
-            One tuple per MoE layer. It has the layer's number in the model from 0, the index of the
-            layer's first expert on this rank, and the number of tokens of each expert on this rank.
-            Multi-token prediction layers are numbered after all other layers.
+            One tuple per MoE layer. It contains the layer's index in the model from 0, the index of
+            the layer's first expert on this rank, and the number of tokens of each expert on this
+            rank. Multi-token prediction layers are numbered after all other layers.
         """
         return tuple(
             (*layer, *map(int, counts.tolist()))
@@ -108,7 +108,7 @@ class ExpertLoad:
     def exchange_ns(self) -> int:
         """Returns the total time of the step's exchanges in nanoseconds. Waits for the device.
 
-        A second call in the same step returns 0.
+        The second call in a step returns 0.
         """
         self._watching.close()
         marks = self._marks
@@ -120,9 +120,9 @@ class ExpertLoad:
 
     def _counter(self, index: int) -> Callable[..., None]:
         def count(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            # Count only if gradients are enabled. They are disabled in an evaluation. They are also
-            # disabled in the first forward pass of a recomputed layer, whose tokens would otherwise
-            # be counted twice.
+            # Count only if gradients are enabled. They are disabled in an evaluation, and in the
+            # first forward pass of a recomputed layer, whose tokens would otherwise be counted
+            # twice.
             if torch.is_grad_enabled() and len(arguments) > 1:
                 counts = arguments[1].detach()
                 before = self._tokens[index]
@@ -132,7 +132,7 @@ class ExpertLoad:
 
     @contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Times the collectives of expert-parallel groups while the context is open."""
+        """Times the collectives of expert-parallel groups while the context is active."""
         groups = {id(group) for group in self._groups.experts if group.size() > 1}
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ class _TimedWork:
         self._marks = marks
 
     def wait(self) -> Any:
-        """Waits until the exchange is finished, and records the time of the wait."""
+        """Waits until the exchange has finished, and records the time of the wait."""
         start = self._clock.mark()
         result = self._work.wait()
         self._marks.append((start, self._clock.mark()))

@@ -1,4 +1,4 @@
-"""Grants one job at a time the right to write a folder, by a numbered claim and a counter.
+"""Grants one job at a time the right to write to a folder, with numbered claims and a heartbeat.
 
 ::
 
@@ -6,15 +6,15 @@
     <folder>/.lease/beat-3            a counter that rises every two seconds, "ended" at the end
     <folder>/.lease/private-3.json    address and secret of a manager, readable by its user only
 
-A claim is made by a hard link to a complete file; on any file system, only one process can succeed.
-A job that wants to take over watches the counter for a time measured by its own clock, so the
-clocks of machines may differ. If the counter does not rise, the job removes the counter's file,
-which ends the former holder's right. A former holder that was suspended, however long, then finds
-that the file is missing. The holder checks this by opening the file, because NFS caches listings
-and attributes, but asks the server at each open.
+A claim is created as a hard link to a complete file, which succeeds in only one process on any file
+system. A job that wants to take over watches the counter for a time measured by its own clock, so
+the clocks of machines may differ. If the counter does not increase, the job removes the counter's
+file, which ends the right of the previous holder. A previous holder that was suspended, for however
+long, then notices that the file is missing. It checks this by opening the file, because NFS caches
+listings and attributes, but contacts the server for each open.
 
 A checkpoint is first written under a name with the claim's number, and published by renaming it. A
-new holder first removes all such names with lower numbers. So a former holder cannot publish
+new holder first removes all such names with lower numbers. So a previous holder cannot publish
 anything, even if it was suspended between its check and its rename.
 """
 
@@ -38,9 +38,9 @@ from megatron.adaptive.errors import SetupError
 from megatron.adaptive.handshake import write_private
 
 BEAT_S = 2.0
-"""Interval in seconds at which the holder raises its counter."""
+"""Interval in seconds at which the holder increments its counter."""
 STALE_S = 10.0
-"""Time without a change of the counter after which another job may take over, in seconds."""
+"""Time in seconds without a change of the counter after which another job may take over."""
 _LOOK_S = 0.2
 _ENDED = "ended"
 _FOLDER = ".lease"
@@ -66,14 +66,14 @@ class LeaseTakenError(SetupError):
 
 
 class Lease:
-    """Holds the right to write a folder, or shares this right with another process of the job.
+    """Right to write to a folder, held by this process or shared with another process of the job.
 
     Args:
-        folder: Folder to write to. It is created if it is missing.
+        folder: Folder to write to. It is created if it does not exist.
 
     Attributes:
-        number: ID of this job's claim; 0 before the job has made a claim.
-        former: Facts about the previous holder; empty if nobody held the folder before.
+        number: Number of this job's claim, or 0 before the job has made a claim.
+        former: Facts about the previous holder, or empty if there was none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,8 @@ class Lease:
         self._files = folder / _FOLDER
         self.number = 0
         self.former: Mapping[str, Any] = {}
-        self._claimed: dict[str, Any] = {}  # facts in this claim, empty if another process made it
+        # facts in this claim, empty if another process made the claim
+        self._claimed: dict[str, Any] = {}
         self._private: Mapping[str, Any] = {}
         self._count = 0
         self._is_failing = False
@@ -90,23 +91,23 @@ class Lease:
     def claim(
         self, *, job: str | None = None, restarts: int | None = None, run: str | None = None
     ) -> int:
-        """Claims the right to write the folder.
+        """Claims the right to write to the folder.
 
-        The claim succeeds at once if the previous holder gave up its right, was killed on this
-        machine, or was this same job before a restart. Otherwise the call blocks for up to ten
-        seconds, to see whether the holder's counter rises.
+        The claim succeeds immediately if the previous holder released its right, was killed on this
+        machine, or was the same job before a restart. Otherwise the call blocks for up to ten
+        seconds, to check whether the holder's counter increases.
 
         Args:
-            job: ID of the job, ``None`` for a manager.
-            restarts: Number of restarts of the job so far, from 0; ``None`` for a manager.
-            run: Name by which ranks recognise their manager; ``None`` for a job.
+            job: ID of the job, or ``None`` for a manager.
+            restarts: Number of restarts of the job so far, or ``None`` for a manager.
+            run: Name by which ranks identify their manager, or ``None`` for a job.
 
         Returns:
             Number of the claim.
 
         Raises:
             LeaseTakenError: Another job holds the folder.
-            OSError: The folder cannot be written.
+            OSError: The folder is not writable.
         """
         facts = {"job": job, "restarts": restarts, "run": run}
         self._claimed = {**_here(), "since_unix_s": time.time()}
@@ -124,7 +125,7 @@ class Lease:
         """Shares the right that another process of this job holds.
 
         Args:
-            number: ID of that process's claim.
+            number: Number of that process's claim.
         """
         self.number = number
 
@@ -134,7 +135,7 @@ class Lease:
         Returns whether the manager holds the folder.
 
         Args:
-            number: Number of the manager's claim, ``None`` if there is no manager.
+            number: Number of the manager's claim, or ``None`` if there is no manager.
             job: ID of the job that this process belongs to.
         """
         run = None if number is None else self._facts(number).get("run")
@@ -144,13 +145,13 @@ class Lease:
         return True
 
     def advance(self) -> bool:
-        """Makes a claim with the next number; processes that joined the old claim lose the right.
+        """Makes a claim with the next number. Processes that joined the old claim lose the right.
 
         Returns:
             True if this process still held the right, and therefore got the new number.
 
         Raises:
-            OSError: The folder cannot be written; the number did not change.
+            OSError: The folder is not writable. The number is unchanged.
         """
         if not self._take(self.number + 1):
             return False
@@ -159,16 +160,16 @@ class Lease:
         return True
 
     def publish(self, facts: Mapping[str, Any]) -> None:
-        """Publishes additional facts about the holder, readable by processes of the same user.
+        """Publishes additional facts about the holder, which processes of the same user can read.
 
         Raises:
-            OSError: The folder cannot be written.
+            OSError: The folder is not writable.
         """
         self._private = facts
         write_private(self._path("private"), json.dumps(facts))
 
     def beat(self) -> bool:
-        """Raises the counter by one; returns whether the right is still held.
+        """Increments the counter, and returns whether the right is still held.
 
         Raises:
             OSError: The counter cannot be written.
@@ -188,14 +189,14 @@ class Lease:
         return True
 
     def is_held(self, say: Callable[[str], None]) -> bool:
-        """Raises the counter by one; returns whether the right is still held.
+        """Increments the counter, and returns whether the right is still held.
 
-        If the folder cannot be written, it is unknown whether the right is still held; the result
-        is then True.
+        If the folder is not writable, it is unknown whether the right is still held, and the result
+        is True.
 
         Args:
             say: Function that prints a line of text. It is called if the right is lost, and once if
-                the folder cannot be written.
+                the folder is not writable.
         """
         try:
             if self.beat():
@@ -210,7 +211,7 @@ class Lease:
         return False
 
     def keep_up(self, say: Callable[[str], None]) -> None:
-        """Starts a thread that raises the counter every two seconds until :meth:`end`.
+        """Starts a thread that increments the counter every two seconds until :meth:`end`.
 
         The thread also stops if the right is lost (see :meth:`is_held`).
         """
@@ -222,10 +223,10 @@ class Lease:
         threading.Thread(target=count, name="lease", daemon=True).start()
 
     def require(self) -> None:
-        """Checks that this job still holds the right to write the folder.
+        """Checks that this job still holds the right to write to the folder.
 
         Raises:
-            LeaseTakenError: Another job took the folder over.
+            LeaseTakenError: Another job took over the folder.
             OSError: The check failed, so it is unknown whether another job took over.
         """
         try:
@@ -237,7 +238,7 @@ class Lease:
                 raise self.taken(over=True) from None
 
     def end(self) -> None:
-        """Gives up the right if this process made the claim, so that other jobs need not wait."""
+        """Releases the right if this process made the claim, so that other jobs need not wait."""
         self._over.set()
         if self._claimed and self.number:
             with contextlib.suppress(OSError):  # another job has taken over
@@ -247,8 +248,8 @@ class Lease:
         """Returns the error to raise because another job holds the folder.
 
         Args:
-            number: Number of the other job's claim, ``None`` for the newest claim.
-            over: Whether the other job took the folder over from this job.
+            number: Number of the other job's claim, or ``None`` for the newest claim.
+            over: Whether the other job took over the folder from this job.
         """
         owner = self._facts(self._last() if number is None else number)
         is_managed = "run" in owner
@@ -276,14 +277,14 @@ class Lease:
         self._folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self._files.mkdir()
-            # All users who may write the folder may also take it over.
+            # All users who may write to the folder may also take it over.
             with contextlib.suppress(OSError):
                 self._files.chmod(self._folder.stat().st_mode & 0o777)
 
     def _take(self, number: int) -> bool:
         """Makes the claim with this number.
 
-        Returns False if another process has made it.
+        Returns False if another process has already made the claim.
         """
         claim = self._path("claim", number)
         draft = claim.with_name(f".claim-{secrets.token_hex(8)}")
@@ -293,7 +294,7 @@ class Lease:
             try:
                 os.link(draft, claim)
             except FileExistsError:
-                # A link count above 1 means that NFS made this link, but its reply was lost.
+                # A link count above 1 means that NFS created this link, but its reply was lost.
                 if draft.stat().st_nlink == 1:
                     return False
             except OSError as error:
@@ -307,7 +308,7 @@ class Lease:
         finally:
             draft.unlink(missing_ok=True)
         if self._last() > number:
-            # This process was suspended. Meanwhile other processes made this claim and further
+            # This process was suspended. Meanwhile, other processes made this claim and later
             # claims, and removed this claim as outdated.
             claim.unlink(missing_ok=True)
             return False
@@ -327,7 +328,7 @@ class Lease:
         return True
 
     def _write_beat(self, text: str, flags: int) -> None:
-        # Overwrite the file in place instead of truncating it first. On a full disk a truncated
+        # Overwrite the file in place instead of truncating it first. On a full disk, a truncated
         # file would stay empty, and other jobs would conclude that this job has finished.
         file = os.open(self._path("beat"), os.O_WRONLY | flags, 0o644)
         try:
@@ -344,15 +345,15 @@ class Lease:
         is_restart = is_same and owner.get("restarts", 0) < claimed["restarts"]
         if first == _ENDED or _is_gone(owner) or is_restart:
             return False
-        # Count reads instead of time: while the storage hangs, the holder cannot raise its counter
-        # either.
+        # Count reads instead of time, because the holder cannot increment its counter either while
+        # the storage hangs.
         for _ in range(round(STALE_S / _LOOK_S)):
             if self._path("claim", number + 1).exists():
                 return False
             time.sleep(_LOOK_S)
             now = _read(self._path("beat", number))
-            # A missing counter is no sign that the holder is alive: a job that takes over removes
-            # the file.
+            # A missing counter does not show that the holder is alive, because a job that takes
+            # over removes the file.
             if now not in ("", first):
                 return now != _ENDED
         return False
@@ -378,10 +379,10 @@ def _sum(facts: Mapping[str, Any]) -> str:
 
 
 def _checked(read: Any) -> dict[str, Any]:
-    """Returns the facts read from a claim; empty if the claim's file is damaged.
+    """Returns the facts read from a claim, or an empty dictionary if the claim's file is damaged.
 
-    A damaged claim might name a process that has exited. A job that trusted the claim would take
-    the folder from a job that is still running.
+    A damaged claim might contain a process that has exited. A job that relied on it would take the
+    folder from a running job.
     """
     if not isinstance(read, dict) or read.pop(_SUM, None) not in (None, _sum(read)):
         return {}
@@ -411,7 +412,7 @@ def _here() -> dict[str, Any]:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Returns a process's state and its start time in clock ticks since boot; empty if unknown."""
+    """Returns a process's state and its start time in clock ticks since boot, or empty strings."""
     columns = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (columns[0], columns[19]) if len(columns) > 19 else ("", "")
 

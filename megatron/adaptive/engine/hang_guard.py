@@ -1,9 +1,9 @@
-"""Reports what a rank is doing to the hang detector (``trace/hang_watch.py``).
+"""Reports the activity of a rank to the hang detector (``trace/hang_watch.py``).
 
 A thread writes the rank's activity to a file every second. On a signal, ``faulthandler`` writes the
 rank's stack traces, which works even if C code holds the GIL. The first rank of a machine also
 starts the detector's process. Machines exchange the reports of their detectors through the job's
-key-value store. The threads of a machine's ranks take turns at this exchange, so the exchange
+key-value store. The reporting threads of a machine's ranks do this in turn, so that the exchange
 continues if one rank hangs. None of this delays a step.
 """
 
@@ -35,26 +35,26 @@ from megatron.adaptive.transport.liveness import describe
 SIGNAL = signal.SIGRTMIN + 9
 PERIOD_S = 1.0
 _STILL_S = 2.5
-"""Seconds without progress after which a machine reads the other machines' reports."""
+"""Seconds without progress after which a machine reads the reports of other machines."""
 
 
 class HangGuard:
     """Reports this rank's activity to the hang detector of its machine, until :meth:`close`.
 
-    Must be constructed on all ranks of the job, at the same point. The object does nothing if
-    ``after_s`` is 0 or if no private folder can be made.
+    The object must be created on all ranks of the job, at the same point. It does nothing if
+    ``after_s`` is 0, or if no private folder can be created.
 
     Args:
         job: Rank of this process, and the host and process of every rank.
-        after_s: Time without progress after which the job counts as hanging, in seconds
+        after_s: Time in seconds without progress after which the job is considered hanging
             (``--hang-after-s``). 0 turns the detector off; ``None`` derives the time from the
             durations of steps.
-        on_hang: ``report`` to only report a hang, ``end`` to also stop the job.
-        page_folder: Folder for hang reports; ``None`` for the system's folder of temporary files.
+        on_hang: ``report`` to only report a hang, or ``end`` to also stop the job.
+        page_folder: Folder for hang reports, or ``None`` for the system's temporary folder.
 
     Attributes:
-        snapshot: Function that returns the rank's activity, called by the reporting thread. The
-            attribute may be set to another function at any time.
+        snapshot: Function that returns the rank's activity. The reporting thread calls it. The
+            attribute can be set to another function at any time.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class HangGuard:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         # All ranks of a machine derive the same folder name without communication. The name
-        # contains a hash of the machine's name: containers may share the host's /dev/shm, but have
-        # separate process numbers.
+        # contains a hash of the machine's name, because containers may share the host's /dev/shm
+        # but have separate process IDs.
         digest = hashlib.sha256(machines[rank].encode()).hexdigest()[:12]
         prefix = f"megatron-adaptive-{os.geteuid()}-{digest}-"
         self._folder = base / f"{prefix}{places[local[0]]['pid']}"
@@ -107,7 +107,7 @@ class HangGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends this rank's reports. Idempotent."""
+        """Stops this rank's reports. Safe to call more than once."""
         self._stop.set()
         thread = self._thread
         self._thread = None
@@ -153,8 +153,8 @@ class HangGuard:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", "")},
-            # Start the detector's process in its own session. It removes the folder after the
-            # rank has exited, so it must survive a signal to the rank's process group.
+            # Start the detector's process in its own session. It removes the folder after the rank
+            # has exited, so it must survive a signal to the rank's process group.
             start_new_session=True,
         )
 
@@ -183,13 +183,13 @@ class HangGuard:
         return {**fields, "pid": os.getpid(), "collectives": _collectives()}
 
     def _connect(self) -> Any:
-        # Use a second connection to the store: a call that waits on the job's own connection would
-        # block calls of this thread.
+        # Use a second connection to the store, because a call that waits on the job's connection
+        # would block calls of this thread.
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return dist.PrefixStore("hang", store)
 
     def _carry(self, store: Any) -> None:
-        """Puts this machine's report into the store.
+        """Writes this machine's report to the store.
 
         Also reads the reports of the other machines if this machine makes no progress.
         """
@@ -206,7 +206,7 @@ class HangGuard:
 
 
 def _collectives() -> dict[str, tuple[int, list[int]]]:
-    """Returns each process group's ranks, and the number of collectives this rank began in it."""
+    """Returns each process group's ranks, and the number of collectives this rank started in it."""
     collectives = {}
     for group in process_groups():
         # Skip a group that is being destroyed, or whose backend does not count collectives.

@@ -1,8 +1,8 @@
-"""Records the operators and kernels of chosen steps with torch.profiler.
+"""Records the operators and kernels of selected steps with torch.profiler.
 
-On a CPU the outermost operators are recorded, on a GPU the kernels and copies of the device. A mark
-whose time is known on the trace's clock is recorded by the profiler too. Comparing both times of
-the mark converts the profiler's times to the clock of the trace.
+On a CPU, the outermost operators are recorded; on a GPU, the kernels and copies of the device. The
+profiler also records a mark whose time on the trace's clock is known. Comparing both times of the
+mark gives the offset for converting the profiler's times to the trace's clock.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron.adaptive.trace.trace_format import KINDS, Span, SpanRow
 _MARK = "megatron.adaptive: mark of a known time"
 _NUM_MARKS = 3
 _WRAPPER = re.compile(r"autograd::engine|.*Backward\d*$|megatron\.adaptive")
-"""Pattern for names of ranges that are no operators themselves, but contain operators."""
+"""Pattern for the names of ranges that are not operators, but contain operators."""
 
 
 class KernelRecorder:
-    """Records the kernels of some iterations. All methods must be called from one thread.
+    """Records the kernels of selected iterations. All methods must be called from the same thread.
 
     Args:
         folder: Folder of the traces.
         rank: Global rank of this process.
-        iterations: Numbers of the iterations to record.
+        iterations: Indices of the iterations to record.
         on_gpu: Whether the rank computes on a GPU.
         say: Function that prints a line of text.
     """
@@ -50,14 +50,14 @@ class KernelRecorder:
         self._marks_ns: list[int] = []
 
     def begin(self, iteration: int, *, is_traced: bool) -> None:
-        """Begins an iteration. It is recorded if it is traced and was chosen."""
+        """Begins an iteration, which is recorded if it is traced and selected."""
         self._stop()
         if not is_traced or iteration not in self._iterations:
             return
         if torch.autograd._profiler_enabled():
             self._say(
                 f"kernels of iteration {iteration} are not recorded, because another "
-                "torch.profiler of this process is running; stop it, or remove --trace-detail "
+                "torch.profiler is running in this process; stop it, or remove --trace-detail "
                 "kernels"
             )
             return
@@ -77,7 +77,7 @@ class KernelRecorder:
         """Ends an iteration, and writes its kernels if it was recorded.
 
         Args:
-            rows: Function that returns the iteration's spans. It is called when the device has
+            rows: Function that returns the iteration's spans. It is called after the device has
                 finished the iteration.
         """
         running = self._stop()
@@ -96,12 +96,12 @@ class KernelRecorder:
             self._outage.begins(error)
 
     def close(self) -> None:
-        """Ends a recording without writing it, and closes the file. Idempotent."""
+        """Stops recording without writing, and closes the file. Safe to call more than once."""
         self._stop()
         self._file.close()
 
     def _stop(self) -> Any:
-        """Stops the profiler, which waits for the device, and returns it; ``None`` without one."""
+        """Stops and returns the profiler, which waits for the device, or returns ``None``."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
@@ -113,7 +113,7 @@ class KernelRecorder:
         if len(marks) < len(self._marks_ns):
             return
         # The clock is read shortly before the profiler records the mark. The mark with the shortest
-        # delay gives the most accurate difference between the clocks.
+        # delay gives the most accurate offset between the clocks.
         pairs = zip(self._marks_ns, sorted(marks), strict=False)
         shift_ns = max(time_ns - round(mark_us * 1e3) for time_ns, mark_us in pairs)
         for event in events:
@@ -133,7 +133,7 @@ def _is_of_gpu(event: Any) -> bool:
 
 
 def _is_outermost(event: Any) -> bool:
-    """Returns whether an event is an operator on the CPU that no other operator contains."""
+    """Returns whether an event is an operator on the CPU that is not nested in another operator."""
     if event.device_type != torch.autograd.DeviceType.CPU or _WRAPPER.match(event.name):
         return False
     parent = event.cpu_parent

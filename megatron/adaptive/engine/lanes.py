@@ -1,24 +1,24 @@
 """Runs an F and a B of a rank alternately: one computes while the other communicates.
 
-There are two lanes. Each lane is a thread that runs one action. Only one lane computes at a time:
-the lane that has the turn. When its action exchanges tokens with other ranks, the lane starts the
-exchange and gives the turn to the other lane. When the lane gets the turn back, it waits for the
-rest of the exchange::
+There are two lanes. Each lane is a thread that runs one action. Only the lane that has the turn
+computes. When its action exchanges tokens with other ranks, the lane starts the exchange and passes
+the turn to the other lane. When the lane gets the turn back, it waits for the rest of the
+exchange::
 
     lane 0   F [attention]~~~~~~~~~ [expert]~~~~~~~~~~ [attention]      [..] computes
     lane 1                [expert B]~~~~~~~~ [attention B]~~~~~~        ~~~~ communicates
 
-If the other lane is empty, the policy decides what starts there: an action of another kind, a
-weight gradient, or nothing. A weight gradient runs to its end before the turn goes back.
+If the other lane is empty, the policy chooses what starts there: an action of another kind, a
+weight gradient, or nothing. A weight gradient finishes before the turn is passed back.
 
-Turns change only at exchanges and at the end of actions, never by time. So all members of a
-decision group start the collectives of both actions in the same order, and both actions may use the
-same communicators. This cannot deadlock: every member starts an exchange at the same position of
-this order, and nothing before an exchange waits for anything after it.
+The turn is only passed at exchanges and at the end of actions, independent of time. So all members
+of a decision group start the collectives of both actions in the same order, and both actions may
+use the same communicators. This cannot deadlock, because every member starts an exchange at the
+same position of this order, and nothing before an exchange waits for anything after it.
 
-The same code is used for GPUs: the process group runs an exchange on a separate stream, and the
-kernels of the other lane are launched meanwhile. The wait for the exchange delays only kernels
-launched after it.
+The same code is used for GPUs. The process group runs an exchange on a separate stream, and the
+kernels of the other lane are launched in the meantime. The wait for the exchange only delays
+kernels that are launched after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _JOIN_S = 30.0
 
 
 class _Abandoned(Exception):  # noqa: N818 - ends a lane if the other one failed
-    """Raised in an action to end it after the step has failed in the other lane."""
+    """Raised in an action to stop it after the step has failed in the other lane."""
 
 
 class Lanes:
@@ -46,13 +46,12 @@ class Lanes:
 
     Args:
         decide: Function that returns the next action, or ``None`` if no action starts. Its argument
-            says whether a communicating action can continue instead.
-        perform: Function that runs a chosen action to its end.
+            is whether a communicating action can continue instead.
+        perform: Function that runs a chosen action until it finishes.
         await_arrival: Function that blocks until another input has arrived.
 
     Attributes:
-        away_ns: Time in nanoseconds for which each action had handed its turn over to other
-            actions.
+        away_ns: Time in nanoseconds for which each action had passed its turn to other actions.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Lanes:
     def run(self, is_done: Callable[[], bool]) -> None:
         """Runs actions until ``is_done`` returns True.
 
-        When an action exchanges tokens, the turn goes to the other lane.
+        When an action exchanges tokens, the turn is passed to the other lane.
 
         Raises:
             Exception: Any exception that an action of either lane raised.
@@ -97,13 +96,13 @@ class Lanes:
             self._error = self._error or _Abandoned()
             raise
         finally:
-            self._turns[1].release(2)  # once to end an unfinished action, once to end the thread
+            self._turns[1].release(2)  # once to stop an unfinished action, once to stop the thread
             second.join(_JOIN_S)
 
     def hand_over(self) -> None:
         """Lets other actions compute while the current action communicates.
 
-        Blocks until the lane of the current action has its turn again.
+        Blocks until the lane of the current action has the turn again.
         """
         lane = self._turn
         since_ns = time.monotonic_ns()
@@ -145,8 +144,8 @@ class Lanes:
                 return
             try:
                 self._run_here(action)
-                # Only one weight gradient runs during an exchange. After it, the first lane gets
-                # the turn back.
+                # Only one weight gradient runs during an exchange. Then the first lane gets the
+                # turn back.
                 while self._communicates[0] and action.kind is not ActionKind.W:
                     action = self._decide(True)
                     if action is None:
@@ -159,7 +158,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def _watching_exchanges(self) -> Iterator[None]:
-        """Gives the turn to the other lane during each exchange of rows, while the context is open.
+        """Passes the turn to the other lane during each exchange of rows while the context is open.
 
         This applies to forward and backward passes. Only exchanges of rows (tokens) take long. In
         an exchange of one number per row, the lane keeps the turn.
@@ -191,5 +190,5 @@ class Lanes:
 
 
 def _stream() -> Any:
-    """Returns the current CUDA stream of the calling thread, ``None`` if CUDA is not in use."""
+    """Returns the current CUDA stream of the calling thread, or ``None`` if CUDA is not in use."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,16 +1,16 @@
 """Measures the time of each transformer layer in traced steps, for ``--trace-detail layers``.
 
-A forward pass of a layer begins and ends with the call of the layer. Its backward pass begins when
-the gradient of its output is known, and ends when the gradient of its input is::
+The forward pass of a layer begins and ends with the call of the layer. The backward pass begins
+when the gradient of the layer's output is known, and ends when the gradient of its input is known::
 
     layer 0 ── hidden states ── layer 1 ── hidden states ── layer 2
                 gradient known             gradient known
                      └──── backward of layer 1 ────┘
 
 Weight gradients that a schedule computes later are not part of a layer's backward time. Forward
-passes that are repeated during the backward pass (activation recomputation) are not counted. If the
-model calls only parts of a layer, as with overlapped exchanges of experts' tokens, the layer has no
-times.
+passes that are repeated during the backward pass (activation recomputation) are not counted. No
+times are recorded for a layer if the model calls only parts of it, as with overlapped exchanges of
+experts' tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _PREDICTING = re.compile(r"\bmtp\.layers\.(\d+)")
 
 
 class LayerMeter(LayerSums):
-    """Measures the transformer layers of this rank. All methods must be called from one thread.
+    """Measures the transformer layers of this rank.
+
+    All methods must be called from the same thread.
 
     Args:
-        chunks: Model chunks of this rank. Hooks stay attached to their layers.
-        clock: Clock that makes time marks on the device.
+        chunks: Model chunks of this rank. The hooks on their layers are never removed.
+        clock: Clock that records time marks on the device.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], clock: Any) -> None:
@@ -71,7 +73,7 @@ class LayerMeter(LayerSums):
         layer.register_forward_hook(ends)
 
     def _watch_backward(self, index: int, received: Any, result: Any) -> None:
-        """Measures the time between the gradients of a layer's output and input."""
+        """Measures the time from the gradient of a layer's output to the gradient of its input."""
         if not all(isinstance(t, torch.Tensor) and t.requires_grad for t in (received, result)):
             return
         starts: list[Any] = []
@@ -97,5 +99,5 @@ def _number_of(layer: Any, name: str, num_layers: int) -> int:
 
 
 def _is_in_backward() -> bool:
-    """Returns whether autograd runs a backward pass in this thread, perhaps a recomputation."""
+    """Returns whether this thread is running a backward pass, which may include recomputation."""
     return int(torch._C._current_graph_task_id()) != -1

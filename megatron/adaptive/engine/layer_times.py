@@ -1,10 +1,9 @@
 """Adds up the times of a rank's layers in traced steps, for ``--trace-detail layers``.
 
-Times are added up over the microbatches of a step, so a trace has a few numbers per layer and step.
-For timelines, a trace also has start and end of each layer's first forward and backward pass in a
-step.
-:mod:`~megatron.adaptive.engine.layer_meter` measures transformer layers of megatron-core, and
-``modules.segment_meter`` the segments of a ``Pipeline``.
+Times are added up over the microbatches of a step, so a trace contains only a few numbers per layer
+and step. For timelines, a trace also contains the start and end of each layer's first forward and
+backward pass in a step. :mod:`~megatron.adaptive.engine.layer_meter` measures transformer layers of
+megatron-core, and ``modules.segment_meter`` measures the segments of a ``Pipeline``.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_LAYERS = 64
-"""Maximum number of measured layers of a rank, so that a step's times have at most 3 KB."""
+"""Maximum number of measured layers per rank, which limits the times of a step to about 3 KB."""
 
 MOST_DRAWN = 32
-"""Maximum number of layers per rank for which a trace has start and end of the first passes."""
+"""Maximum number of layers per rank whose first passes are stored with start and end."""
 
 FORWARD, BACKWARD = 0, 1
 
 
 class LayerSums:
-    """Adds up the times of this rank's layers. All methods must be called from one thread.
+    """Adds up the times of this rank's layers. All methods must be called from the same thread.
 
     Args:
         numbers: Index of each layer of this rank in the whole model.
-        clock: Clock that makes time marks on the device.
+        clock: Clock that records time marks on the device.
 
     Attributes:
         is_traced: Whether the current step is measured.
@@ -36,7 +35,8 @@ class LayerSums:
         self.is_traced = False
         self._clock = clock
         self._numbers = list(numbers)
-        self._marks: list[tuple[int, int, Any, Any]] = []  # layer's position, pass, start, end
+        # position of the layer, kind of pass, start, end
+        self._marks: list[tuple[int, int, Any, Any]] = []
         self._first_passes: dict[tuple[int, int], tuple[int, int]] = {}
 
     def begin(self, *, is_traced: bool) -> None:
@@ -53,11 +53,11 @@ class LayerSums:
         return self._clock.mark()
 
     def add(self, position: int, kind: int, start: Any, end: Any) -> None:
-        """Records one forward or backward pass of a layer.
+        """Records a forward or backward pass of a layer.
 
         Args:
             position: Position of the layer in ``numbers``.
-            kind: Kind of pass, ``FORWARD`` or ``BACKWARD``.
+            kind: Kind of pass, which is ``FORWARD`` or ``BACKWARD``.
             start: Time mark at the start of the pass.
             end: Time mark at the end of the pass.
         """
@@ -89,13 +89,13 @@ class LayerSums:
         ]
 
     def passes(self) -> list[tuple[int, int, int, int]]:
-        """Returns the first passes of layers in the step for which :meth:`rows` was last called.
+        """Returns the first passes of layers in the step of the latest call of :meth:`rows`.
 
         If the rank has more than ``MOST_DRAWN`` layers, only evenly spaced layers are returned.
 
         Returns:
-            One row per pass: index of the layer in the model, 0 for a forward or 1 for a backward
-            pass, start and end in ns.
+            One row per pass: index of the layer in the model, kind of pass, start in ns, and end in
+            ns.
         """
         every = max(1, -(-len(self._numbers) // MOST_DRAWN))
         return [

@@ -1,6 +1,6 @@
-"""Finds the process groups of a model, in ``parallel_state`` or in a caller's collection.
+"""Looks up the process groups of a model, in ``parallel_state`` or in a caller's collection.
 
-A program that makes its process groups itself passes them to megatron-core's schedule as a
+A program that creates its process groups itself passes them to megatron-core's schedule as a
 ``ProcessGroupCollection``. ``parallel_state`` may then be empty.
 """
 
@@ -25,19 +25,20 @@ _BY_KIND = {
     "model": "mp",
     "optimizer": "intra_dist_opt",
 }
-"""Attribute of a ``ProcessGroupCollection`` that has the group of each kind."""
+"""Attribute of a ``ProcessGroupCollection`` that contains the group of each kind."""
 
 
 class ModelGroups:
     """Returns the process groups that connect this rank to the other ranks of a model.
 
-    Groups of ``parallel_state`` are looked up each time, because a run may need only some of them.
+    Groups of ``parallel_state`` are looked up on each access, because a run may need only some of
+    them.
 
     Args:
-        collection: Process groups that the caller made; ``None`` to use ``parallel_state``.
+        collection: Process groups created by the caller, or ``None`` to use ``parallel_state``.
 
     Raises:
-        ConfigError: The collection lacks a group.
+        ConfigError: A required group is missing in the collection.
     """
 
     def __init__(self, collection: Any = None) -> None:
@@ -54,7 +55,7 @@ class ModelGroups:
 
     @property
     def is_of_parallel_state(self) -> bool:
-        """Returns whether the pipeline has the same ranks as that of ``parallel_state``."""
+        """Returns whether the pipeline has the same ranks as the pipeline of ``parallel_state``."""
         if self._collection is None:
             return True
         if not parallel_state.model_parallel_is_initialized():
@@ -106,7 +107,7 @@ class ModelGroups:
 
     @property
     def tp_rank(self) -> int:
-        """Returns this rank's index among tensor-parallel ranks."""
+        """Returns this rank's index in the group of tensor-parallel ranks."""
         if self._collection is None:
             rank: int = parallel_state.get_tensor_model_parallel_rank()
             return rank
@@ -114,7 +115,7 @@ class ModelGroups:
 
     @property
     def cp_rank(self) -> int:
-        """Returns this rank's index among context-parallel ranks."""
+        """Returns this rank's index in the group of context-parallel ranks."""
         if self._collection is None:
             rank: int = parallel_state.get_context_parallel_rank()
             return rank
@@ -122,7 +123,7 @@ class ModelGroups:
 
     @property
     def pp_rank(self) -> int:
-        """Returns this rank's position in its pipeline."""
+        """Returns the pipeline rank of this process."""
         if self._collection is None:
             rank: int = parallel_state.get_pipeline_model_parallel_rank()
             return rank
@@ -130,7 +131,7 @@ class ModelGroups:
 
     @property
     def dp_cp_rank(self) -> int:
-        """Returns this rank's index among data- and context-parallel ranks."""
+        """Returns this rank's index in the group of data- and context-parallel ranks."""
         if self._collection is None:
             rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             return rank
@@ -140,7 +141,7 @@ class ModelGroups:
     def meeting(self) -> list[Any]:
         """Returns the groups whose ranks communicate during forward and backward passes.
 
-        Groups that only models with experts need are in :attr:`experts` and :attr:`balanced`.
+        The groups that only models with experts need are in :attr:`experts` and :attr:`balanced`.
         """
         if self._collection is None:
             return [parallel_state.get_tensor_and_context_parallel_group()]
@@ -148,7 +149,7 @@ class ModelGroups:
 
     @property
     def experts(self) -> list[Any]:
-        """Returns the groups whose ranks exchange tokens for experts."""
+        """Returns the groups whose ranks exchange tokens of experts."""
         if self._collection is None:
             return [
                 parallel_state.get_expert_model_parallel_group(),
@@ -166,7 +167,7 @@ class ModelGroups:
         return [self.tp, self.dp_cp]
 
     def by_kind(self) -> dict[str, Any]:
-        """Returns all groups of the model by kind; ``None`` for a group that does not exist."""
+        """Returns all groups of the model by kind, with ``None`` for groups that do not exist."""
         if self._collection is not None:
             return {kind: getattr(self._collection, name, None) for kind, name in _BY_KIND.items()}
         return {

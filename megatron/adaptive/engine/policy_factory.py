@@ -1,6 +1,6 @@
-"""Makes the policy of one rank, and the rank state that the policy reads.
+"""Creates the policy of one rank, and the rank state that the policy reads.
 
-All three ways to train use this module: megatron-core's GPT, plain modules, and a user's
+All three training methods use this module: megatron-core's GPT, plain modules, and a user's
 Megatron-LM.
 """
 
@@ -27,29 +27,30 @@ from megatron.adaptive.schedule.unequal_widths import Widths
 
 
 class Orders:
-    """Makes the policy and the state of one rank for each step.
+    """Creates the policy and the state of one rank for each step.
 
-    A policy depends on the number of microbatches, and is kept for later steps with this number.
+    A policy depends on the number of microbatches, and is cached for later steps with the same
+    number.
 
     Args:
-        schedule: Name of a static schedule or run-time scheduling rule; ``auto`` runs ``adaptive``
-            until times are measured.
+        schedule: Name of a static schedule or run-time scheduling rule. ``auto`` runs ``adaptive``
+            until times have been measured.
         placement: Assignment of pipeline stages to ranks.
-        pp_rank: Position of this rank in the pipeline.
-        cap: Limit on the activations that a rank holds. One unit is one microbatch in all chunks of
-            the rank. ``None`` for the default for this pipeline.
-        splits: Whether weight gradients are separate actions (W), instead of part of the backward
+        pp_rank: Pipeline rank of this process.
+        cap: Limit on the activations that a rank holds, or ``None`` for the default of this
+            pipeline. The unit is one microbatch in all chunks of the rank.
+        splits: Whether weight gradients are separate actions (W) instead of part of the backward
             pass.
         pieces: Number of W actions per weight gradient under a run-time rule, which fills short
-            waits with W actions. A static schedule always has one W per weight gradient.
+            waits with W actions. Under a static schedule, there is one W per weight gradient.
         schedule_file: Path of the schedule file if ``schedule`` is ``file``, else ``None``.
-        group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
+        group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks of the pipeline.
-        widths: Number of data-parallel ranks of each stage if they differ, else ``None``.
+        widths: Number of data-parallel ranks of each stage if the numbers differ, else ``None``.
         auto_candidates: Names of additional schedules that ``auto`` tries.
         slice_shares: Length of each slice into which sequences are cut, relative to the sequence.
-            The lengths add up to 1. By default sequences are not cut.
-        beside: Whether a training step may start an action while an action of another kind
+            The lengths must add up to 1. By default, sequences are not cut.
+        beside: Whether an action of a training step may start while an action of another kind
             exchanges tokens of experts.
 
     Attributes:
@@ -57,9 +58,9 @@ class Orders:
             ``Replay.begin`` before each step.
 
     Raises:
-        ConfigError: The schedule file is for another pipeline or number of slices, or has W actions
-            although ``splits`` is false.
-        ScheduleError: The file contains no order, or the schedule does not exist.
+        ConfigError: The schedule file is for a different pipeline or number of slices, or contains
+            W actions although ``splits`` is false.
+        ScheduleError: The schedule file contains no orders, or the schedule does not exist.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class Orders:
             weight_pieces = self._from_file.weight_pieces
         elif splits:
             weight_pieces = pieces if is_rule(_simulated_name(schedule)) else 1
-        # This candidate keeps the schedule name that the user chose, which may be auto. A cap of
-        # None means the default limit on activations.
+        # This candidate keeps the name that the user selected, which may be auto. A cap of None
+        # means the default limit on activations.
         self._chosen = Candidate(
             name=schedule,
             placement=placement,
@@ -114,7 +115,7 @@ class Orders:
 
     @property
     def num_slices(self) -> int:
-        """Returns the number of slices of each microbatch, 1 for whole microbatches.
+        """Returns the number of slices of each microbatch, or 1 for whole microbatches.
 
         If the number differs between microbatches, the result is the largest number of the last
         step.
@@ -123,22 +124,22 @@ class Orders:
 
     @property
     def _spec(self) -> ScheduleSpec | None:
-        """Returns the ScheduleSpec of the schedule, ``None`` for a schedule that ``auto`` made."""
+        """Returns the schedule's ScheduleSpec, or ``None`` for a schedule that ``auto`` made."""
         return None if self.schedule == ANNEALED else schedule_spec(self.schedule)
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of W actions per weight gradient, 0 if there are none."""
+        """Returns the number of W actions per weight gradient, or 0 if there are none."""
         return self._chosen.weight_pieces
 
     def recut(self, num_slices: SliceCounts) -> None:
-        """Changes the number of slices of each microbatch, from the next step on.
+        """Changes the number of slices of each microbatch, starting with the next step.
 
-        Must be called on all ranks of a pipeline with the same number, before the same step. The
+        All ranks of a pipeline must call this with the same number, before the same step. The
         slices then have equal lengths, unless :meth:`state` gets the size of each slice.
 
         Raises:
-            ScheduleError: The numbers differ between microbatches, and the schedule needs equal
+            ScheduleError: The numbers differ between microbatches, but the schedule requires equal
                 numbers.
         """
         self._counts = num_slices
@@ -153,7 +154,7 @@ class Orders:
         """Returns the policy that chooses this rank's actions in a step.
 
         Raises:
-            ConfigError: The schedule file, or the record to replay, is for another number of
+            ConfigError: The schedule file, or the record to replay, is for a different number of
                 microbatches.
             ScheduleError: The schedule does not support this number of microbatches.
         """
@@ -174,10 +175,10 @@ class Orders:
         Args:
             num_microbatches: Number of microbatches that this rank runs in the step.
             forward_only: Whether the step is an evaluation, which has only forward passes.
-            sizes: Number of token positions in each microbatch or in each slice. The size of the
-                activations is proportional to this number. ``None`` if all are equal. If sizes are
-                passed, the limit on activations is relative to the mean size. It is raised to the
-                largest size if necessary, so that every microbatch can start.
+            sizes: Number of token positions in each microbatch or in each slice, or ``None`` if all
+                are equal. The size of the activations is proportional to it. If this is given, the
+                limit on activations is relative to the mean size, and is raised to the largest size
+                if necessary, so that every microbatch can start.
         """
         cap = None if forward_only else self._cap_for(num_microbatches)
         num_slices = self._counts
@@ -211,9 +212,9 @@ class Orders:
         )
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or run-time rule from the next step on.
+        """Switches to another schedule or run-time rule, starting with the next step.
 
-        Must be called on all ranks with the same candidate, before the same step.
+        All ranks must call this with the same candidate, before the same step.
         """
         self._chosen = candidate
         self._policies.clear()
@@ -227,15 +228,16 @@ class Orders:
     def inputs_in_flight(self, num_microbatches: int, *, smallest: float = 1.0) -> int:
         """Returns the maximum number of received inputs that a rank keeps at a time.
 
-        Each slice of a microbatch is a separate input. This number determines the size of the
-        receive buffers, which stay as they are when ``auto`` chooses a schedule. So for ``auto``
-        without a cap the result counts all microbatches, the most that any schedule keeps.
+        Each slice of a microbatch is a separate input. The result determines the size of the
+        receive buffers, which does not change when ``auto`` chooses a schedule. For ``auto``
+        without a cap, it is therefore the number of all microbatches, which is the most that any
+        schedule keeps.
 
         Args:
             num_microbatches: Number of microbatches per step of this rank, or of the whole job if
-                stages have unequal numbers of ranks.
+                stages have different numbers of ranks.
             smallest: Size of the smallest microbatch, relative to the mean. The memory limit allows
-                more microbatches of this size than of any other size.
+                the largest number of microbatches if all have this size.
         """
         keeps_all = self._spec is not None and (
             self._spec.keeps_all
@@ -295,7 +297,7 @@ class Orders:
 
 
 _MOST_POLICIES = 64
-"""Maximum number of policies that are kept. Without a maximum, memory would grow if the numbers of
+"""Maximum number of cached policies. Without this limit, memory usage would grow if the numbers of
 slices differ in each step."""
 
 
@@ -318,7 +320,7 @@ def _load_schedule(path: str, placement: Placement, *, splits: bool, num_slices:
     if schedule.weight_pieces and not splits:
         raise ConfigError(
             f"--schedule-file {path} has weight gradients as separate actions, but this run "
-            "computes them within the backward; give --split-backward True"
+            "computes them in the backward pass; set --split-backward True"
         )
     return schedule
 
@@ -328,8 +330,8 @@ def _slices(num_slices: int) -> str:
 
 
 def _simulated_name(schedule: str) -> str:
-    """Returns the name of the schedule to run before times are measured.
+    """Returns the name of the schedule to run before times have been measured.
 
-    Returns ``adaptive`` for ``auto``, and ``schedule`` itself for all other schedules.
+    The result is ``adaptive`` for ``auto``, and ``schedule`` for all other schedules.
     """
     return "adaptive" if schedule == "auto" else schedule

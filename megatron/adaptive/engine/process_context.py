@@ -1,4 +1,4 @@
-"""Represents a process in its job: device, small messages to all ranks, and closing the job."""
+"""Represents a process in its job: its device, small messages to all ranks, and closing the job."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron.adaptive.errors import AdaptiveError, PeerLostError
 T = TypeVar("T")
 
 _FAILED_SETUPS = "megatron-adaptive-failed"
-"""Prefix of the keys under which ranks count failed set-ups in the job's key-value store."""
+"""Prefix of the keys with which ranks count failed setups in the job's key-value store."""
 _FAILED_TOGETHER_S = 3.0
-"""Maximum time in seconds to wait until the set-up has failed on all ranks."""
+"""Maximum time in seconds to wait until the setup has failed on all ranks."""
 _POLL_S = 0.02
-"""Time in seconds between two reads of the number of failed ranks."""
+"""Interval in seconds for polling the number of failed ranks."""
 
 
 def is_alone() -> bool:
-    """Returns whether this process pretends to be a rank of a job without other ranks.
+    """Returns whether this process simulates a rank of a job without the other ranks.
 
     Such a process uses torch's ``fake`` process groups: a gather returns this rank's value for each
     rank, and other collectives leave tensors unchanged or copy this rank's part.
@@ -42,7 +42,7 @@ def is_alone() -> bool:
 def gather(value: T, group: Any = None) -> list[T]:
     """Gathers a value from each rank of a group, and returns all values by rank.
 
-    Collective over the group, by default over all ranks.
+    All ranks of the group must call this function. The default group contains all ranks.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -52,7 +52,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 def from_first(value: T, group: Any = None) -> T:
     """Broadcasts the value of a group's first rank, and returns that value.
 
-    Collective over the group, by default over all ranks.
+    All ranks of the group must call this function. The default group contains all ranks.
     """
     if is_alone():
         return value
@@ -66,10 +66,10 @@ _GLOO = re.compile(r"gloo/transport/[^]]*\] (.*?)(?:\. This is|\.?$)", re.MULTIL
 
 
 def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
-    """Returns a ``PeerLostError`` if a library's error is about a broken connection, else ``None``.
+    """Returns a ``PeerLostError`` for a library's error about a broken connection, else ``None``.
 
     Args:
-        error: Exception that a library raised. Its chain of causes is searched too.
+        error: Exception that a library raised. The exceptions that caused it are also checked.
         rank: Global rank of this process, for the error message.
     """
     cause: BaseException | None = error
@@ -77,15 +77,15 @@ def lost_peer(error: BaseException, rank: int) -> PeerLostError | None:
         if (reason := _broken_connection(cause)) is not None:
             return PeerLostError(
                 f"rank {rank} lost its connection with another rank ({reason}), which exited, "
-                "hangs or cannot be reached; the job cannot continue without it; restart it from "
-                "the last checkpoint"
+                "hangs or cannot be reached; the job cannot continue without that rank; restart "
+                "the job from the last checkpoint"
             )
         cause = cause.__cause__
     return None
 
 
 def _broken_connection(error: BaseException) -> str | None:
-    """Returns the library's text about a broken connection, ``None`` for any other error."""
+    """Returns the library's text about a broken connection, or ``None`` for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and (match := _GLOO.search(text)) is not None:
         return match[1]
@@ -96,7 +96,7 @@ def _broken_connection(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Turns a library's error about a broken connection into ``PeerLostError``.
+    """Converts a library's error about a broken connection into ``PeerLostError``.
 
     Raises:
         PeerLostError: A collective operation failed because another rank has exited.
@@ -114,7 +114,7 @@ def naming_lost_peers() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Contains the resources of a process in its job: device, process groups, folder leases.
+    """The resources of a process in its job: device, process groups, folder leases.
 
     Attributes:
         environment: Settings from the launcher's environment variables, with the rank and world
@@ -123,14 +123,16 @@ class Job:
         control_group: Gloo group of all ranks for small messages between hosts.
         places: Host and process of every rank, by global rank (see ``liveness.here``).
         timeout: Maximum time to wait for other ranks.
-        owns_process_group: Whether torch's default process group was made for this job, and is
+        owns_process_group: Whether torch's default process group was created for this job, and is
             destroyed with the job.
-        groups_before: Process groups that existed before the job began. The job keeps them.
+        groups_before: Process groups that existed before the job started. The job does not destroy
+            them.
         groups: Process groups that :meth:`close` destroys. If empty, :meth:`close` destroys all
-            groups that were made since the job began.
-        leases: Rights to write checkpoint folders, by path. They are given up at the end of the
+            groups that were created since the job started.
+        leases: Rights to write to checkpoint folders, by path. They are released at the end of the
             job.
-        launcher: Process ID of the launcher that started this process; ``None`` without a launcher.
+        launcher: Process ID of the launcher that started this process, or ``None`` without a
+            launcher.
     """
 
     environment: Environment
@@ -155,21 +157,21 @@ class Job:
         return self.environment.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Gathers a value from each rank and returns the list of values, indexed by rank.
+        """Gathers a value from each rank, and returns the list of values by rank.
 
-        Collective over all ranks.
+        All ranks must call this method.
         """
         return gather(value, self.control_group)
 
     def from_first(self, value: Any) -> Any:
-        """Broadcasts the value of rank 0, and returns that value. Collective over all ranks."""
+        """Broadcasts the value of rank 0, and returns it on all ranks. Collective."""
         return from_first(value, self.control_group)
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Calls ``action`` on rank 0 and returns its result on all ranks. All ranks must call it.
+        """Calls ``action`` on rank 0 and returns its result on all ranks. All ranks must call this.
 
         Raises:
-            AdaptiveError: ``action`` raised this error on rank 0. All ranks raise it.
+            AdaptiveError: ``action`` raised this error on rank 0. It is raised on all ranks.
         """
         answer: Any = None
         if self.is_first or is_alone():
@@ -184,9 +186,9 @@ class Job:
         return result
 
     def settle(self) -> None:
-        """Records that the process groups made so far belong to the job.
+        """Records that the process groups created so far belong to the job.
 
-        Groups made later belong to the user, and :meth:`close` keeps them.
+        Groups created later belong to the user, and :meth:`close` does not destroy them.
         """
         self.groups[:] = [group for group in process_groups() if group not in self.groups_before]
 
@@ -194,7 +196,7 @@ class Job:
         """Checks that the launcher of this process is alive.
 
         Raises:
-            PeerLostError: The launcher has exited. Then nothing would end this process if another
+            PeerLostError: The launcher has exited, so nothing would stop this process if another
                 rank failed.
         """
         if self.launcher not in (None, os.getppid()):
@@ -204,7 +206,7 @@ class Job:
             )
 
     def end_leases(self) -> None:
-        """Gives up the rights to write folders. Idempotent."""
+        """Releases the rights to write to folders. Safe to call more than once."""
         for lease in self.leases.values():
             lease.end()
 
@@ -213,17 +215,16 @@ class Job:
 
         If torch was initialized before the job, only the job's process groups are destroyed.
 
-        All ranks must call this together.
+        All ranks must call this method.
         """
         if not self.owns_process_group:
-            dist.barrier()  # after this, no rank is waiting in one of these groups
+            dist.barrier()  # afterwards, no rank is waiting in one of these groups
         self._end(with_groups=True)
 
     def _end(self, *, with_groups: bool) -> None:
         """Ends this rank's part of the job, without waiting for other ranks.
 
-        Args:
-            with_groups: Whether the job's process groups are destroyed.
+        with_groups: Whether to destroy the job's process groups.
         """
         self.end_leases()
         if not with_groups:
@@ -236,11 +237,11 @@ class Job:
         destroy_groups(self.groups)
 
     def close_after_error(self) -> None:
-        """Ends the job after an error in its set-up, so that the process can set up another job.
+        """Ends the job after an error in its setup, so that the process can set up another job.
 
-        Often all ranks raise the same error together. But an error may also occur on this rank
-        alone, and must be visible before the timeout of the other ranks. So this rank waits only
-        a few seconds for the other ranks to fail. If they have not failed by then, and the default
+        Often all ranks raise the same error at the same time. But an error may also occur only on
+        this rank, and must be visible before the other ranks time out. So this rank waits only a
+        few seconds for the other ranks to fail. If they have not failed by then, and the default
         process group belongs to the caller, the job's groups are not destroyed, because the other
         ranks may be waiting in them.
         """
@@ -273,7 +274,7 @@ def environment_of_rank() -> Environment:
 
 
 def process_groups() -> list[Any]:
-    """Returns the process groups of this process in the order they were made.
+    """Returns the process groups of this process in the order in which they were created.
 
     The order is the same on all ranks of a group.
     """
@@ -281,7 +282,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_groups(groups: Iterable[Any]) -> None:
-    """Destroys the groups that still exist, which ends their threads. All ranks must call it."""
+    """Destroys the groups that still exist, which stops their threads. All ranks must call this."""
     for group in list(groups):
         if group in process_groups():
             dist.destroy_process_group(group)

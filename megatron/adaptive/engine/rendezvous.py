@@ -1,8 +1,8 @@
-"""Connects the ranks that a launcher started to one key-value store, within a timeout.
+"""Connects the ranks of a launcher to a shared key-value store, within a timeout.
 
-Without this module, torch would wait forever if another program listens at the port and does not
-reply. It would retry for minutes if a host name does not resolve. Ranks with different ports would
-wait for each other forever.
+Without this module, torch would wait forever if another program listens on the port and does not
+reply. It would retry for minutes if a host name cannot be resolved. Ranks with different ports
+would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _AGAIN_S = 0.2
 _LOOK_S = 0.02
 _CONNECT_S = 5.0
 _ANSWER_S = 10.0
-"""Maximum time to wait for a reply of the store, in seconds.
+"""Maximum time in seconds to wait for a reply of the store.
 
 A running store replies within milliseconds.
 """
 _NAMED = 8
-"""Maximum number of missing ranks that an error message lists."""
+"""Maximum number of missing ranks that are listed in an error message."""
 _ARRIVED = "arrived"
 _COMPLETE = "complete"
 
@@ -40,21 +40,21 @@ _COMPLETE = "complete"
 class MeetingError(Exception):
     """Raised with a short reason why ranks cannot connect.
 
-    :func:`no_rendezvous` turns it into an error message for users.
+    :func:`no_rendezvous` converts it into an error message for users.
     """
 
 
 class NotAStoreError(MeetingError):
-    """Raised if another program than a key-value store listens at the address."""
+    """Raised if a program other than a key-value store listens at the address."""
 
 
 def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
-    """Returns the key-value store that all ranks share. Collective over all ranks.
+    """Returns the key-value store that all ranks share. All ranks must call this function.
 
     A process without a launcher gets its own store. If rank 0 serves the store and ``MASTER_ADDR``
-    is an address of its machine, the store listens at that address only. torch itself would listen
-    at all addresses and accept any client. The call blocks until all ranks are connected, for
-    ``environment.meeting_s`` at most.
+    is an address of its machine, the store listens only at that address. torch itself would listen
+    at all addresses and accept any client. The call blocks until all ranks are connected, for at
+    most ``environment.meeting_s``.
 
     Args:
         environment: Settings of this rank, from environment variables.
@@ -62,8 +62,8 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
     Raises:
         SetupError: The limit on open files of this process is too low for this number of ranks.
-        DistError, ValueError, MeetingError: The ranks cannot connect. :func:`no_rendezvous` turns
-            these errors into an error message for users.
+        DistError, ValueError, MeetingError: The ranks cannot connect. :func:`no_rendezvous`
+            converts these errors into an error message for users.
     """
     if environment.world_size == 1 and not environment.is_launched:
         return dist.HashStore()
@@ -82,35 +82,35 @@ def meet(environment: Environment, timeout: datetime.timedelta) -> Any:
 
 
 def no_rendezvous(environment: Environment, error: Exception) -> Exception:
-    """Turns a failure to connect the ranks into an error with one line of text.
+    """Converts a failure to connect the ranks into an error with a single line of text.
 
-    Returns ``error`` itself if it is not about connecting the ranks.
+    Returns ``error`` unchanged if it is not about connecting the ranks.
     """
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, ValueError) and "rendezvous" not in reason:
         return error
     return TransportError(
-        f"rank {environment.rank} cannot meet the other ranks at "
+        f"rank {environment.rank} cannot connect to the other ranks at "
         f"{environment.master_addr}:{environment.master_port} ({reason}); start the program with "
-        "torchrun, with --standalone on one machine, or give another port"
+        "torchrun (with --standalone on one machine), or use another port"
     )
 
 
 def within(
     limit_s: float, action: Callable[[], T], late: str, *, raises: type[MeetingError] = MeetingError
 ) -> T:
-    """Calls a function that may never return, and waits for its result up to a timeout.
+    """Calls a function that may never return, and waits for its result until a timeout.
 
     The function runs in a thread.
 
     Args:
         limit_s: Timeout in seconds.
         action: Function to call. Its exceptions are raised in the calling thread.
-        late: Error message for the case that the timeout passes.
-        raises: Class of the error for that case.
+        late: Error message if the timeout passes.
+        raises: Class of the error if the timeout passes.
 
     Raises:
-        MeetingError: The timeout has passed. The thread that runs the function continues until the
+        MeetingError: The timeout has passed. The thread with the function keeps running until the
             process exits.
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -138,12 +138,12 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
     Args:
         host: Name or address of the host.
         port: Port number.
-        end_s: End of the wait, as a value of ``time.monotonic``.
-        only_look_up: Whether to wait only until the name resolves.
+        end_s: Deadline, as a value of ``time.monotonic``.
+        only_look_up: Whether to wait only until the name is resolved.
 
     Raises:
-        MeetingError: No program listened at the address before ``end_s``, or the name did not
-            resolve.
+        MeetingError: No program listened at the address before ``end_s``, or the name could not be
+            resolved.
     """
     begin_s = time.monotonic()
     reason = ""
@@ -158,10 +158,10 @@ def reach(host: str, port: int, end_s: float, *, only_look_up: bool = False) -> 
         if left_s <= 0:
             raise MeetingError(f"after {time.monotonic() - begin_s:.0f} s: {reason or 'no answer'}")
         try:
-            within(left_s, attempt, reason or f"{host} was not looked up within {left_s:.0f} s")
+            within(left_s, attempt, reason or f"{host} was not resolved within {left_s:.0f} s")
             return
         except socket.gaierror as error:
-            reason = f"the name does not resolve: {error.strerror}"
+            reason = f"the name cannot be resolved: {error.strerror}"
         except OSError as error:
             reason = f"nothing listens there: {error.strerror or error}"
         time.sleep(min(_AGAIN_S, max(0.0, left_s)))
@@ -171,7 +171,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
     """Connects to the key-value store that another process serves.
 
     Raises:
-        NotAStoreError: The program that listens at the address does not answer.
+        NotAStoreError: The program that listens at the address does not reply.
         MeetingError: No program listens at the address.
     """
     reach(host, port, end_s)
@@ -184,7 +184,7 @@ def connect(host: str, port: int, end_s: float) -> Any:
             timeout=datetime.timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
         ),
-        f"the program that listens there did not answer within {_ANSWER_S:.0f} s, so it is not a "
+        f"the program at this address did not reply within {_ANSWER_S:.0f} s, so it is not a "
         "torch store",
         raises=NotAStoreError,
     )
@@ -249,7 +249,7 @@ def _wait_for_all(store: Any, environment: Environment, end_s: float) -> None:
         names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
         raise MeetingError(
             f"{size - len(missing)} of {size} ranks connected within "
-            f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; the others may have "
+            f"{time.monotonic() - begin_s:.0f} s, but not rank {names}; missing ranks may use "
             "another MASTER_ADDR or MASTER_PORT, or connect later than "
             "MEGATRON_ADAPTIVE_MEETING_S allows"
         )

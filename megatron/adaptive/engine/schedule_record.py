@@ -1,14 +1,14 @@
-"""Records in one file the order in which each rank ran its actions, and replays this order.
+"""Records the order in which each rank ran its actions in a file, and replays this order.
 
-The order that a run-time scheduling rule chooses depends on when inputs arrive, so two runs seldom
-have the same order. A record makes an order repeatable for debugging, comparisons, or profiling.
+The order that a run-time scheduling rule chooses depends on when inputs arrive, so two runs rarely
+have the same order. A record makes an order reproducible for debugging, comparisons, or profiling.
 Losses and gradients do not depend on the order, because each stage runs its F, its B and its W
-actions in ascending order of microbatches. So it suffices to record one data-parallel replica,
-although under a run-time rule each replica has a different order. If all replicas replay this
-record, losses and gradients are equal to those of the recorded run bit by bit.
+actions in ascending order of microbatches. So it is enough to record one data-parallel replica,
+although each replica has a different order under a run-time rule. If all replicas replay this
+record, losses and gradients are bitwise equal to those of the recorded run.
 
-Only training steps are recorded; an evaluation always has the same order. The file is JSON.
-``orders`` lists each different order once. Its numbers are codes of actions (see
+Only training steps are recorded, because an evaluation always has the same order. The file is JSON.
+``orders`` lists each distinct order once. Its numbers are codes of actions (see
 ``schedule.policy.codes_of``). In ``steps``, each step has the index of one order per rank::
 
     {"format": "megatron-adaptive schedule", "version": 1,
@@ -16,16 +16,16 @@ Only training steps are recorded; an evaluation always has the same order. The f
      "orders": [[0, 0, 1, 1], [0, 1, 0, 1]],
      "steps": {"1": [0, 1], "2": [0, 1]}}
 
-If the load of replicas is balanced by assigning microbatches to them, the sums of gradients depend
-on the assignment. A step then has an index for each rank of each replica, and ``dealt`` lists the
+If microbatches are assigned to replicas to balance the load, the sums of gradients depend on the
+assignment. A step then has an index for each rank of each replica, and ``dealt`` lists the
 microbatches of each replica::
 
      "dealt": {"1": [[0, 3], [1, 2]]}
 
-If microbatches are cut into slices, ``slices`` in ``shape`` is their number per microbatch. A run
-with another number of slices can replay the record, too. Each of its actions runs in place of the
+If microbatches are cut into slices, ``slices`` in ``shape`` is the number of slices per microbatch.
+A run with a different number of slices can also replay the record. Each of its actions replaces the
 action of a recorded slice: the slice that ends at the same position of the sequence, or else the
-first one that ends later. This cannot deadlock, because the recorded actions ran in that order.
+first slice that ends later. This cannot deadlock, because the recorded actions ran in that order.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ _VERSION = 1
 _HINT = "give a file that --record-schedule wrote"
 
 Codes = tuple[int, ...]
-"""Codes of one rank's actions in a step, in the order they ran."""
+"""Codes of one rank's actions in a step, in execution order."""
 Shares = tuple[tuple[int, ...], ...]
-"""Indices of the microbatches that each replica works on in a step."""
+"""Indices of the microbatches that each replica processes in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordShape:
-    """Contains the sizes that a run must share with the recorded run to replay it.
+    """The sizes that a run must have in common with the recorded run to replay it.
 
-    The number of microbatches is not included: it may change from step to step, and the length of
-    an order determines it.
+    The number of microbatches is not included, because it may change from step to step, and follows
+    from the length of an order.
 
     Attributes:
         ranks: Number of pipeline-parallel ranks.
         chunks: Number of chunks per rank.
         placement: Name of the stage placement, ``loop`` or ``v``.
-        weight_pieces: Number of W actions per weight gradient; 0 if there are none.
-        replicas: Number of replicas if their load is balanced by assigning microbatches to them; 0
-            if microbatches are assigned round-robin.
-        slices: Number of slices of each microbatch, 1 for whole microbatches. A run with another
-            number of slices can also replay the record.
+        weight_pieces: Number of W actions per weight gradient, or 0 if there are none.
+        replicas: Number of replicas if microbatches are assigned to replicas to balance the load,
+            or 0 if they are assigned round-robin.
+        slices: Number of slices of each microbatch; 1 for whole microbatches. A run with a
+            different number of slices can also replay the record.
     """
 
     ranks: int
@@ -82,7 +82,7 @@ class RecordShape:
 
     @property
     def num_orders(self) -> int:
-        """Returns the number of orders that the record has for each step."""
+        """Returns the number of orders in the record for each step."""
         return self.ranks * max(1, self.replicas)
 
     @staticmethod
@@ -116,7 +116,7 @@ _REMEDIES = {
 
 
 class ScheduleRecord:
-    """Contains the orders of all ranks of a pipeline, for each recorded step.
+    """The orders of all ranks of a pipeline, for each recorded step.
 
     Args:
         shape: Sizes of the recorded pipeline.
@@ -126,20 +126,20 @@ class ScheduleRecord:
     def __init__(self, shape: RecordShape, source: str = "the record") -> None:
         self.shape = shape
         self._source = source
-        # Maps each order to its first equal tuple, so that equal orders share memory.
+        # Maps each order to the first equal tuple, so that equal orders share memory.
         self._orders: dict[Codes, Codes] = {}
         self._steps: dict[int, tuple[Codes, ...]] = {}
         self._dealt: dict[int, Shares] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Returns the numbers of the recorded steps, ascending."""
+        """Returns the indices of the recorded steps, in ascending order."""
         return tuple(sorted(self._steps))
 
     def add(self, step: int, orders: Sequence[Sequence[int]], dealt: Shares | None = None) -> None:
         """Stores the orders of a step, one per rank.
 
-        Replaces orders that were stored earlier for the same step.
+        Orders that were stored earlier for the same step are replaced.
         """
         known_orders = self._orders
         if dealt is not None:
@@ -153,7 +153,7 @@ class ScheduleRecord:
         self._steps = {number: orders for number, orders in self._steps.items() if number <= step}
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to a file, atomically.
+        """Writes the record to a file atomically.
 
         Raises:
             TraceError: The file cannot be written.
@@ -178,15 +178,15 @@ class ScheduleRecord:
         """Reads a record from a file.
 
         Raises:
-            ConfigError: The file does not exist, is damaged, or has a newer version.
+            ConfigError: The file does not exist, is damaged, or has a different version.
         """
         content = read_json(Path(path), _HINT)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise _damaged(path, f'its "format" is not "{_FORMAT}"')
+            raise _damaged(path, f'its "format" must be "{_FORMAT}"')
         if content.get("version") != _VERSION:
             raise ConfigError(
-                f"{path} has version {content.get('version')!r} of the format, but this program "
-                f"reads {_VERSION}; record the schedule again"
+                f"{path} must have version {_VERSION} of the format, got "
+                f"{content.get('version')!r}; record the schedule again"
             )
         try:
             return _parse(content, str(path))
@@ -195,10 +195,10 @@ class ScheduleRecord:
             raise _damaged(path, reason) from error
 
     def require_shape(self, shape: RecordShape) -> None:
-        """Checks that a run has the sizes of the recorded run, except the number of slices.
+        """Checks that a run has the recorded run's sizes, except for the number of slices.
 
         Raises:
-            ConfigError: A size differs. The message lists all differing sizes, with both values.
+            ConfigError: A size differs. The message lists all differing sizes with both values.
         """
         present = asdict(shape)
         recorded = asdict(self.shape)
@@ -218,25 +218,26 @@ class ScheduleRecord:
         """Checks that the record contains a range of steps.
 
         Raises:
-            ConfigError: Steps are missing; the message lists the missing and the recorded steps.
+            ConfigError: Steps are missing. The message lists the missing and the recorded steps.
         """
         missing = [step for step in range(first, last + 1) if step not in self._steps]
         if missing:
             raise ConfigError(
                 f"{self._source} contains steps {describe_numbers(self.steps)}, but the replay "
-                f"also needs {describe_numbers(missing)}; train other iterations, or record more"
+                f"also needs {describe_numbers(missing)}; train other iterations, or record more "
+                "steps"
             )
 
     def codes(self, step: int, index: int, num_microbatches: int) -> Codes:
         """Returns the recorded order of one rank in one step, as codes.
 
         Args:
-            step: Step number.
-            index: Index of the rank's order in the list of the step.
+            step: Index of the step.
+            index: Index of the rank's order in the step's list of orders.
             num_microbatches: Number of microbatches of the rank in this run's step.
 
         Raises:
-            ConfigError: The step is not recorded, or was recorded with another number of
+            ConfigError: The step was not recorded, or was recorded with a different number of
                 microbatches.
         """
         self.require_steps(step, step)
@@ -247,7 +248,7 @@ class ScheduleRecord:
         return codes
 
     def cut(self, num_slices: int) -> ScheduleRecord:
-        """Returns a record converted to a different number of slices."""
+        """Returns a record that is converted to a different number of slices."""
         if num_slices == self.shape.slices:
             return self
         record = ScheduleRecord(replace(self.shape, slices=num_slices), self._source)
@@ -261,11 +262,11 @@ class ScheduleRecord:
         """Returns the recorded microbatches of each replica in one step.
 
         Args:
-            step: Step number.
-            num_microbatches: Number of microbatches of all replicas together in this run's step.
+            step: Index of the step.
+            num_microbatches: Number of microbatches of all replicas in this run's step.
 
         Raises:
-            ConfigError: The step is not recorded, or was recorded with another number of
+            ConfigError: The step was not recorded, or was recorded with a different number of
                 microbatches.
         """
         self.require_steps(step, step)
@@ -275,8 +276,9 @@ class ScheduleRecord:
     def _require_count(self, step: int, recorded: int, present: int) -> None:
         if recorded != present:
             raise ConfigError(
-                f"step {step} of {self._source} has {recorded} microbatches, but this run's has "
-                f"{present}; use the batch sizes and the data-parallel size of the recorded run"
+                f"step {step} of {self._source} has {recorded} microbatches, but the step of "
+                f"this run has {present}; use the batch sizes and the data-parallel size of the "
+                "recorded run"
             )
 
 
@@ -285,19 +287,19 @@ class Recording:
 
     Args:
         path: Path of the file.
-        shape: Sizes of the pipeline that the record is for.
-        order_index: Index of this rank's order in the list of a step: its position in the pipeline,
-            plus the number of ranks of earlier replicas. ``None`` if this rank records nothing.
-            Only the first tensor- and context-parallel rank of a stage records, in the first
-            replica or, if microbatches are balanced, in all replicas.
-        is_writer: Whether this rank writes the file. Must be True on the first rank of the group
-            that is passed to :meth:`write`.
-        after_step: Number of the last step before the job was started or resumed. If the number is
-            not 0 and the file exists, the file's orders up to this step are kept, converted to the
-            run's number of slices.
+        shape: Sizes of the recorded pipeline.
+        order_index: Index of this rank's order in a step's list of orders: its pipeline rank, plus
+            the number of ranks of earlier replicas. ``None`` if this rank records nothing. Only the
+            first tensor- and context-parallel rank of a stage records, in the first replica or, if
+            microbatches are balanced, in all replicas.
+        is_writer: Whether this rank writes the file. This must be True on the first rank of the
+            group that is passed to :meth:`write`.
+        after_step: Index of the last step before the job started or resumed. If it is not 0 and the
+            file exists, the file's orders up to this step are kept, after conversion to the run's
+            number of slices.
 
     Raises:
-        ConfigError: The existing file is damaged, or is from a run with other sizes.
+        ConfigError: The existing file is damaged, or is from a run with different sizes.
     """
 
     def __init__(
@@ -331,12 +333,13 @@ class Recording:
 
         If writing fails, a warning is printed.
 
-        Collective over ``group``.
+        All ranks of ``group`` must call this method.
 
         Args:
             group: Gloo group that contains all recording ranks, for example the group of all ranks.
         """
-        import torch.distributed as dist  # imported here because reading a record needs no torch
+        # imported here because reading a record does not require torch
+        import torch.distributed as dist
 
         first = dist.get_process_group_ranks(group)[0]
         is_first = dist.get_rank() == first
@@ -358,18 +361,18 @@ class Recording:
 
 
 class Replay:
-    """Makes policies by which one rank follows its recorded orders.
+    """Creates policies with which one rank follows its recorded orders.
 
     Args:
         record: Record of a run with the same sizes.
         shape: Sizes of this run.
-        order_index: Index of this rank's order in the list of a step (see :class:`Recording`).
+        order_index: Index of this rank's order in a step's list of orders (see :class:`Recording`).
 
     Attributes:
-        record: Record whose orders are followed, converted to this run's number of slices.
+        record: Record with the orders to follow, converted to this run's number of slices.
 
     Raises:
-        ConfigError: The record is from a run with other sizes.
+        ConfigError: The record is from a run with different sizes.
     """
 
     def __init__(self, record: ScheduleRecord, shape: RecordShape, order_index: int) -> None:
@@ -380,17 +383,17 @@ class Replay:
         self._policies: dict[Codes, Follow] = {}
 
     def begin(self, step: int) -> None:
-        """Sets the number of the training step that :meth:`policy` is for."""
+        """Sets the index of the training step that :meth:`policy` is for."""
         self._step = step
 
     def policy(self, num_microbatches: int) -> Follow:
         """Returns a policy that follows the recorded order of the current step.
 
-        The executor treats the policy as static, so the ranks of a decision group need not agree on
-        actions.
+        The executor treats the policy as static, so the ranks of a decision group do not have to
+        agree on actions.
 
         Raises:
-            ConfigError: The step is not recorded, or was recorded with another number of
+            ConfigError: The step was not recorded, or was recorded with a different number of
                 microbatches.
         """
         codes = self.record.codes(self._step, self._order_index, num_microbatches)
@@ -422,14 +425,14 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
         exist = all(_is_count(number) and number < len(orders) for number in numbers)
         if len(numbers) != shape.num_orders or not exist:
             raise ValueError(
-                f"step {step} does not name an order for each of {shape.num_orders} ranks"
+                f"step {step} must have the index of an order for each of {shape.num_orders} ranks"
             )
         dealt = None
         if shape.replicas:
             dealt = tuple(tuple(microbatches) for microbatches in content["dealt"][step])
             every = sorted(number for microbatches in dealt for number in microbatches)
             if every != list(range(len(every))):
-                raise ValueError(f"step {step} does not assign each microbatch once")
+                raise ValueError(f"step {step} must assign every microbatch exactly once")
         record.add(int(step), [orders[number] for number in numbers], dealt)
     return record
 
@@ -437,7 +440,7 @@ def _parse(content: Mapping[str, Any], source: str) -> ScheduleRecord:
 def _require_whole(order: Codes, shape: RecordShape) -> None:
     """Checks that an order contains every action of a rank exactly once."""
     if not all(_is_count(code) for code in order):
-        raise ValueError("an order contains something other than codes")
+        raise ValueError("an order must contain only codes")
     lanes = 3 * shape.chunks
     counts = Counter(code % lanes for code in order)
     expected = {
@@ -447,15 +450,14 @@ def _require_whole(order: Codes, shape: RecordShape) -> None:
         if pieces
     }
     if not order or counts != expected or counts[0] % shape.slices:
-        raise ValueError("an order does not contain each action once")
+        raise ValueError("an order must contain every action exactly once")
 
 
 def _cut(order: Codes, shape: RecordShape, num_slices: int) -> Codes:
     """Converts a rank's order to a different number of slices per microbatch.
 
-    The actions of a chunk and kind are numbered in the order they run. So the action with number
-    ``turn`` has the same slice on all stages, and runs in place of the same recorded slice on all
-    stages.
+    The actions of a chunk and kind are numbered in execution order. So the action with number
+    ``turn`` has the same slice on all stages, and replaces the same recorded slice on all stages.
     """
     indices: dict[int, list[int]] = defaultdict(list)
     for index, code in enumerate(order):
@@ -477,4 +479,4 @@ def _is_count(value: object) -> bool:
 
 
 def _damaged(path: str | Path, reason: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged or is not the record of a schedule: {reason}; {_HINT}")
+    return ConfigError(f"{path} is damaged or is not a schedule record: {reason}; {_HINT}")

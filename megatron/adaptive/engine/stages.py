@@ -5,12 +5,11 @@ megatron-core's loops keep the inputs and outputs of forward passes in lists. Th
 in a dictionary by chunk and microbatch, so that any order of actions is possible. It reduces
 gradients over data-parallel ranks at the last microbatch of each chunk. If weight gradients are
 separate actions (W), the chunk's
-:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps the tensors for them
-from B to W.
+:class:`~megatron.adaptive.engine.weight_gradient.WeightGradientStore` keeps their tensors from B to
+W.
 
 :class:`ForwardBackward` replaces the function that megatron-core's ``get_forward_backward_func()``
-returns. It has the same arguments and result, but takes the order of the passes from its
-``Orders``.
+returns. It has the same arguments and result, but its ``Orders`` determine the order of the passes.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def default_process_groups() -> ProcessGroupCollection:
 class Slices(Protocol):
     """Cuts the sequences of each microbatch into slices, which a step runs as separate items.
 
-    Items are numbered through all microbatches (see ``rank_kernel``).
+    Items are numbered across all microbatches (see ``rank_kernel``).
 
     Attributes:
         count: Number of slices of each microbatch. It may change between two steps.
@@ -63,44 +62,44 @@ class Slices(Protocol):
 
     @property
     def sizes(self) -> Sequence[float] | None:
-        """Returns the number of tokens of each item of a step.
+        """Returns the number of tokens of each item in a step.
 
         Returns ``None`` if all microbatches of the run are cut in the same way.
         """
 
     def tokens(self, item: int) -> int:
-        """Returns the number of tokens of an item's slice."""
+        """Returns the number of tokens in an item's slice."""
 
     def begin(self, chunk: int, item: int) -> None:
-        """Makes an item's slice the current slice, before its forward or backward pass."""
+        """Sets an item's slice as the current slice, before its forward or backward pass."""
 
     def release(self, chunk: int, item: int) -> None:
         """Frees the tensors that a chunk keeps for the slices of an item's microbatch."""
 
     def finish(self) -> None:
-        """Frees all tensors kept for slices. Called at the end of a step, also after an error."""
+        """Frees all tensors kept for slices, at the end of a step or after an error."""
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yields the tensors that the slices of the current microbatch share on its chunk."""
 
     def kept_bytes(self, chunk: int, item: int) -> float:
-        """Returns the size in bytes of the tensors of an item that a chunk keeps for later slices.
+        """Returns the size in bytes of an item's tensors that a chunk keeps for later slices.
 
-        Returns 0 before the chunk's first forward pass.
+        The size is 0 before the chunk's first forward pass.
         """
 
 
 class GradientSync:
-    """Controls when gradients are reduced over data-parallel ranks: at a chunk's last microbatch.
+    """Starts the data-parallel reduction of gradients at the last microbatch of each chunk.
 
     All replicas must start their reductions in the same order. Under every schedule, each chunk's
-    last backward pass (B) needs the result of the next chunk's last B. So these passes run in
+    last backward pass (B) needs the result of the next chunk's last B, so these passes run in
     descending order of chunks. But the last weight gradients (W), if they are separate actions, run
-    in any order. In this case, the reduction of a chunk starts only after the reductions of all
+    in any order. In this case, the reduction of a chunk only starts after the reductions of all
     later chunks have started.
 
     Args:
-        config: Configuration of the chunks in megatron-core.
+        config: megatron-core's configuration of the chunks.
         chunks: Model chunks of the rank.
     """
 
@@ -113,7 +112,7 @@ class GradientSync:
         self._next_start = len(chunks) - 1
 
     def hold(self) -> None:
-        """Turns data-parallel reduction off: gradients are accumulated locally from now on."""
+        """Turns data-parallel reduction off, so that gradients are only accumulated locally."""
         for chunk, hold in enumerate(self._hold):
             if hold is not None and self._held[chunk] is None:
                 context = hold()
@@ -123,7 +122,8 @@ class GradientSync:
     def before_last_backward(self, chunk: int) -> None:
         """Turns the reduction on for the backward pass that completes a chunk's gradients.
 
-        Does nothing if the chunk has a ``grad_sync_func``, which is called after the backward pass.
+        This does nothing if the chunk has a ``grad_sync_func``, which is called after the backward
+        pass.
         """
         if self._start[chunk] is None:
             self._let_go(chunk)
@@ -138,7 +138,8 @@ class GradientSync:
 
         Reductions start in descending order of chunks, so the reduction of this chunk may be
         delayed, or reductions of earlier chunks may follow. A chunk that only has a
-        ``no_sync_func`` is reduced here too, because no backward pass is left that could reduce it.
+        ``no_sync_func`` is also reduced here, because no backward pass remains that could reduce
+        it.
 
         Raises:
             ConfigError: A chunk has a ``no_sync_func`` but no function that reduces its gradients.
@@ -149,7 +150,7 @@ class GradientSync:
             self._next_start -= 1
 
     def release(self) -> None:
-        """Turns the reduction on again for all chunks. Also called after an error in the step."""
+        """Turns the reduction on again for all chunks, at the end of a step or after an error."""
         for chunk in range(len(self._held)):
             self._let_go(chunk)
 
@@ -163,8 +164,9 @@ class GradientSync:
             start = getattr(self._chunks[chunk], "start_grad_sync", None)
             if start is None:
                 raise ConfigError(
-                    f"chunk {chunk} is a {type(self._chunks[chunk]).__name__} with a no_sync_func, "
-                    "but without start_grad_sync; set grad_sync_func to split its backward"
+                    f"chunk {chunk} is a {type(self._chunks[chunk]).__name__} with a "
+                    "no_sync_func, but without start_grad_sync; set grad_sync_func to split its "
+                    "backward pass"
                 )
             start()
 
@@ -176,10 +178,11 @@ class GradientSync:
 
 
 def _reduces_at_last_microbatch(chunk: torch.nn.Module) -> bool:
-    """Returns whether a chunk starts to reduce its gradients with the step's last microbatch.
+    """Returns whether a chunk starts reducing its gradients with the step's last microbatch.
 
-    False if the chunk reduces its gradients when the step is finalized. Also False if the caller
-    accumulates gradients over several steps, and has turned the reduction off for these steps.
+    The result is False if the chunk reduces its gradients when the step is finalized. It is also
+    False if the caller accumulates gradients over several steps, and has turned the reduction off
+    for these steps.
     """
     config = getattr(chunk, "ddp_config", None)
     if config is not None and not config.overlap_grad_reduce:
@@ -194,8 +197,8 @@ def _as_list(value: Any, length: int) -> list[Any]:
         return list(value)
     if length > 1 and value is not None:
         raise ConfigError(
-            f"one function {value!r} was given for the gradient synchronization of {length} "
-            "chunks; give a list with one function per chunk"
+            f"gradient synchronization needs a list with one function for each of the {length} "
+            f"chunks, got one function {value!r}"
         )
     return [value] * length
 
@@ -205,31 +208,32 @@ class MegatronStages(SplitStages):
     """Computes the forward and backward passes of megatron-core's chunks in one step.
 
     Attributes:
-        forward_step_func: User function of megatron-core,
-            ``(data_iterator, model) -> (output, loss_func)``.
-        data_iterators: Data iterators, one per chunk.
+        forward_step_func: User's function for megatron-core, ``(data_iterator, model) -> (output,
+            loss_func)``.
+        data_iterators: Data iterator of each chunk.
         chunks: Model chunks of the rank, in pipeline order.
         placement: Assignment of pipeline stages to ranks.
-        pp_rank: Position of this rank in the pipeline.
-        num_microbatches: Number of microbatches of the step.
-        groups: Process groups of megatron-core that the step uses.
-        meter: Meter of the size of each chunk's activations, measured in its first forward pass.
+        pp_rank: Pipeline rank of this process.
+        num_microbatches: Number of microbatches in the step.
+        groups: Process groups of megatron-core for the step.
+        meter: Meter of the size of each chunk's activations, which is measured in its first forward
+            pass.
         forward_only: Whether the step is an evaluation, which keeps nothing for backward passes.
-        collect_non_loss_data: Argument that is passed to megatron-core's forward step.
-        first_val_step: Argument that is passed to megatron-core's forward step.
-        stores: Stores of deferred weight gradients, one per chunk, attached to its layers; ``None``
-            if the backward pass computes weight gradients. Not used in an evaluation.
-        loss_parts: Number of microbatches over which the loss of the step is averaged; ``None`` for
+        collect_non_loss_data: Argument for megatron-core's forward step.
+        first_val_step: Argument for megatron-core's forward step.
+        stores: Stores of deferred weight gradients, one per chunk, attached to the chunk's layers,
+            or ``None`` if the backward pass computes weight gradients. Not used in an evaluation.
+        loss_parts: Number of microbatches to average the step's loss over, or ``None`` for
             ``num_microbatches``.
-        sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured;
+        sizes: Size of each microbatch, relative to the microbatch that ``meter`` has measured, or
             ``None`` if all are equal.
-        slices: Slices of the sequences; ``None`` if items are whole microbatches.
+        slices: Slices of the sequences, or ``None`` if items are whole microbatches.
         measured: Number of tokens of measured slices. The key of a slice that ``meter`` has
-            measured is the slice's number in ``meter``. The key ``-1 - chunk`` has the slice whose
-            weight gradients were measured in a chunk.
-        config: Configuration of the chunks in megatron-core.
-        reduced_losses: Values to log that the loss function returned, one per item.
-        num_tokens: Number of tokens over which the loss was computed, on the last stage.
+            measured is the slice's number in ``meter``. The key ``-1 - chunk`` is for the slice
+            whose weight gradients were measured in a chunk.
+        config: megatron-core's configuration of the chunks.
+        reduced_losses: Values for the log that the loss function returned, one per item.
+        num_tokens: Number of tokens that the loss was computed over, on the last stage.
     """
 
     forward_step_func: Callable[..., Any]
@@ -259,7 +263,7 @@ class MegatronStages(SplitStages):
             for chunk in range(len(self.chunks))
         ]
         self._count = 1 if self.slices is None else self.slices.count
-        # The last backward pass of a chunk belongs to the first slice of the last microbatch.
+        # The last backward pass of a chunk processes the first slice of the last microbatch.
         last_item = item_count(self.num_microbatches, self._count) - 1
         self._last_backward = last_item - place_of(last_item, self._count).part
         # Input and output of each forward pass whose backward pass has not run, by (chunk, item).
@@ -320,9 +324,9 @@ class MegatronStages(SplitStages):
         return output
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Frees the memory of a chunk's output, after the transport has taken the output.
+        """Frees the memory of a chunk's output, after the transport has copied or referenced it.
 
-        The backward pass needs only the autograd graph of the output. The transport itself holds a
+        The backward pass only needs the autograd graph of the output. The transport itself holds a
         reference to the memory until the message has been sent.
         """
         if not self._is_last[chunk] and self.config.deallocate_pipeline_outputs:
@@ -350,9 +354,9 @@ class MegatronStages(SplitStages):
         return input_gradient
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
+        """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
-        After the last piece of the last microbatch, the chunk's gradients are reduced over
+        After the last part of the last microbatch, the chunk's gradients are reduced over
         data-parallel ranks, once the reductions of all later chunks have started.
         """
         super().weights(chunk, microbatch, piece, pieces)
@@ -360,14 +364,14 @@ class MegatronStages(SplitStages):
             self._sync.after_last_weights(chunk)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
-        # The store has measured the first B, which belongs to the last slice of a microbatch.
+        # The store has measured the first B, which processes the last slice of a microbatch.
         key = -1 - chunk
         if self.slices is not None:
             self.measured.setdefault(key, self.slices.tokens(microbatch))
         return self._sized(super().retained_bytes(chunk, microbatch), microbatch, key)
 
     def _meter_key(self, chunk: int, item: int) -> int:
-        """Returns the key under which the meter stores the size of an item's slice in a chunk.
+        """Returns the key with which the meter stores the size of an item's slice in a chunk.
 
         Each slice is measured, because later slices may store more attention scores per token.
         """
@@ -378,7 +382,7 @@ class MegatronStages(SplitStages):
 
         Args:
             nbytes: Size of the measured item in bytes.
-            item: Index of the item whose size is estimated.
+            item: Index of the item to estimate.
             key: Key of the measured item in ``measured``.
         """
         if self.slices is not None:
@@ -386,7 +390,7 @@ class MegatronStages(SplitStages):
         return nbytes if self.sizes is None else round(nbytes * self.sizes[item])
 
     def finish(self) -> None:
-        """Cleans up at the end of a step. Also called after an error."""
+        """Cleans up at the end of a step or after an error."""
         self._sync.release()
         if self.slices is not None:
             self.slices.finish()
@@ -398,19 +402,19 @@ class ForwardBackward:
 
     Args:
         executor: Executor that runs this rank's steps.
-        orders: Object that makes the policy and the state of this rank for each step. If stages
-            have unequal numbers of ranks, the loss is divided by the number of microbatches of the
-            whole step. The caller must then sum gradients over the ranks of a stage instead of
+        orders: Object that creates the policy and the state of this rank for each step. If stages
+            have different numbers of ranks, the loss is divided by the number of microbatches of
+            the whole step. The caller must then sum gradients over the ranks of a stage instead of
             averaging them.
-        stores: Stores of deferred weight gradients, one per chunk; ``None`` if the backward pass
+        stores: Stores of deferred weight gradients, one per chunk, or ``None`` if the backward pass
             computes weight gradients.
-        slices: Slices of the sequences, as many as ``orders`` has; ``None`` to run whole
-            microbatches.
-        span: Function that takes the kind of a span (here ``reduce``) and returns a context that
-            traces it; ``None`` if the caller traces the reduction.
+        slices: Slices of the sequences, with the same number as in ``orders``, or ``None`` to run
+            whole microbatches.
+        span: Function that takes the kind of a span (here ``reduce``) and returns a context manager
+            that traces it, or ``None`` if the caller traces the reduction.
 
     Attributes:
-        orders: Object that makes the policy and the state of this rank for each step.
+        orders: Object that creates the policy and the state of this rank for each step.
     """
 
     def __init__(
@@ -454,27 +458,27 @@ class ForwardBackward:
         loss_parts: int | None = None,
         sizes: Sequence[float] | None = None,
     ) -> list[Any]:
-        """Runs one step. megatron-core documents the arguments that are not listed here.
+        """Runs one step. Arguments that are not listed here are documented in megatron-core.
 
         Args:
-            loss_parts: Total number of microbatches in all replicas, by which the loss is divided.
-                ``None`` if all replicas have the same number of microbatches and the caller
+            loss_parts: Total number of microbatches in all replicas, by which the loss is divided,
+                or ``None`` if all replicas have the same number of microbatches and the caller
                 averages gradients over replicas.
-            sizes: Number of token positions in each microbatch of this rank, ``None`` if all are
+            sizes: Number of token positions in each microbatch of this rank, or ``None`` if all are
                 equal.
 
         Returns:
-            Values to log that ``loss_func`` returned, one per microbatch in ascending order; an
-            empty list unless this is the last stage.
+            Values for the log that ``loss_func`` returned, one per microbatch in ascending order,
+            or an empty list unless this is the last stage.
 
         Raises:
             ConfigError: The executor does not support an argument.
-            TransportError: Another rank has exited, or does not respond.
+            TransportError: Another rank has exited or does not respond.
         """
         if adjust_tensor_shapes_fn is not None:
             raise ConfigError(
-                "adjust_tensor_shapes_fn was given, but channels carry each tensor's own shape; "
-                "remove it"
+                "adjust_tensor_shapes_fn is not supported, because every message contains the "
+                "shape of its tensor; remove this argument"
             )
         orders = self.orders
         widths = orders.widths
@@ -517,8 +521,9 @@ class ForwardBackward:
         expected = self.orders.placement.num_chunks
         if not num_chunks == num_iterators == expected:
             raise ConfigError(
-                f"{num_chunks} model chunks and {num_iterators} data iterators were given to a "
-                f"pipeline of {expected} chunks per rank; give one of each per chunk"
+                f"a pipeline with {expected} chunks per rank needs one model chunk and one data "
+                f"iterator per chunk, got {num_chunks} model chunks and {num_iterators} data "
+                "iterators"
             )
 
     def _reduce_gradients(self, stages: MegatronStages, *, force_all_reduce: bool) -> None:
@@ -528,12 +533,13 @@ class ForwardBackward:
                 stages.chunks,
                 stages.num_tokens if stages.config.calculate_per_token_loss else None,
                 pg_collection=stages.groups,
-                # Pass this argument only if it is needed, because megatron-core 0.15 lacks it.
+                # Pass this argument only if it is needed, because megatron-core 0.15 does not have
+                # it.
                 **({"force_all_reduce": True} if force_all_reduce else {}),
             )
 
     def _relative_sizes(self, sizes: Sequence[float] | None) -> list[float] | None:
-        """Returns each size divided by the size of the microbatch whose memory was measured."""
+        """Returns each size relative to the size of the microbatch whose memory was measured."""
         if sizes is None:
             return None
         self._measured_size = self._measured_size or sizes[0]
@@ -559,13 +565,13 @@ class ForwardBackward:
             stages.finish()
 
     def use(self, candidate: Candidate) -> None:
-        """Switches to another schedule or run-time rule from the next step on.
+        """Switches to another schedule or run-time rule, starting with the next step.
 
-        Must be called on all ranks with the same candidate.
+        All ranks must call this with the same candidate.
 
         Raises:
-            ConfigError: The schedule needs another placement, or has W actions although this object
-                has no stores.
+            ConfigError: The schedule needs a different placement, or has W actions although this
+                object has no stores.
         """
         placement = self.orders.placement
         if candidate.placement != placement or (candidate.weight_pieces and not self._stores):
@@ -605,7 +611,7 @@ class ForwardBackward:
 
 
 def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
-    """Sums each named value to log over the slices of each microbatch."""
+    """Sums each named value for the log over the slices of each microbatch."""
     if slices is None:
         return values
     microbatches: dict[int, list[Any]] = {}
@@ -619,7 +625,7 @@ def _by_microbatch(values: list[Any], slices: Slices | None) -> list[Any]:
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core's router uses this name, but imports it only if Transformer Engine is installed.
-    # Without this line it would raise a NameError.
+    # Without this line, it would raise a NameError.
     moe_utils.te_general_gemm = None
 
 _NOTHING = contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Records the waits, messages and choices of one traced step of a rank, for the executor."""
+"""Records the waits, messages and choices of a rank in one traced step, for the executor."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SEEN = _REASON["seen"]
 _FOUND = _REASON["found"]
 
 SHORT_NS = 20_000
-"""Duration in nanoseconds from which a follower's wait for the leader's decision is traced."""
+"""Minimum duration in nanoseconds of a follower's traced wait for the leader's decision."""
 
 
 class ActionInput(NamedTuple):
-    """Contains the input tensor of an action, with its sender and time of arrival.
+    """The input tensor of an action, with its sender and time of arrival.
 
     Attributes:
-        tensor: Input tensor, ``None`` if the action needs no input from another stage.
-        nbytes: Size of the tensor in bytes; 0 if another stage on this rank computed it.
-        peer: Global rank of the sender; -1 if another stage on this rank computed the tensor.
+        tensor: Input tensor, or ``None`` if the action needs no input from another stage.
+        nbytes: Size of the tensor in bytes, or 0 if another stage on this rank computed it.
+        peer: Global rank of the sender, or -1 if another stage on this rank computed the tensor.
         arrived_ns: Time of arrival in nanoseconds on the host's monotonic clock. If the transport
-            does not report this time, time at which the executor first saw the input. 0 if the step
-            is not traced.
+            does not report this time, it is the time at which the executor first saw the input. It
+            is 0 if the step is not traced.
         is_exact: Whether ``arrived_ns`` is the actual time of arrival.
     """
 
@@ -46,15 +46,15 @@ class ActionInput(NamedTuple):
 
 
 class LaunchedAction(NamedTuple):
-    """Records an action that has run on the CPU, or was launched on a device.
+    """An action that has run on the CPU, or was launched on a device.
 
     Attributes:
         action: Action that was run or launched.
-        start: Time mark of the device before the action (an event on a GPU).
-        end: Time mark of the device after the action (an event on a GPU).
+        start: Time mark of the device before the action, which is an event on a GPU.
+        end: Time mark of the device after the action, which is an event on a GPU.
         nbytes: Number of bytes that the action received from and sent to other ranks.
         held_bytes: Size in bytes of the activations that the rank held during the action.
-        queue_depth: Number of inputs that had arrived before the action, but were not used yet.
+        queue_depth: Number of inputs that had arrived before the action but were not used yet.
     """
 
     action: Action
@@ -68,8 +68,8 @@ class LaunchedAction(NamedTuple):
 class StepLog:
     """Records the waits, the messages and the reason for each choice in one traced step.
 
-    All times are read from the host's monotonic clock (:meth:`now_ns`). On a device, the start of
-    an action here is the time at which it is launched.
+    All times are from the host's monotonic clock (:meth:`now_ns`). On a device, the start of an
+    action is the time at which it is launched.
 
     Args:
         policy: Policy that chooses the actions.
@@ -84,23 +84,23 @@ class StepLog:
         self._until_ns = 0
         self._cause = _INPUT
         self._waker = -1
-        self._by_group = False  # True if a notice of another group member ended the wait
+        self._by_group = False  # True if a notice from another group member ended the wait
 
     def now_ns(self) -> int:
         """Returns the current time of the host's monotonic clock, in nanoseconds."""
         return time.monotonic_ns()
 
     def arrival(self, item: Arrival, *, is_awaited: bool) -> tuple[int, bool]:
-        """Returns the arrival time of an input in nanoseconds, and whether this time is exact.
+        """Returns the arrival time of an input in nanoseconds, and whether it is exact.
 
-        If the transport does not report the arrival time, the method returns the current time,
-        which is exact only if the executor was waiting for the input.
+        If the transport does not report the arrival time, the result is the current time, which is
+        exact only if the executor was waiting for the input.
         """
         reported_ns = item.arrived_ns
         return reported_ns or time.monotonic_ns(), is_awaited or reported_ns is not None
 
     def wait_begins(self, now_ns: int, state: RankState) -> None:
-        """Records that a wait begins, because no action can start.
+        """Records the begin of a wait because no action can start.
 
         Does nothing if the rank is already waiting.
         """
@@ -114,13 +114,13 @@ class StepLog:
             self._cause = _ORDER if fits else _MEMORY
 
     def wait_ends(self, item: Item) -> None:
-        """Records that an input has arrived, which may allow an action to start."""
+        """Records the arrival of an input, which may allow an action to start."""
         self._until_ns = self.now_ns()
         self._waker = item.peer
         self._by_group = isinstance(item, Notice)
 
     def decision(self, asked_ns: int, state: RankState) -> None:
-        """Records that the leader's decision has arrived, which ends the wait for the decision."""
+        """Records the arrival of the leader's decision, which ends the wait for it."""
         now_ns = self.now_ns()
         if now_ns - asked_ns < SHORT_NS:
             return
@@ -132,11 +132,11 @@ class StepLog:
         self._by_group = True
 
     def wait_cause(self) -> str:
-        """Returns the cause of the current wait; empty if the rank is not waiting."""
+        """Returns the cause of the current wait, or an empty string if the rank is not waiting."""
         return REASONS[self._cause] if self._since_ns else ""
 
     def begins(self, action: Action, action_input: ActionInput) -> None:
-        """Records that an action starts, and when its input arrived."""
+        """Records the start of an action, and the time when its input arrived."""
         now_ns = self.now_ns()
         peer = action_input.peer
         arrived_ns = action_input.arrived_ns
@@ -181,9 +181,9 @@ class StepLog:
             )
 
     def sent(self, action: Action, peer: int, nbytes: int, start_ns: int) -> None:
-        """Records that the transport has taken a message.
+        """Records that the transport has accepted a message.
 
-        The message is the input of ``action`` on the rank ``peer``.
+        The message is the input of ``action`` on rank ``peer``.
         """
         end_ns = self.now_ns()
         self._rows.append(
@@ -205,12 +205,12 @@ class StepLog:
         times: Sequence[tuple[int, int]],
         codes: Sequence[int],
     ) -> list[SpanRow]:
-        """Returns the step's waits, messages and actions as rows of the trace.
+        """Returns the waits, messages and actions of the step as rows of the trace.
 
         Args:
-            launched: Records of the step's actions, in the order they started.
+            launched: Records of the step's actions, in the order in which they started.
             times: Start and end of each action, in nanoseconds.
-            codes: Codes ``kind * num_chunks + chunk`` of these actions, in the same order.
+            codes: Code ``kind * num_chunks + chunk`` of each of these actions, in the same order.
         """
         reasons = reasons_of(self._policy, codes, self._num_chunks)
         for entry, (start_ns, end_ns), reason in zip(launched, times, reasons, strict=True):

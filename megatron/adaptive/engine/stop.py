@@ -8,8 +8,8 @@
 At the end of each iteration, the ranks start an all-reduce of their stop requests. They read the
 result at the end of the next iteration, so that no rank waits for the all-reduce. While a
 :class:`StopRequest` is open, it handles SIGTERM, SIGINT, SIGUSR1 and SIGHUP. If SIGHUP is ignored,
-as under ``nohup``, it stays ignored. The training loop saves a checkpoint and stops the run. If
-another rank is lost, the liveness watcher ends this process without such an agreement.
+for example under ``nohup``, it stays ignored. The training loop saves a checkpoint and stops the
+run. If another rank fails, the liveness watcher stops this process without such an agreement.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 class StopRequest:
     """Collects requests to stop, and makes all ranks stop after the same iteration.
 
-    Must be constructed in the main thread. A first SIGINT requests a stop; a second SIGINT raises
-    ``KeyboardInterrupt`` at once.
+    The object must be created in the main thread. The first SIGINT requests a stop, and the second
+    SIGINT raises ``KeyboardInterrupt`` immediately.
 
     Args:
-        limit_minutes: Time limit of the run in minutes, counted from when this object is made. The
-            run stops when the limit has passed on any rank; ``None`` for no limit.
+        limit_minutes: Time limit of the run in minutes, starting when this object is created, or
+            ``None`` for no limit. The run stops when the limit has passed on any rank.
     """
 
     def __init__(self, limit_minutes: float | None = None) -> None:
@@ -56,7 +56,7 @@ class StopRequest:
             for number in _SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
-        # Unblock these signals: the launcher may have blocked them until their handlers are
+        # Unblock these signals, because the launcher may have blocked them until their handlers are
         # installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
@@ -68,18 +68,18 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Returns the agreed reason to stop, such as ``signal SIGTERM``; ``None`` before that."""
+        """Returns the agreed reason to stop, such as ``signal SIGTERM``, or ``None``."""
         return self._agreed
 
     def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Returns whether to stop now. Must be called on all ranks after the same iterations.
+        """Returns whether to stop now. All ranks must call this after the same iterations.
 
         Args:
-            group: Gloo group of all ranks, which nothing else uses between two calls; ``None`` for
-                a single process, which needs no agreement.
+            group: Gloo group of all ranks, which must not be used for anything else between two
+                calls, or ``None`` for a single process, which needs no agreement.
 
         Returns:
-            True on every rank if any rank had a stop request before the previous call. After the
+            True on all ranks if any rank had a stop request before the previous call. After the
             first True, all later calls return True.
 
         Raises:
@@ -100,7 +100,7 @@ class StopRequest:
         return False
 
     def finish(self) -> bool:
-        """Waits for the last all-reduce. Must be called before the group is destroyed.
+        """Waits for the last all-reduce. This must be called before the group is destroyed.
 
         Returns:
             True if all ranks have agreed to stop.
@@ -120,7 +120,7 @@ class StopRequest:
         return self._agreed is not None
 
     def close(self) -> None:
-        """Restores the signal handlers that were installed before. Idempotent."""
+        """Restores the previous signal handlers. Safe to call more than once."""
         while self._old:
             number, handler = self._old.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -149,6 +149,6 @@ class StopRequest:
 def _lost(error: RuntimeError) -> PeerLostError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return PeerLostError(
-        f"a rank was lost while the ranks agreed whether to stop: {reason}; restart the job from "
+        f"a rank failed while the ranks agreed whether to stop: {reason}; restart the job from "
         "the last checkpoint"
     )

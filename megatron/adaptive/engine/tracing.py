@@ -1,16 +1,16 @@
 """Traces iterations, work outside the actions of a step, and training loops of other programs.
 
-If tracing is off, or an iteration is not traced, every call returns at once.
+If tracing is off, or an iteration is not traced, all calls return immediately.
 
-megatron-core's own loop is timed from outside. A wrapper of its ``forward_step_func`` times the
-forward pass of each microbatch and registers a hook on the output. Autograd calls the hook when the
-backward pass of this output begins, and a callback when this backward pass has ended. Waits and
-messages between these passes are not traced::
+megatron-core's training loop is timed from outside. A wrapper of its ``forward_step_func`` times
+the forward pass of each microbatch and registers a hook on the output. Autograd calls the hook when
+the backward pass of this output begins, and a callback when it has ended. Waits and messages
+between these passes are not traced::
 
     loop:  forward_step_func ── F ──┐    recv, send    autograd: hook ── B ── callback
                                     └─ output.register_hook
 
-If the loop itself computes a loss from the output, this computation is not traced.
+If the loop computes a loss from the output, this computation is not traced.
 
 Training loops that do not use this package are recorded with torch.profiler (see
 :func:`record_trace`).
@@ -40,7 +40,7 @@ from megatron.adaptive.trace.machine_counters import MachineCounters
 from megatron.adaptive.trace.recorder import Recorder
 from megatron.adaptive.trace.trace_format import KINDS, Lengths, SpanRow
 
-if TYPE_CHECKING:  # the import loads megatron-core, which other programs may lack
+if TYPE_CHECKING:  # the import loads megatron-core, which may not be installed for other programs
     from megatron.adaptive.engine.collective_meter import CollectiveMeter
     from megatron.adaptive.engine.expert_load import ExpertLoad
     from megatron.adaptive.engine.kernel_recorder import KernelRecorder
@@ -55,14 +55,14 @@ _STEP = KINDS.index("step")
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """Contains the number of an iteration and its number of microbatches."""
+    """The index of an iteration, and its number of microbatches."""
 
     number: int = 0
     num_microbatches: int = 0
 
 
 class _DeviceSpan(NamedTuple):
-    """Contains a span of work on the device. Its times may not be known yet."""
+    """A span of work on the device, whose times may not be known yet."""
 
     iteration: _Iteration
     kind: int
@@ -76,22 +76,22 @@ class Tracing:
     """Traces the iterations of this process, and spans of work within them.
 
     Spans on the device are bounded by marks, which are events on a GPU. Their times are read after
-    the device has passed the marks, perhaps in a later iteration, so that no call waits for the
-    device. All methods except :meth:`data_read` must be called from one thread.
+    the device has passed the marks, possibly in a later iteration, so that no call waits for the
+    device. All methods except :meth:`data_read` must be called from the same thread.
 
     Args:
-        recorder: Recorder that stores spans; ``None`` if tracing is off.
-        clock: Clock that makes time marks on the device; ``None`` for the clock of the host.
+        recorder: Recorder that stores spans, or ``None`` if tracing is off.
+        clock: Clock that records time marks on the device, or ``None`` for the clock of the host.
         sync: Object that compares this rank's clock with the clocks of other ranks. It is closed
             with the trace.
-        counters: Counters of this rank's machine; ``None`` for counters without a GPU. They are
+        counters: Counters of this rank's machine, or ``None`` for counters without a GPU. They are
             closed with the trace.
 
     Attributes:
-        experts: Meter of the load of this rank's experts; ``None`` if the load is not measured.
-        layers: Meter of the times of this rank's layers; ``None`` if they are not measured.
-        collectives: Meter of this rank's collectives; ``None`` if they are not measured.
-        kernels: Recorder of this rank's kernels; ``None`` if they are not recorded.
+        experts: Meter of the load of this rank's experts, or ``None`` if the load is not measured.
+        layers: Meter of the times of this rank's layers, or ``None`` if these are not measured.
+        collectives: Meter of this rank's collectives, or ``None`` if these are not measured.
+        kernels: Recorder of this rank's kernels, or ``None`` if these are not recorded.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Tracing:
         self.layers: LayerSums | None = None
         self.collectives: CollectiveMeter | None = None
         self.kernels: KernelRecorder | None = None
-        self._traced: _Iteration | None = None  # the current iteration if it is traced.
-        self._iteration = _Iteration()  # the current or last iteration, traced or not.
+        self._traced: _Iteration | None = None  # current iteration if it is traced
+        self._iteration = _Iteration()  # current or last iteration, traced or not
         self._doing = ""
         self._in_step = False
         self._begun_ns = 0
@@ -129,7 +129,7 @@ class Tracing:
             self.recorder.watch(lambda: {**self.now(), **snapshot()})
 
     def now(self) -> dict[str, Any]:
-        """Returns the current iteration and kind of work. Other threads may call it."""
+        """Returns the current iteration and kind of work. Can be called from other threads."""
         return {
             "iteration": self._iteration.number,
             "num_microbatches": self._iteration.num_microbatches,
@@ -146,14 +146,15 @@ class Tracing:
         lengths: Lengths = (),
         slices: tuple[int, ...] = (),
     ) -> None:
-        """Begins an iteration. Later spans are added to it.
+        """Begins an iteration, to which later spans are added.
 
         Args:
-            iteration: Iteration number.
+            iteration: Index of the iteration.
             num_microbatches: Number of microbatches in the iteration.
             is_traced: Whether to trace this iteration.
-            lengths: Lengths of the iteration's microbatches in tokens, empty if all are equal.
-            slices: Number of slices of each microbatch; empty if the trace's header has the number.
+            lengths: Length of each microbatch of the iteration in tokens, or empty if all are
+                equal.
+            slices: Number of slices of each microbatch, or empty if the trace's header contains it.
         """
         self._traced = None
         self._in_step = True
@@ -179,7 +180,7 @@ class Tracing:
                 self._counters.begin()
 
     def end_iteration(self) -> None:
-        """Ends the iteration. Spans before the next iteration begins still belong to this one."""
+        """Ends the iteration. Spans until the begin of the next iteration still belong to it."""
         self._in_step = False
         if self.recorder is None:
             return
@@ -200,7 +201,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Returns a context in which the device's work is traced as a span of ``kind``."""
+        """Returns a context manager that traces the device's work as a span of ``kind``."""
         if self._traced is None:
             yield
             return
@@ -233,7 +234,7 @@ class Tracing:
     def around(self, kind: str, function: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wraps a function so that every call is traced.
 
-        Returns the function itself if tracing is off.
+        Returns the function unchanged if tracing is off.
         """
         if self.recorder is None:
             return function
@@ -247,9 +248,9 @@ class Tracing:
 
     @contextlib.contextmanager
     def host_span(self, kind: str) -> Iterator[None]:
-        """Returns a context that is traced as a span of ``kind``, timed with the host's clock.
+        """Returns a context manager that is traced with the host's clock, as a span of ``kind``.
 
-        The context may also be used between two iterations.
+        It can also be used between two iterations.
         """
         start_ns = time.monotonic_ns()
         self._doing = kind
@@ -265,7 +266,7 @@ class Tracing:
             self.recorder.extend([_row(_DATA, start_ns, end_ns, microbatch)])
 
     def close(self) -> None:
-        """Writes all remaining spans and closes the trace. Idempotent."""
+        """Writes all remaining spans and closes the trace. Safe to call more than once."""
         if self.recorder is None:
             return
         for last in self._unresolved[-1:]:
@@ -284,7 +285,7 @@ class Tracing:
     def adopt(self, other: Tracing) -> None:
         """Continues in the files of another trace, which must not be used afterwards.
 
-        Call :meth:`close` first. Other objects may keep their references to this trace.
+        Call :meth:`close` first. Other objects can keep their references to this trace.
         """
         self.recorder = other.recorder
         self._clock = other._clock
@@ -299,7 +300,7 @@ class Tracing:
             self.watch(self._snapshot)
 
     def _resolve(self) -> None:
-        """Records the spans that the device has finished, and keeps the others for a later call."""
+        """Records the spans that the device has finished, and keeps all others for a later call."""
         clock = self._clock
         waiting = self._unresolved
         self._unresolved = []
@@ -345,7 +346,7 @@ class OutsideTrace:
         self._done = [0, 0, 0]
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """Runs a step. Takes and returns the same as megatron-core's function."""
+        """Runs a step. Arguments and result are the same as for megatron-core's function."""
         if arguments.get("forward_only", False) or not self._tracing.is_traced:
             return self._function(**arguments)
         self._done = [0, 0, 0]
@@ -413,9 +414,9 @@ def record_trace(
 
     Args:
         folder: Folder for the files ``rank0.json.gz`` and so on. All ranks must pass the same
-            folder. It is created if it is missing.
-        model: Model whose forward and backward passes get names in the trace; ``None`` if the loop
-            itself names them, as ``torch.distributed.pipelining`` and Megatron-LM do.
+            folder, which is created if it does not exist.
+        model: Model whose forward and backward passes get names in the trace, or ``None`` if the
+            loop names them itself, as in ``torch.distributed.pipelining`` and Megatron-LM.
         skip: Number of steps before the first recorded step, at least 1. The profiler warms up in
             the last of these steps.
         steps: Number of steps to record.
@@ -424,8 +425,8 @@ def record_trace(
         Function to call at the end of each step.
 
     Raises:
-        ConfigError: ``skip`` or ``steps`` is below 1.
-        TraceError: The folder cannot be made.
+        ConfigError: ``skip`` or ``steps`` is less than 1.
+        TraceError: The folder cannot be created.
     """
     if skip < 1 or steps < 1:
         raise ConfigError(
@@ -450,7 +451,7 @@ def record_trace(
 def _name_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
     """Gives each forward and backward pass of a model a named range of the profiler.
 
-    The names are those that Megatron-LM and ``torch.distributed.pipelining`` use.
+    Megatron-LM and ``torch.distributed.pipelining`` use the same names.
     """
     forwards: list[Callable[[], None]] = []
 
@@ -478,7 +479,7 @@ def _range(name: str) -> Callable[[], None]:
 def _around_backward(output: Any, begins: Callable[[], Callable[[], None]]) -> None:
     """Calls ``begins`` when the backward pass of an output begins.
 
-    Calls the function that ``begins`` returned when the backward pass has ended.
+    The function that ``begins`` returned is called when the backward pass has ended.
     """
     running: list[Callable[[], None]] = []
 

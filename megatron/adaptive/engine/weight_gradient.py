@@ -1,7 +1,7 @@
-"""Defers weight gradients: divides the backward pass into input (B) and weight gradients (W).
+"""Defers weight gradients by splitting backward passes into input (B) and weight gradients (W).
 
-A layer that defers its weight gradient describes its arithmetic as a :class:`LayerCall` and runs it
-through :func:`defer`, which hides the weight from autograd. The backward pass then computes only
+A layer that defers its weight gradient describes its computation as a :class:`LayerCall` and runs
+it through :func:`defer`, which hides the weight from autograd. The backward pass then computes only
 the input gradient. It keeps the tensors for the weight gradient in the chunk's
 :class:`WeightGradientStore`::
 
@@ -10,11 +10,11 @@ the input gradient. It keeps the tensors for the weight gradient in the chunk's
                  (call, x, dy) ──> store
     W            store.run ──> call.weight_gradients ──> main_grad or grad
 
-Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including those of
-data-parallel wrappers. This module describes the calls of torch's layers;
-:mod:`~megatron.adaptive.engine.deferred_layers` describes those of megatron-core's layers.
+Hidden weights have no ``AccumulateGrad`` node, so hooks on them do not run, including the hooks of
+data-parallel wrappers. This module describes the calls of torch's layers, and
+:mod:`~megatron.adaptive.engine.deferred_layers` describes the calls of megatron-core's layers.
 
-Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for the split of the
+Source: "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2.1, for splitting the
 backward pass.
 """
 
@@ -36,12 +36,12 @@ from megatron.adaptive.schedule.action import SliceCounts, item_label, mirrored
 _FLOPS_PER_ELEMENT = 32
 """Cost of moving one element, in floating-point operations.
 
-The cost is used only to divide weight gradients into pieces of equal cost.
+The cost is only used to split weight gradients into pieces of equal cost.
 """
 
 
 class LayerCall:
-    """Computes the output, the input gradient and the weight gradients of one call of a layer.
+    """Computes the output, the input gradient and the weight gradients of a call to a layer.
 
     Attributes:
         weight: Weight that the call uses. If several calls share the weight, their gradients are
@@ -52,19 +52,19 @@ class LayerCall:
     weight: torch.nn.Parameter
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for its input."""
+        """Returns the output of the layer for an input."""
         raise AssertionError(f"{type(self).__name__}: the layer runs its own forward")
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the input, computed from the gradient of the output."""
+        """Returns the input gradient, given the gradient of the output."""
         raise AssertionError(f"{type(self).__name__}: there is no gradient of the input")
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Returns each parameter with its gradient, except gradients that it accumulates itself.
+        """Returns each parameter with its gradient, except for gradients that it accumulates.
 
-        Autograd records nothing here, because neither argument requires a gradient.
+        Autograd does not record operations here, because neither argument requires a gradient.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class LinearCall(LayerCall):
         weight: Weight ``[out, in]``, or ``[in, out]`` if ``turned`` is true.
         bias: Bias ``[out]``, or ``None`` for a layer without a bias.
         turned: Whether the weight is stored transposed.
-        dtype: Dtype in which to compute under autocast; ``None`` to keep the tensors' dtypes.
+        dtype: Dtype for computing under autocast, or ``None`` to keep the dtypes of the tensors.
     """
 
     weight: torch.nn.Parameter
@@ -93,14 +93,14 @@ class LinearCall(LayerCall):
     dtype: torch.dtype | None = None
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for its input."""
+        """Returns the output of the layer for an input."""
         weight = self.weight.t() if self.turned else self.weight
         bias = None if self.bias is None else self._cast(self.bias)
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(self._cast(inputs), self._cast(weight), bias)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the input, computed from the gradient of the output."""
+        """Returns the input gradient, given the gradient of the output."""
         weight = self._cast(self.weight)
         rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight.t() if self.turned else weight)
         return rows.view(*gradient.shape[:-1], -1)
@@ -108,7 +108,7 @@ class LinearCall(LayerCall):
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
+        """Yields each parameter with its gradient, except for gradients that it accumulates."""
         gradient = gradient.reshape(-1, gradient.shape[-1])
         inputs = self._cast(inputs).reshape(-1, inputs.shape[-1])
         product = inputs.t().mm(gradient) if self.turned else gradient.t().mm(inputs)
@@ -128,8 +128,8 @@ class EmbeddingCall(LayerCall):
 
     Attributes:
         weight: Weight ``[rows, width]``.
-        padding_idx: Index of the padding row, which gets no gradient; -1 for none.
-        scale_grad_by_freq: Whether to divide a row's gradient by the number of its occurrences, as
+        padding_idx: Index of the padding row, which gets no gradient, or -1 if there is none.
+        scale_grad_by_freq: Whether to divide the gradient of a row by its number of occurrences, as
             in torch.
         by_index: Whether to look up rows by indexing, whose backward pass is deterministic on a
             GPU.
@@ -141,13 +141,13 @@ class EmbeddingCall(LayerCall):
     by_index: bool = False
 
     def output(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the output of the layer for its input."""
+        """Returns the output of the layer for an input."""
         return self.weight[inputs] if self.by_index else F.embedding(inputs, self.weight)
 
     def weight_gradients(
         self, inputs: torch.Tensor, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yields each parameter with its gradient, except gradients that it accumulates itself."""
+        """Yields each parameter with its gradient, except for gradients that it accumulates."""
         if self.by_index:
             total = gradient.new_zeros(self.weight.shape)
             yield self.weight, total.index_put_((inputs,), gradient, accumulate=True)
@@ -169,10 +169,10 @@ class EmbeddingCall(LayerCall):
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds a microbatch's gradient to ``main_grad`` if the parameter has it, else to ``grad``.
+    """Adds a microbatch's gradient to ``main_grad`` if the parameter has one, else to ``grad``.
 
-    Autograd and megatron-core's hook use the same tensor and the same operations, so the sums equal
-    their sums bit for bit.
+    Autograd and megatron-core's hook use the same tensor and the same operations, so the results
+    are bitwise equal.
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
@@ -184,7 +184,7 @@ def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class _Task(NamedTuple):
-    """Contains the tensors for a weight gradient that is still to be computed."""
+    """The tensors for a weight gradient that has not been computed yet."""
 
     call: LayerCall
     inputs: torch.Tensor
@@ -193,11 +193,11 @@ class _Task(NamedTuple):
 
 @dataclass(slots=True)
 class _Backlog:
-    """Lists the weight gradients of one microbatch that are still to be computed.
+    """The weight gradients of one microbatch that have not been computed yet.
 
-    Weight gradients are listed in the order in which the backward pass reached the layers. A unit
-    is the list of all tasks for one weight: usually one task, and several if several calls share
-    the weight.
+    Weight gradients are in the order in which the backward pass reached the layers. A unit is the
+    list of all tasks for one weight: usually a single task, and several if several calls share the
+    weight.
     """
 
     microbatch: int
@@ -209,8 +209,8 @@ class _Backlog:
 def _run_unit(unit: Sequence[_Task]) -> None:
     """Computes the gradient of one weight for one microbatch.
 
-    First sums the weight's gradients within the microbatch, then adds this sum to the gradient of
-    earlier microbatches. Autograd adds in the same order.
+    The gradients of the weight are first summed within the microbatch, then this sum is added to
+    the gradient of earlier microbatches. Autograd uses the same order.
     """
     totals: dict[torch.nn.Parameter, torch.Tensor] = {}
     for task in unit:
@@ -222,10 +222,10 @@ def _run_unit(unit: Sequence[_Task]) -> None:
 
 
 def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
-    """Divides a sequence of costs into contiguous groups of about equal sums.
+    """Splits a sequence of costs into contiguous groups with about equal sums.
 
     Args:
-        costs: Cost of each element, non-negative.
+        costs: Cost of each element, not negative.
         pieces: Number of groups.
 
     Returns:
@@ -244,9 +244,9 @@ def piece_sizes(costs: Sequence[float], pieces: int) -> list[int]:
 def uneven_pieces(
     units: Iterable[list[_Task]], pieces: int
 ) -> tuple[deque[list[_Task]], list[int]]:
-    """Divides units into groups (pieces) if their costs differ between ranks, as with experts.
+    """Splits units into groups (pieces) if their costs differ between ranks, as with experts.
 
-    Units that communicate must be in the same piece on all ranks. So these units are divided first,
+    Units that communicate must be in the same piece on all ranks. So these units are split first,
     by their costs, which are equal on all ranks. Then the other units fill up the pieces.
 
     Returns:
@@ -277,14 +277,14 @@ def uneven_pieces(
 
 
 class WeightGradientStore:
-    """Keeps the tensors for one model chunk's deferred weight gradients, and computes them later.
+    """Keeps the tensors for a model chunk's deferred weight gradients, and computes these later.
 
-    Layers read :attr:`active` in their forward pass, and defer weight gradients only if it is true.
-    Only one thread may use a store at a time. Autograd's device threads belong to the thread that
-    started the backward pass.
+    Layers read :attr:`active` in their forward pass, and only defer weight gradients if it is true.
+    A store must not be used by several threads at the same time. Autograd's device threads count as
+    the thread that started the backward pass.
 
-    If sequences are cut into slices, "microbatch" here means an item: the number of a slice,
-    counted through all microbatches. Slices of a microbatch come in descending order.
+    If sequences are cut into slices, "microbatch" here means an item, which is the index of a slice
+    across all microbatches. The slices of a microbatch are in descending order.
     """
 
     def __init__(self) -> None:
@@ -297,56 +297,57 @@ class WeightGradientStore:
         self._backlog: deque[_Backlog] = deque()
         self._microbatch_bytes = 0
         self._anchors: dict[torch.device, torch.Tensor] = {}
-        # Number of units in each piece of the last microbatch, with a key made from the number of
-        # units, the number of pieces and a shape. A later microbatch with an equal key is divided
-        # in the same way.
+        # Number of units in each piece of the last microbatch, with a key of the number of units,
+        # the number of pieces and a shape. Later microbatches with an equal key are split in the
+        # same way.
         self._cut: tuple[tuple[int, int, torch.Size], list[int]] | None = None
 
     @property
     def pending(self) -> int:
-        """Returns the number of microbatches with weight gradients still to be computed."""
+        """Returns the number of microbatches whose weight gradients have not been computed yet."""
         return len(self._backlog)
 
     @property
     def microbatch_bytes(self) -> int:
-        """Returns the size in bytes of the tensors kept from B to W.
+        """Returns the size in bytes of the tensors that are kept from B to W.
 
-        The size is measured on the first collected microbatch; before that it is 0.
+        The size is measured on the first collected microbatch, and is 0 before that.
         """
         return self._microbatch_bytes
 
     def anchor(self, device: torch.device) -> torch.Tensor:
         """Returns an empty tensor that requires a gradient but never gets a gradient.
 
-        A call that gets this tensor as an input has a backward pass, even if its other input
-        requires no gradient.
+        A call with this tensor as an input has a backward pass, even if its other input requires no
+        gradient.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.empty(0, device=device, requires_grad=True)
         return self._anchors[device]
 
     def collect(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that collects a microbatch's weight gradients, to compute them later.
+        """Returns a context manager that collects a microbatch's weight gradients for later.
 
-        The microbatch's backward pass must run within the context.
+        The microbatch's backward pass must run within this context.
 
         Raises:
-            ScheduleError: The indices of microbatches do not ascend, or another microbatch is being
-                collected.
+            ScheduleError: The microbatches are not in ascending order, or another microbatch is
+                being collected.
         """
         last = self._last_collected
         if self._collected is not None or self._turn(microbatch) <= self._turn(last):
             raise ScheduleError(
-                f"a split backward of microbatch {self._label(microbatch)} was started after or "
-                f"within that of microbatch {self._label(last)}; run the backwards of a chunk one "
-                "after the other, microbatches in ascending order"
+                f"the split backward pass of microbatch {self._label(microbatch)} was started "
+                f"after or within the backward pass of microbatch {self._label(last)}; run the "
+                "backward passes of a chunk one after the other, with microbatches in ascending "
+                "order"
             )
         self._collected = []
         self._last_collected = microbatch
         return _Collecting(self)
 
     def _turn(self, item: int) -> int:
-        """Returns the position of an item in the order of backward passes; -1 for no item."""
+        """Returns the position of an item in the order of backward passes, or -1 for no item."""
         if item < 0:
             return -1
         return mirrored(item, self.num_slices)
@@ -354,7 +355,7 @@ class WeightGradientStore:
     def end(self, *, is_whole: bool) -> None:
         """Ends the context of :meth:`collect`, which calls this method.
 
-        If the backward pass failed, its tensors are dropped.
+        If the backward pass failed, its tensors are discarded.
         """
         tasks = self._collected
         self._collected = None
@@ -366,36 +367,37 @@ class WeightGradientStore:
         self._backlog.append(_Backlog(self._last_collected, deque(units.values())))
         if not self._microbatch_bytes:
             tensors = [tensor for task in tasks for tensor in (task.inputs, task.gradient)]
-            # Identify storages by object, not by address: all storages without memory have the same
-            # address.
+            # Identify storages by object instead of address, because all storages without memory
+            # have the same address.
             kept = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self._microbatch_bytes = sum(kept.values())
 
     def add(self, call: LayerCall, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keeps the tensors for a call's weight gradient. Allowed only within :meth:`collect`.
+        """Keeps the tensors for a call's weight gradient. Only allowed within :meth:`collect`.
 
         Raises:
             ScheduleError: The backward pass of a deferring layer runs outside of :meth:`collect`.
         """
         if self._collected is None:
             raise ScheduleError(
-                "a backward ran through a layer that defers its weight gradient, but not as a "
-                "split backward; run it within WeightGradientStore.collect, or set active to "
-                "False before the forward"
+                "the backward pass of a layer that defers its weight gradient must run within "
+                "WeightGradientStore.collect; otherwise set active to False before the forward "
+                "pass"
             )
         self._collected.append(_Task(call, inputs, gradient))
 
     def run(self, microbatch: int, piece: int, pieces: int) -> None:
         """Computes one of the ``pieces`` pieces of a microbatch's weight gradients.
 
-        All pieces take about equal time. A piece's tensors are freed as soon as the piece is
-        computed. Collective over the tensor-parallel group if layers are sequence-parallel.
+        All pieces take about equally long. The tensors of a piece are freed when it has been
+        computed. All ranks of the tensor-parallel group must call this method if layers are
+        sequence-parallel.
 
         Args:
-            microbatch: Index of the microbatch, ascending from call to call. Its backward pass must
+            microbatch: Index of the microbatch, in ascending order of calls. Its backward pass must
                 have run.
             piece: Index of the piece. Pieces must be computed in ascending order from 0.
-            pieces: Number of pieces, the same in all calls for a microbatch.
+            pieces: Number of pieces, which must be the same in all calls for a microbatch.
 
         Raises:
             ScheduleError: Another piece of the weight gradients must be computed first.
@@ -420,7 +422,7 @@ class WeightGradientStore:
         self._backlog.clear()
 
     def _counts(self, units: Sequence[list[_Task]], pieces: int) -> list[int]:
-        """Returns the number of units in each piece; reuses the last result if the key is equal."""
+        """Returns the number of units in each piece, or the last result if the key is equal."""
         if not units:
             return [0] * pieces
         key = (len(units), pieces, units[0][0].gradient.shape)
@@ -439,9 +441,9 @@ class WeightGradientStore:
             if (microbatch, piece, pieces) == (first.microbatch, first.next_piece, expected):
                 return
         raise ScheduleError(
-            f"weight gradients of microbatch {self._label(microbatch)}, piece {piece} of {pieces} "
-            f"were requested where {due} is due; request each once, after its backward, "
-            "microbatches and pieces in ascending order"
+            f"weight gradients of microbatch {self._label(microbatch)}, piece {piece} of "
+            f"{pieces} were requested, but {due} is due; request each piece once, after its "
+            "backward pass, with microbatches and pieces in ascending order"
         )
 
     def _label(self, item: int) -> str:
@@ -449,7 +451,7 @@ class WeightGradientStore:
 
 
 class _Collecting:
-    """Implements the context of :meth:`WeightGradientStore.collect`.
+    """Implements the context manager of :meth:`WeightGradientStore.collect`.
 
     A class is faster here than a generator with ``contextlib``.
     """
@@ -471,8 +473,8 @@ class SplitStages:
     Implementations of ``executor.Stages`` derive from this class.
 
     Args:
-        stores: Queue of deferred weight-gradient work for each chunk of this rank; ``None`` if the
-            backward pass computes weight gradients itself.
+        stores: Store of deferred weight gradients for each chunk of this rank, or ``None`` if the
+            backward pass computes weight gradients.
         num_slices: Number of slices into which the sequences of each microbatch are cut.
     """
 
@@ -487,29 +489,29 @@ class SplitStages:
             store.active = True
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Computes one piece of the weight gradients that the backward pass (B) has deferred.
+        """Computes one part of the weight gradients that the backward pass (B) has deferred.
 
         Raises:
-            ScheduleError: Another piece must be computed first, or the backward passes of this step
+            ScheduleError: Another part must be computed first, or the backward passes of this step
                 do not defer weight gradients.
         """
         if self._stores is None:
             raise ScheduleError(
                 f"weight gradients of chunk {chunk}, microbatch "
-                f"{item_label(microbatch, self._num_slices)} were requested in a step whose "
-                "backwards are whole; split the backwards"
+                f"{item_label(microbatch, self._num_slices)} were requested in a step that does "
+                "not split backward passes; split the backward passes"
             )
         self._stores[chunk].run(microbatch, piece, pieces)
 
     def retained_bytes(self, chunk: int, microbatch: int) -> int:
         """Returns the size in bytes of the tensors that B keeps for W.
 
-        The size is measured at the first B; before that it is 0.
+        The size is measured in the first B, and is 0 before that.
         """
         return 0 if self._stores is None else self._stores[chunk].microbatch_bytes
 
     def finish(self) -> None:
-        """Discards remaining weight gradients. Called at the end of a step or after an error."""
+        """Discards remaining weight gradients, at the end of a step or after an error."""
         for store in self._stores or ():
             store.active = False
             store.clear()
@@ -535,7 +537,7 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
         (gradient,) = gradients
-        # Detach the inputs and the gradient. Otherwise they would keep their autograd graph alive
+        # Detach the inputs and the gradient, which would otherwise keep their autograd graph alive
         # until the weight gradient is computed. The gradient requires a gradient itself if it
         # shares memory with an output, as in megatron-core's cross entropy.
         kept = gradient.detach() if gradient.requires_grad else gradient
@@ -547,8 +549,8 @@ class _Defer(torch.autograd.Function):
 def is_deferring(store: WeightGradientStore, weight: torch.Tensor) -> bool:
     """Returns whether a layer with this store must defer the gradient of ``weight``.
 
-    Returns False if the store is inactive, if gradients are disabled, or if the weight is computed
-    from other tensors.
+    The result is False if the store is inactive, if gradients are disabled, or if the weight is
+    computed from other tensors.
     """
     return store.active and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
@@ -557,8 +559,8 @@ def defer(call: LayerCall, inputs: torch.Tensor, store: WeightGradientStore) -> 
     """Runs a call to a layer, and leaves the computation of its weight gradient to ``store``.
 
     Args:
-        call: Call to run, with its arithmetic and parameters.
-        inputs: Input of the layer, kept in the store until the weight gradient is computed.
+        call: Call to run, with its computation and parameters.
+        inputs: Input of the layer, which the store keeps until the weight gradient is computed.
         store: Store of the layer's chunk.
     """
     anchor = None if inputs.requires_grad else store.anchor(call.weight.device)

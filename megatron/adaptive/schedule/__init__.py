@@ -1,8 +1,8 @@
 """Orders the actions of a pipeline, by static schedules or by rules that choose at run time.
 
-This package does not import torch. This file exports the names that a user's own schedule needs
+This package does not import torch. This file exports the names that users' own schedules need
 (``examples/own_schedule``). Other names must be imported from their modules. Exported names are
-imported when they are first used, so that a process loads only the modules it uses.
+imported on first use, so that a process loads only the modules it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used."""
+    """Imports an exported name on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"megatron.adaptive.{_MODULES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Defines actions: an action is the F, B or W of one microbatch in one model chunk of a rank.
+"""Defines actions: the F, B or W of one microbatch in one model chunk of a rank.
 
-Other modules decide where, in which order and when actions run.
+Other modules decide on which rank, in which order and when actions run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 
 class ActionKind(str, Enum):
-    """Kinds of work: F (forward pass), B (backward pass) and W (weight gradients).
+    """Kinds of action: F (forward pass), B (backward pass) and W (weight gradients).
 
-    If there is no W, B computes weight gradients too.
+    In a schedule without W actions, B also computes the weight gradients.
     """
 
     F = "F"
@@ -34,19 +34,20 @@ class ActionKind(str, Enum):
 
 KINDS = tuple(ActionKind)
 NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-"""Number that ``rank_kernel`` uses for each kind: 0 for F, 1 for B, 2 for W."""
+"""Integer code of each kind in ``rank_kernel``: 0 for F, 1 for B, 2 for W."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Identifies the F, B or W of one microbatch in one chunk of a rank.
+    """Identifies the F, B or W of one microbatch in one model chunk of a rank.
 
     Attributes:
-        kind: Kind of work: F, B or W.
-        chunk: Index of the chunk on its rank, from 0.
+        kind: Kind of action: F, B or W.
+        chunk: Index of the chunk among the rank's chunks, from 0.
         microbatch: Index of the microbatch in the batch, from 0. With sequence slices, index of the
             slice, counted through all microbatches (see ``rank_kernel``).
-        piece: Index of a W within its weight gradient, from 0; always 0 for F and B.
+        piece: Index of this W among the W actions that a weight gradient is split into, from 0;
+            always 0 for F and B.
         paired: Whether a static schedule starts this action and the next action together, so that
             one computes while the other communicates. Equality and hash ignore this field.
     """
@@ -57,8 +58,8 @@ class Action:
     piece: int = 0
     paired: bool = False
 
-    # These methods are written by hand because they are called often. The methods that dataclass
-    # generates build a tuple of all fields for each call.
+    # These methods are written by hand because they are called often. The generated methods of a
+    # dataclass build a tuple of all fields in each call.
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -81,22 +82,23 @@ class Action:
         """Returns the label of the action in logs and drawings, such as ``F0-3``.
 
         Args:
-            num_slices: Number of slices of each microbatch. If microbatches have several slices,
-                the label names microbatch and slice, as in ``F0-3.5``.
+            num_slices: Number of slices of each microbatch. If there are several, the label
+                contains the microbatch and the slice, as in ``F0-3.5``.
         """
         name = f"{self.kind}{self.chunk}-{item_label(self.microbatch, num_slices)}"
         return f"{name}.{self.piece}" if self.piece else name + "+" * self.paired
 
 
 SliceCounts: TypeAlias = int | tuple[int, ...]
-"""Number of slices of each microbatch: one number for all microbatches, or a tuple of numbers.
+"""Number of slices of each microbatch: an integer for all microbatches, or a tuple with an integer
+for each.
 
-A number of 1 stands for whole microbatches.
+The number is 1 if a microbatch is not cut into slices.
 """
 
 
 class SlicePlace(NamedTuple):
-    """Position of an item (a slice, or a whole microbatch) in its microbatch.
+    """Position of an item (a slice or a whole microbatch) within its microbatch.
 
     Attributes:
         microbatch: Index of the microbatch.
@@ -111,12 +113,12 @@ class SlicePlace(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the cumulative number of items in the step after each microbatch."""
+    """Returns the number of items up to the end of each microbatch."""
     return tuple(itertools.accumulate(counts))
 
 
 def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
-    """Returns the position of an item in its microbatch."""
+    """Returns the position of an item within its microbatch."""
     if isinstance(num_slices, int):
         return SlicePlace(*divmod(item, num_slices), num_slices)
     ends = _ends_of(num_slices)
@@ -126,7 +128,7 @@ def place_of(item: int, num_slices: SliceCounts) -> SlicePlace:
 
 
 def item_count(num_microbatches: int, num_slices: SliceCounts) -> int:
-    """Returns the number of items of a step: the slices of all microbatches together."""
+    """Returns the number of items in a step, which are the slices of all microbatches."""
     if isinstance(num_slices, int):
         return num_microbatches * num_slices
     return sum(num_slices)
@@ -152,7 +154,7 @@ def most_slices_of(num_slices: SliceCounts) -> int:
 
 
 ActionTable = tuple[tuple[Action, ...], ...]
-"""Actions of one kind, per chunk, in the order in which the chunk runs them."""
+"""Actions of one kind for each chunk, in the order in which the chunk runs them."""
 
 
 @lru_cache(maxsize=64)
@@ -165,18 +167,19 @@ def action_table(
 ) -> ActionTable:
     """Returns all actions of one kind in a step.
 
-    All actions are made once, so that choosing one during the step allocates no memory.
+    All actions are created in advance, so that choosing an action during a step allocates no
+    memory.
 
     Args:
-        kind: Kind of every action in the table.
+        kind: Kind of all actions in the table.
         num_chunks: Number of chunks per rank.
         num_microbatches: Number of microbatches per step.
-        pieces: Number of W actions per weight gradient, 1 for F and B.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        pieces: Number of W actions per weight gradient; 1 for F and B.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
 
     Returns:
-        Immutable table with the actions of each chunk in the order in which it runs them. Calls
-        with equal arguments return the same table.
+        Immutable table with each chunk's actions, in the order in which the chunk runs them. Calls
+        with equal arguments return the same object.
     """
     turned = kind is not ActionKind.F
     return tuple(
@@ -190,17 +193,17 @@ def action_table(
 
 
 def mirrored(item: int, num_slices: SliceCounts) -> int:
-    """Returns the mirrored item: of three slices of a microbatch, slice 2 for 0, 1 for 1, 0 for 2.
+    """Returns the item at the mirrored position in its microbatch: of 3 slices, 2 for 0, 0 for 2.
 
-    A chunk runs its B and W in this reversed order (see ``rank_kernel``): its B with index j works
-    on the item ``mirrored(j, num_slices)``. The function is its own inverse.
+    A chunk runs its B and W actions in this reversed order (see ``rank_kernel``): its B with index
+    j works on item ``mirrored(j, num_slices)``. The function is its own inverse.
     """
     _, part, count = place_of(item, num_slices)
     return item - part + count - 1 - part
 
 
 def item_label(item: int, num_slices: SliceCounts) -> str:
-    """Returns an item's label: ``3`` for a whole microbatch, ``3.5`` for its slice 5."""
+    """Returns the label of an item: ``3`` for a whole microbatch, ``3.5`` for its slice 5."""
     if num_slices == 1:
         return str(item)
     microbatch, part, _ = place_of(item, num_slices)
@@ -208,23 +211,23 @@ def item_label(item: int, num_slices: SliceCounts) -> str:
 
 
 def place_label(microbatch: int, part: int | None) -> str:
-    """Returns the label of a slice, such as ``3.5``, or of a whole microbatch.
+    """Returns the label of a slice, such as ``3.5``, or of a whole microbatch, such as ``3``.
 
     Args:
         microbatch: Index of the microbatch.
-        part: Index of the slice in the microbatch; ``None`` for a whole microbatch.
+        part: Index of the slice in the microbatch, or ``None`` for a whole microbatch.
     """
     return str(microbatch) if part is None else f"{microbatch}.{part}"
 
 
 def with_slices(text: str, step: int, num_slices: SliceCounts) -> str:
-    """Replaces the item numbers in a transport's message by labels such as ``3.5``.
+    """Replaces item indices in a transport's message by labels such as ``3.5``.
 
-    Transports count the items of a step. So ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
-    step 7``. Other steps may have other numbers of slices, and are not changed.
+    Transports count the items of a step, so ``microbatch 29 of step 7`` becomes ``microbatch 3.5 of
+    step 7``. References to other steps, whose numbers of slices may differ, are left unchanged.
 
     Args:
-        text: Text that may contain the item number of a message.
+        text: Text that may contain the index of an item.
         step: Number of the current step.
         num_slices: Number of slices of each microbatch in the current step.
     """

@@ -1,30 +1,31 @@
-"""Improves a schedule for known times of its actions, by simulated annealing.
+"""Improves a schedule by simulated annealing, given the durations of its actions.
 
-``auto`` runs the result, or lets ``hinted`` follow it. The orders of all ranks, and the inputs that
-their actions need, form a graph. A step takes as long as the longest path of this graph, the
-critical path. The path stays on one rank until an action waits for another rank's result, then
-changes to that rank. The path's actions on one rank between two such changes are a block. Here the
-path is on ranks 1, 0 and 1 again:
+``auto`` either runs the result, or uses it as the schedule that ``hinted`` follows. The orders of
+all ranks, and the inputs that their actions need, form a graph. A step takes as long as the longest
+path of this graph, the critical path. The path stays on one rank until an action waits for another
+rank's result, then changes to that rank. The path's actions on one rank between two such changes
+are a block. Here the path is on ranks 1, 0 and 1 again:
 
     rank 0 |      F0 F1 F2  B1 W1 [B0 W0]          W0 after B0 delays nothing;
     rank 1 | [F0 F1 B1]               [...]        with B1 before F1, B1 starts earlier
 
-Only a move of an action within its block can shorten the step. Each try chooses a random action of
-the path, and either moves it to one end of its block or swaps it with a neighbour. The change is
-kept if the step does not become longer. Otherwise it is kept with a probability that falls with the
-increase in step time and with the number of tries so far. The result is the best order found. This
-takes tens of thousands of tries. For large pipelines these would take too long and gain less, so
-the schedules of large pipelines are not changed.
+Only a move of an action within its block can shorten the step. Each attempt chooses a random action
+of the path, and either moves it to one end of its block or swaps it with a neighbour. The change is
+kept if the step does not become longer. Otherwise it is kept with a probability that decreases with
+the increase in step time and with the number of attempts so far. The result is the best order
+encountered. This takes tens of thousands of attempts. Schedules of large pipelines are not
+annealed, because it would take too long and gain less.
 
-Microbatches ascend within each stage, as everywhere in this package, and memory stays within the
-cap. All numbers are integers and the random sequence is fixed. So equal arguments give the same
-order on every machine.
+As everywhere in this package, each stage runs its microbatches in ascending order, and memory stays
+within the limit (cap). All numbers are integers and the random sequence is fixed, so equal
+arguments give the same order on every machine.
 
-The functions down to ``anneal`` use only numbers, like those of ``rank_kernel``, so that
+The functions up to ``anneal`` use only numbers, like the functions of ``rank_kernel``, so that
 ``numba_kernels`` can compile them.
 
-Source: moves within blocks of the critical path as in van Laarhoven, Aarts and Lenstra 1992, "Job
-shop scheduling by simulated annealing"; to the ends of a block, Brucker, Jurisch and Sievers 1994.
+Source: Moves within blocks of the critical path are from van Laarhoven, Aarts and Lenstra 1992,
+"Job shop scheduling by simulated annealing". Moves to the ends of a block are from Brucker, Jurisch
+and Sievers 1994.
 """
 
 from __future__ import annotations
@@ -44,49 +45,55 @@ from megatron.adaptive.schedule.schedule import Schedule
 from megatron.adaptive.schedule.workload import Workload
 
 VISITS = 500_000_000
-"""Maximum number of actions whose times are computed, summed over all tries.
+"""Maximum number of actions whose times are computed, summed over all attempts.
 
 This takes about a second.
 """
 LEAST_ORDERS = 40_000
-"""Minimum number of random changes to try.
+"""Minimum number of random changes to attempt.
 
-If ``VISITS`` allows fewer tries, the schedule is not annealed.
+If ``VISITS`` allows fewer attempts, the schedule is not annealed.
 """
 MOST_ORDERS = 200_000
-"""Maximum number of random changes to try."""
+"""Maximum number of random changes to attempt."""
 COMPILE_S = 25.0
-"""Upper bound of the time in seconds to compile annealing, if the processors are not overloaded."""
+"""Upper bound on the compilation time of annealing in seconds, unless the processors are
+overloaded.
+"""
 HEAT = 2
-"""Maximum increase in step time that is accepted at first, divided by an action's mean duration."""
+"""Maximum increase in step time that is accepted at first, relative to the mean duration of an
+action.
+"""
 
 
 class OrderGraph(NamedTuple):
-    """Contains the order of actions on all ranks, and their inputs, as ``int64`` arrays.
+    """Holds the order of actions on all ranks, and the inputs of the actions, as ``int64`` arrays.
 
-    An action is represented by its index in the arrays with one entry per action. Scratch arrays
-    have no meaning outside the functions that use them.
+    An action is identified by its index in the arrays that have one entry per action. The contents
+    of scratch arrays are only valid within the function that uses them.
 
     Attributes:
-        rows: Actions of each rank in the order they run, ``[ranks, longest order]``.
+        rows: Actions of each rank in execution order, ``[ranks, longest order]``.
         lengths: Number of actions on each rank.
-        best: Copy of ``rows`` from the try with the shortest step so far.
-        needs: Action whose result each action needs as input, -1 for none.
-        gaps: Time from the end of the needed action until its result arrives, per action, in
-            picoseconds.
+        best: Copy of ``rows`` from the attempt with the shortest step so far.
+        needs: Action whose result each action needs as input, or -1 if it needs no input.
+        gaps: Time in picoseconds from the end of the needed action until its result arrives, for
+            each action.
         durations: Duration of each action in picoseconds.
         lanes: Code ``kind * chunks + chunk`` of each action.
-        takes: Memory that each action takes, negative if it frees memory. The unit is one
-            microbatch or slice in one chunk; a millionth of it if slices differ in size.
+        takes: Memory that each action allocates, negative if it frees memory. The unit is one
+            microbatch or slice in one chunk, or a millionth of it if slices differ in size.
         ranks: Rank that runs each action.
-        cap: Limit on a rank's memory in the unit of ``takes``, ``[1]``.
-        ends: Scratch: end of each action in picoseconds, -1 before it is known.
-        positions: Scratch: index of each action in its rank's row of ``rows``.
-        path: Scratch: actions of the critical path, last one first.
-        position: Scratch of ``finish``: index in ``rows`` of each rank's next action.
-        now: Scratch of ``finish``: end of each rank's last action so far, in picoseconds.
-        stack: Scratch of ``finish``: ranks whose next action may be ready to be timed.
-        waiting: Scratch of ``finish``: rank that waits for the result of each action, -1 for none.
+        cap: Limit on the memory of a rank in the unit of ``takes``, ``[1]``.
+        ends: Scratch array with the end time of each action in picoseconds, -1 before it is known.
+        positions: Scratch array with the index of each action in its rank's row of ``rows``.
+        path: Scratch array with the actions of the critical path, last action first.
+        position: Scratch array of ``finish`` with the index in ``rows`` of each rank's next action.
+        now: Scratch array of ``finish`` with the end time of each rank's latest action, in
+            picoseconds.
+        stack: Scratch array of ``finish`` with the ranks whose next action may have its input.
+        waiting: Scratch array of ``finish`` with the rank that waits for each action's result, or
+            -1.
     """
 
     rows: Any
@@ -111,7 +118,7 @@ class OrderGraph(NamedTuple):
 def finish(o: OrderGraph) -> int:
     """Computes the end times of all actions.
 
-    Returns the end of the step in picoseconds, or -1 if ranks wait for each other forever.
+    Returns the end time of the step in picoseconds, or -1 if the ranks deadlock.
     """
     ranks = len(o.lengths)
     left = len(o.needs)
@@ -157,7 +164,7 @@ def finish(o: OrderGraph) -> int:
 def trace(o: OrderGraph, step: int) -> int:
     """Finds the critical path of a step and returns its number of actions.
 
-    Writes its actions to ``path``, last one first.
+    The actions are written to ``path``, last action first.
     """
     action = -1
     for rank in range(len(o.lengths)):
@@ -179,7 +186,7 @@ def trace(o: OrderGraph, step: int) -> int:
 
 
 def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
-    """Moves an action in a rank's order from one index to another."""
+    """Moves an action from one index of a rank's order to another."""
     moved = o.rows[rank, index]
     way = 1 if to > index else -1
     while index != to:
@@ -189,10 +196,10 @@ def shift(o: OrderGraph, rank: int, index: int, to: int) -> None:
 
 
 def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
-    """Returns the index nearest to ``to`` to which an action can move.
+    """Returns the index closest to ``to`` that an action can move to.
 
-    The action must not pass another action of the same kind and chunk, so that microbatches stay in
-    ascending order.
+    The action must not pass another action of the same kind and chunk, because microbatches must
+    stay in ascending order.
     """
     lane = o.lanes[o.rows[rank, index]]
     way = 1 if to > index else -1
@@ -202,7 +209,7 @@ def reach(o: OrderGraph, rank: int, index: int, to: int) -> int:
 
 
 def holds(o: OrderGraph, rank: int) -> bool:
-    """Returns whether a rank's order of actions keeps its memory within the cap."""
+    """Returns whether the memory of a rank stays within the cap in its current order of actions."""
     held = 0
     for index in range(o.lengths[rank]):
         held += o.takes[o.rows[rank, index]]
@@ -212,9 +219,9 @@ def holds(o: OrderGraph, rank: int) -> bool:
 
 
 def anneal(o: OrderGraph, orders: int) -> int:
-    """Improves the order of actions by ``orders`` random changes.
+    """Improves the order of actions by attempting ``orders`` random changes.
 
-    Writes the best order found to ``best``, and returns its step time.
+    The best order is written to ``best``. Returns its step time.
     """
     step = best = finish(o)
     hottest = 0
@@ -228,8 +235,8 @@ def anneal(o: OrderGraph, orders: int) -> int:
         chosen = (drawn >> 8) % count
         rank = o.ranks[o.path[chosen]]
         index = o.positions[o.path[chosen]]
-        # The path lists the last action first, so a block begins at a higher index of the path than
-        # it ends.
+        # The path lists the last action first, so the start of a block has a higher index in the
+        # path than its end.
         edge = chosen
         while edge + 1 < count and o.ranks[o.path[edge + 1]] == rank:
             edge += 1
@@ -267,23 +274,23 @@ def _compiled() -> Any:
 
 
 def compile_s() -> float:
-    """Estimates the time in seconds that the next call of :func:`improve` spends on compilation."""
+    """Estimates the seconds that the next call of :func:`improve` spends on compilation."""
     compiled = _compiled()
     return 0.0 if has_code(compiled) or is_cached(compiled) else COMPILE_S
 
 
 def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
-    """Searches for a faster order of a schedule's actions.
+    """Searches for a faster execution order of a schedule's actions.
 
     Args:
         schedule: Valid schedule whose memory is within the cap.
-        work: Times of all actions and messages in the step.
-        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
-            chunks).
+        work: Durations of all actions and messages in the step.
+        cap: Limit on the activations that a rank holds. The unit is one microbatch in all chunks of
+            the rank.
 
     Returns:
-        Schedule with the best order found, never slower than ``schedule``. ``None`` if the step has
-        too many actions to try enough orders.
+        Schedule with the best order of actions, never slower than ``schedule``, or ``None`` if the
+        step has too many actions to attempt enough changes.
     """
     orders = min(MOST_ORDERS, VISITS // sum(map(len, schedule.orders)))
     if orders < LEAST_ORDERS:
@@ -309,13 +316,13 @@ def improve(schedule: Schedule, work: Workload, cap: float) -> Schedule | None:
 
 
 def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
-    """Returns the graph of a schedule's actions and their inputs.
+    """Builds the graph of a schedule's actions and their inputs.
 
-    The index of an F or B is ``kind * cells + cell``, and that of a W
-    ``2 * cells + cell * pieces + piece``. Here ``cell`` is
-    ``stage * num_microbatches + microbatch``, and ``cells`` is the number of cells. With slices,
-    items take the place of microbatches (see ``rank_kernel``). A B of the last stage needs only its
-    own F: the first B of a microbatch is that of its last slice, whose F runs after all others.
+    The index of an F or B is ``kind * cells + cell``, and the index of a W is ``2 * cells + cell *
+    pieces + piece``. Here ``cell`` is ``stage * num_microbatches + microbatch``, and ``cells`` is
+    the number of cells. With slices, items replace microbatches (see ``rank_kernel``). A B of the
+    last stage needs only its own F, because the first B of a microbatch belongs to its last slice,
+    whose F runs after all other slices.
     """
     placement = schedule.placement
     pieces = schedule.weight_pieces
@@ -371,12 +378,12 @@ def _graph(schedule: Schedule, work: Workload, cap: float) -> OrderGraph:
 
 
 def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
-    """Returns how long after the end of the sending action each input arrives, in picoseconds.
+    """Returns the time from the end of the sending action until each input arrives, in picoseconds.
 
     The result has one entry per stage and microbatch, flattened.
 
     Args:
-        work: Times of all actions and messages in the step.
+        work: Durations of all actions and messages in the step.
         ranks: Rank of each stage, ``[stages]``.
         kind: 0 for inputs of F, 1 for inputs of B.
         way: Offset from a stage to the stage that sends its input, -1 or 1.
@@ -388,7 +395,7 @@ def _gaps(work: Workload, ranks: Any, *, kind: int, way: int) -> Any:
 
 
 def _rows(schedule: Schedule, num_cells: int) -> Any:
-    """Returns each rank's actions in the order they run, padded with -1.
+    """Returns each rank's actions in execution order, padded with -1.
 
     The shape is ``[ranks, longest order]``.
     """

@@ -1,15 +1,15 @@
-"""Finds schedules and run-time scheduling rules by name, with the settings to run them.
+"""Looks up schedules and run-time scheduling rules by name, with the settings to run them.
 
-Checks what all schedules require. Chooses the settings with which a named schedule runs on a
-pipeline: placement of stages, number of W actions per weight gradient, and limit on activations
-(cap). Chooses the order that the rule ``hinted`` follows (its hint). ``config.schedule_specs``
-lists each name with its function:
+Checks what all schedules require. Chooses the settings with which a schedule runs on a pipeline:
+the placement of stages, the number of W actions per weight gradient, and the limit on activations
+(cap). Also chooses the schedule that the rule ``hinted`` follows (its hint).
+``config.schedule_specs`` maps each name to its function:
 
-- The function of a fixed (static) schedule takes the placement of the stages and the number of
+- The function of a static schedule takes the placement of the stages and the number of
   microbatches. It returns the list of actions of each rank.
-- The function of a run-time rule of this package takes the state of a rank as a list of numbers, so
-  that numba can compile the function (see ``runtime_rules``). A user's rule takes a
-  :class:`RankState` (see ``own_schedule``).
+- The function of a built-in run-time rule takes the state of a rank as a list of numbers, so that
+  numba can compile the function (see ``runtime_rules``). A user's rule takes a :class:`RankState`
+  (see ``own_schedule``).
 """
 
 from __future__ import annotations
@@ -45,40 +45,40 @@ from megatron.adaptive.schedule.validate import peak_units
 from megatron.adaptive.schedule.workload import Link, StageTimes, Workload, draw
 
 ANNEALED = "annealed"
-"""Name of a schedule that ``auto`` makes for one pipeline by simulated annealing (see ``anneal``).
+"""Name of schedules that ``auto`` makes for one pipeline by simulated annealing (see ``anneal``).
 
-Users cannot select this name. Steps with another number of microbatches run ``hinted`` instead.
+Users cannot select this name. Steps with a different number of microbatches run ``hinted`` instead.
 """
 Pace = tuple[float, float, float]
-"""Times of a message, of B and of W, relative to the time of a stage's forward pass."""
+"""Durations of a message, a B and a W, relative to a stage's forward pass."""
 EQUAL: Pace = (0.0, 1.0, 1.0)
-"""Pace if messages take no time, and F, B and W take equally long."""
+"""Pace if messages take no time, and F, B and W have the same duration."""
 DEFAULT_PIECES = 4
-"""Default number of W actions (pieces) per weight gradient under a run-time rule.
+"""Default number of W actions per weight gradient under a run-time rule.
 
-A piece is short enough to run while the rank waits for a message.
+Each W is then short enough to run while the rank waits for a message.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Contains the name of a schedule or run-time rule, and the settings to run it with.
+    """A schedule or run-time rule, with the settings to run it.
 
     Attributes:
         name: Name of the static schedule or run-time rule.
         placement: Assignment of pipeline stages to ranks.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. One unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for a static schedule,
-            whose order determines its memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
+            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
+            whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
-        pace: Relative times of messages, B and W (see ``Pace``). From these, ``hinted`` chooses the
-            order that it follows (its hint).
-        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
-            microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
+            the schedule that it follows (its hint).
+        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
+            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
     """
 
     name: str
@@ -106,15 +106,15 @@ class Candidate:
     def policies(
         self, num_microbatches: int, num_slices: SliceCounts | None = None
     ) -> tuple[Policy, ...]:
-        """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+        """Returns a policy per rank, which follows a static schedule or applies a run-time rule.
 
         Args:
             num_microbatches: Number of microbatches per step.
-            num_slices: Number of slices of each microbatch; ``None`` for ``self.num_slices``.
+            num_slices: Number of slices of each microbatch, or ``None`` for ``self.num_slices``.
 
         Raises:
-            ScheduleError: The name is unknown, or the schedule does not suit the placement or the
-                number of microbatches.
+            ScheduleError: The name is unknown, or the schedule does not support the placement or
+                the number of microbatches.
         """
         name = self.name
         placement = self.placement
@@ -162,13 +162,13 @@ class Candidate:
     def simulate(
         self, work: Workload, *, compiled: bool, policies: Sequence[Policy] | None = None
     ) -> SimResult:
-        """Simulates a step under this schedule or rule, with given times of actions and messages.
+        """Simulates a step under this schedule or rule, given durations of actions and messages.
 
         Args:
-            work: Times of all actions and messages in the step.
-            compiled: Whether to run the simulation compiled with numba (see
+            work: Durations of all actions and messages in the step.
+            compiled: Whether to compile the simulation with numba (see
                 :func:`~megatron.adaptive.schedule.simulate.simulate`).
-            policies: Policies of the ranks, if :meth:`policies` was already called; else ``None``.
+            policies: Policies of the ranks if :meth:`policies` was already called, else ``None``.
         """
         count = work.num_microbatches
         return simulate(
@@ -194,25 +194,25 @@ def make_candidate(
     weight_pieces: int | None = None,
     num_slices: int = 1,
 ) -> Candidate:
-    """Returns a schedule or rule with its settings for a pipeline.
+    """Returns a schedule or run-time rule with its settings for a pipeline.
 
     Arguments that are ``None`` get their default values.
 
     Args:
         name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
+        num_chunks: Number of chunks per rank, ignored if the schedule has a fixed number of chunks.
         num_microbatches: Number of microbatches per step.
-        placement_kind: ``loop`` or ``v`` for a run-time rule; ``None`` for the default of
+        placement_kind: ``loop`` or ``v`` for a run-time rule, or ``None`` for the default of
             ``placement_for``.
-        cap: Limit on activations under a run-time rule, in microbatches of the whole rank (all its
-            chunks); ``None`` for the limit from ``memory_caps.default_cap``.
+        cap: Limit on activations under a run-time rule, or ``None`` for
+            ``memory_caps.default_cap``. The unit is one microbatch in all chunks of the rank.
         weight_pieces: Number of W actions per weight gradient under a run-time rule; 0 if the
             backward pass computes weight gradients; ``None`` for ``DEFAULT_PIECES``.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: The name is unknown, or the schedule does not suit the pipeline.
+        ScheduleError: The name is unknown, or the schedule does not support the pipeline.
     """
     placement = placement_for(name, num_ranks, num_chunks)
     if not is_rule(name):
@@ -232,20 +232,20 @@ def make_candidate(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns the names of this package's static schedules, sorted."""
+    """Returns the names of the built-in static schedules, sorted."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind == "fixed"))
 
 
 def policy_names() -> tuple[str, ...]:
-    """Returns the names of this package's static schedules and run-time rules, sorted."""
+    """Returns the names of the built-in static schedules and run-time rules, sorted."""
     return tuple(sorted(name for name, spec in BUILT_IN.items() if spec.kind in ("fixed", "rule")))
 
 
 def is_rule(name: str) -> bool:
-    """Returns whether a schedule is a rule, which chooses actions at run time.
+    """Returns whether a name denotes a run-time rule, which chooses actions during the step.
 
     Raises:
-        ScheduleError: There is no static schedule or rule of this name.
+        ScheduleError: There is no static schedule or run-time rule with this name.
     """
     return name == ANNEALED or _spec_of(name).kind == "rule"
 
@@ -259,10 +259,10 @@ def _spec_of(name: str) -> ScheduleSpec:
 
 
 def _find_spec(name: str) -> ScheduleSpec | None:
-    """Returns the ScheduleSpec with this name, ``None`` if there is none.
+    """Returns the ScheduleSpec with this name, or ``None`` if there is none.
 
     Raises:
-        ScheduleError: A user's schedule of this name cannot be imported.
+        ScheduleError: A user's schedule with this name cannot be imported.
     """
     try:
         return schedule_spec(name)
@@ -273,9 +273,9 @@ def _find_spec(name: str) -> ScheduleSpec | None:
 
 
 def splits_backward(name: str) -> bool:
-    """Returns whether a static schedule has weight gradients as separate actions (W).
+    """Returns whether a static schedule contains separate weight-gradient actions (W).
 
-    Always False for a run-time rule, under which a setting of the run decides this.
+    Returns False for run-time rules, for which this is a setting of the run.
 
     Raises:
         ScheduleError: The name is unknown.
@@ -289,10 +289,10 @@ def placement_for(name: str, num_ranks: int, num_chunks: int) -> Placement:
     Args:
         name: Name of the static schedule or run-time rule.
         num_ranks: Number of ranks of the pipeline.
-        num_chunks: Number of chunks per rank; ignored if the schedule determines it.
+        num_chunks: Number of chunks per rank, ignored if the schedule has a fixed number of chunks.
 
     Raises:
-        ScheduleError: The name is unknown, or a number is below 1.
+        ScheduleError: The name is unknown, or a number is less than 1.
     """
     most = None if is_rule(name) else _spec_of(name).most_chunks
     chunks = num_chunks if most is None else most
@@ -314,12 +314,12 @@ def make_schedule(
         name: Name of the schedule.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        group_size: Number of microbatches that a chunk runs in a row under ``interleaved``;
+        group_size: Number of consecutive microbatches that a chunk runs under ``interleaved``, or
             ``None`` for the number of ranks.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+        ScheduleError: The name is unknown, or the schedule does not support the placement or the
             number of microbatches.
     """
     spec = _find_spec(name)
@@ -332,8 +332,8 @@ def make_schedule(
     if num_slices > 1 and not spec.orders_slices:
         sliced = ", ".join(selectable_names(lambda spec: spec.kind == "rule" or spec.orders_slices))
         raise ScheduleError(
-            f"schedule {name} got {num_slices} slices per microbatch: it orders whole microbatches,"
-            f" choose one of {sliced}"
+            f"schedule {name} does not support slices, got {num_slices} slices per microbatch; "
+            f"use one of {sliced}"
         )
     least = spec.least_chunks
     most = spec.most_chunks
@@ -341,8 +341,9 @@ def make_schedule(
     kind = "v" if spec.is_v_only else "loop"
     if not least <= chunks <= (most or chunks) or (least > 1 and placement.kind != kind):
         raise ScheduleError(
-            f"schedule {name} got a {placement.kind} placement with {chunks} chunk(s) per rank:"
-            f" it needs a {kind} of {'' if most else 'at least '}{least}, else choose adaptive"
+            f"schedule {name} requires a {kind} placement with "
+            f"{'' if most else 'at least '}{least} chunk(s) per rank, got a {placement.kind} "
+            f"placement with {chunks}; use adaptive instead"
         )
     if spec.is_own:
         return own_schedule(spec, placement, num_microbatches)
@@ -370,7 +371,7 @@ def make_policies(
     hint: Schedule | None = None,
     num_slices: int = 1,
 ) -> tuple[Policy, ...]:
-    """Returns one policy per rank, which follows a static schedule or applies a run-time rule.
+    """Returns a policy for each rank, which follows a static schedule or applies a run-time rule.
 
     Args:
         name: Name of the static schedule or run-time rule.
@@ -378,19 +379,19 @@ def make_policies(
         num_microbatches: Number of microbatches per step, at least 1.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
-        cap: Limit on the activations that each rank holds under a run-time rule. One unit is one
-            microbatch in all chunks of the rank. ``None`` for no limit, and for a static schedule,
-            whose order determines its memory.
+        cap: Limit on the activations that each rank holds under a run-time rule. The unit is one
+            microbatch in all chunks of the rank. ``None`` for no limit, and for static schedules,
+            whose order determines the memory.
         shares: Whether ``adaptive`` also limits each chunk to its share of the cap (see
             ``memory_caps``).
-        pace: Relative times of messages, B and W (see ``Pace``). From these, ``hinted`` chooses the
-            order that it follows (its hint).
-        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the hint's number of
-            microbatches. In other steps, and if ``None``, ``hint_for`` chooses a schedule.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        pace: Relative durations of messages, B and W (see ``Pace``), used by ``hinted`` to choose
+            the schedule that it follows (its hint).
+        hint: Schedule that ``hinted`` or ``annealed`` follows in steps with the same number of
+            microbatches. In other steps, and if this is ``None``, ``hint_for`` chooses a schedule.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: The name is unknown, or the schedule does not suit the placement or the
+        ScheduleError: The name is unknown, or the schedule does not support the placement or the
             number of microbatches.
     """
     candidate = Candidate(
@@ -407,20 +408,20 @@ def make_policies(
 
 
 def _unequal(name: str) -> str:
-    """Returns the message for a schedule that needs equal numbers of slices."""
+    """Returns the error message of a schedule that requires equal numbers of slices."""
     return (
-        f"schedule {name} got microbatches of different numbers of slices: it orders equal "
-        "numbers, choose adaptive, dfc or bfc"
+        f"schedule {name} requires the same number of slices for all microbatches; use adaptive, "
+        "dfc or bfc"
     )
 
 
 def _orders_of_unequal(
     name: str, placement: Placement, num_slices: tuple[int, ...]
 ) -> tuple[Order, ...]:
-    """Returns a static schedule of microbatches with different numbers of slices.
+    """Returns the actions of a static schedule for microbatches with different numbers of slices.
 
     Raises:
-        ScheduleError: The schedule is not the one for evaluations. No other static schedule accepts
+        ScheduleError: The schedule is not the schedule for evaluations, which alone supports
             different numbers of slices.
     """
     spec = _spec_of(name)
@@ -441,31 +442,32 @@ def hint_for(
 ) -> Schedule:
     """Returns the schedule for ``hinted`` to follow on a pipeline, within a memory limit (cap).
 
-    Returns the usual static schedule if it stays within the cap and is known to be best. The best
-    schedule is unknown for few microbatches, for a loop without spare memory, and with slices.
+    Returns the usual static schedule if it stays within the cap and is known to be the best. The
+    best schedule is not known for few microbatches, for a loop without spare memory, or with
+    slices.
 
-    Otherwise simulates steps of equal stages with this pace, under ``hinted`` with different hints,
-    and returns the hint of the shortest step. The hints are all static schedules within the cap,
-    and the orders that ``adaptive`` produces with and without chunk shares. All slices are assumed
-    to take equally long.
+    Otherwise, simulates steps with equal stages and this pace, under ``hinted`` with different
+    hints, and returns the hint with the shortest step. The hints are all static schedules within
+    the cap, and the orders that ``adaptive`` produces with and without chunk shares. All slices are
+    assumed to have the same duration.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
-            chunks); ``None`` for no limit.
-        pace: Relative times of messages, B and W.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
+            microbatch in all chunks of the rank.
+        pace: Relative durations of messages, B and W.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: There is no microbatch, or the cap is too small for any order of actions.
+        ScheduleError: There are no microbatches, or the cap is too small for any order of actions.
     """
     orders = []
     is_whole = num_slices == 1
     for name in selectable_names(lambda spec: spec.is_hint if is_whole else spec.orders_slices):
-        # Skip schedules that do not suit this placement or this number of microbatches.
+        # Skip schedules that do not support this placement or this number of microbatches.
         with contextlib.suppress(ScheduleError):
             schedule = make_schedule(name, placement, num_microbatches, num_slices=num_slices)
             if cap is None or max(peak_units(schedule)) <= with_rounding(cap):
@@ -496,7 +498,8 @@ def hint_for(
         name="adaptive", placement=placement, weight_pieces=1, cap=cap, num_slices=num_slices
     )
     for shares in (True, False):
-        # Also try an order made for equal times of F, B and W: it may be the best for this pace.
+        # Also try an order made for equal durations of F, B and W, which may be the best for this
+        # pace.
         for times in dict.fromkeys((pace, (pace[0], 1.0, 1.0))):
             orders.append(run(replace(rule, shares=shares), times).to_schedule("adaptive"))
     hinted = replace(rule, name="hinted", weight_pieces=weight_pieces)
@@ -506,10 +509,10 @@ def hint_for(
 def hint_codes(
     order: Sequence[Action], num_chunks: int, weight_pieces: int, num_slices: int = 1
 ) -> tuple[int, ...]:
-    """Returns one rank's actions as the codes that ``runtime_rules.hinted`` reads.
+    """Returns a rank's actions as the integer codes that ``runtime_rules.hinted`` reads.
 
-    Each W of the order becomes ``weight_pieces`` actions. If the order has no W but
-    ``weight_pieces`` is not 0, each W follows directly after its B.
+    Each W of the order is replaced by ``weight_pieces`` actions. If the order has no W but
+    ``weight_pieces`` is not 0, the W actions follow directly after each B.
     """
     splits = any(action.kind is ActionKind.W for action in order)
     actions: list[Action] = []

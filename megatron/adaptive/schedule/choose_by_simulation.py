@@ -1,11 +1,11 @@
-"""Chooses the schedule for ``auto``: the fastest schedule in simulations of this job.
+"""Chooses the schedule for ``auto``, which is the fastest schedule in simulations of this job.
 
-Makes the list of candidates, simulates each several times with the same action times, and chooses
-one. The times are measured in the first steps, and ``rebalance`` provides them. The command
-``simulate`` compares only the schedules that its user names.
+Lists the candidates, simulates each several times with the same action durations, and chooses the
+fastest. The durations are measured in the first steps and provided by ``rebalance``. The command
+``simulate`` compares only the schedules that the user selects.
 
-A run-time rule is chosen only if it is faster than the best static schedule that fits into memory,
-by more than the error of a simulation. ``planner.choose_partition`` uses this module to choose the
+A run-time rule is chosen only if its gain over the best static schedule that fits into memory
+exceeds the error of a simulation. ``planner.choose_partition`` uses this module to choose the
 placement of stages and the layers of each stage.
 """
 
@@ -42,32 +42,32 @@ from megatron.adaptive.schedule.workload import StageProfile, draw
 
 STATIC = selectable_names(lambda spec: spec.is_auto_candidate)
 RULES = (("adaptive", True), ("adaptive", False), ("hinted", True))
-"""Name of each run-time rule to try, and whether each chunk is limited to a share of the cap."""
+"""Name of each run-time rule to try, and whether each chunk is limited to its share of the cap."""
 DRAWS = 6
-"""Number of simulated steps per candidate, each with different random times."""
+"""Number of simulated steps per candidate, each with different random durations."""
 _MANY = 20_000
-"""Number of forward passes per step above which one simulated step suffices.
+"""Number of forward passes per step above which a single simulated step is enough.
 
-Random differences between actions then average out.
+Random differences between actions average out above this number.
 """
 GAIN = 0.005
-"""Minimum relative gain of a run-time rule over the best static schedule for choosing the rule.
+"""Minimum relative gain over the best static schedule for choosing a run-time rule.
 
-It equals the approximate error of a simulation.
+This is about the error of a simulation.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateOutcome:
-    """Contains the results of several simulations of a candidate.
+    """Results of several simulations of a candidate.
 
     Attributes:
-        candidate: Candidate that was simulated.
+        candidate: Simulated candidate.
         makespans_s: Duration of each simulated step, in seconds.
-        bubble_fraction: Fraction of time that ranks are idle, from 0 to 1; mean over ranks and
+        bubble_fraction: Fraction of time that ranks are idle, from 0 to 1, averaged over ranks and
             simulated steps.
-        peak_units: Maximum activations that any rank held in any step, in microbatches of the whole
-            rank (all its chunks).
+        peak_units: Maximum activations that any rank held in any step. The unit is one microbatch
+            in all chunks of the rank.
         example: Result of the first simulated step.
     """
 
@@ -79,18 +79,18 @@ class CandidateOutcome:
 
     @property
     def mean_s(self) -> float:
-        """Returns the mean duration of a step, in seconds."""
+        """Returns the mean duration of a simulated step, in seconds."""
         return statistics.fmean(self.makespans_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleChoice:
-    """Contains the schedule that ``auto`` chose, and the reason.
+    """The schedule that ``auto`` chose, and the reason for the choice.
 
     Attributes:
-        best: Schedule and settings to run.
-        outcomes: Results of all candidates that were simulated, fastest first.
-        reason: Explanation of the choice, one line for the log.
+        best: Chosen schedule with its settings.
+        outcomes: Results of all simulated candidates, fastest first.
+        reason: Explanation of the choice, as one line for the log.
     """
 
     best: Candidate
@@ -114,18 +114,18 @@ def candidates(
     also: Sequence[str] = (),
     num_slices: int = 1,
 ) -> list[Candidate]:
-    """Returns schedules and run-time rules that can run while the model's layers stay in place.
+    """Returns the schedules and run-time rules that support the current placement of the layers.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations fit in a rank's memory, counting all chunks
+        most: Number of microbatches whose activations fit into the memory of a rank, in all chunks
             of the rank.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
-        pace: Relative times of messages, B and W, for the rule ``hinted``.
-        also: Names of additional schedules and run-time rules.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        pace: Relative durations of messages, B and W, used by ``hinted``.
+        also: Names of additional schedules and run-time rules to include.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
     """
     static = STATIC
     if num_slices > 1:
@@ -137,7 +137,7 @@ def candidates(
         )
         if candidate.placement != placement or (candidate.weight_pieces and not splittable):
             continue
-        with contextlib.suppress(ScheduleError):  # skip a schedule that does not suit this pipeline
+        with contextlib.suppress(ScheduleError):  # skip schedules that do not support this pipeline
             make_schedule(name, placement, num_microbatches, num_slices=num_slices)
             options.append(candidate)
     usual = default_cap(placement, num_microbatches, num_slices)
@@ -177,20 +177,21 @@ def choose(
     """Simulates all candidates and chooses the fastest.
 
     Args:
-        profile: Measured times of each stage, and how much they vary.
+        profile: Measured durations on each stage, and their variation.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        most: Number of microbatches whose activations fit in a rank's memory, counting all chunks
+        most: Number of microbatches whose activations fit into the memory of a rank, in all chunks
             of the rank.
         splittable: Whether the model can compute weight gradients as separate actions (W).
         pieces: Maximum number of W actions per weight gradient.
         also: Names of additional schedules and run-time rules to simulate.
-        quick: Whether to simulate only one step per candidate, and to skip simulated annealing.
+        quick: Whether to simulate only one step per candidate and skip simulated annealing.
         until_s: Value of ``time.monotonic`` after which no more candidates are simulated.
-        num_slices: Number of slices into which each microbatch is cut, 1 for whole microbatches.
+        num_slices: Number of slices into which each microbatch is cut; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: No candidate fits into memory, or none was simulated in time.
+        ScheduleError: No candidate fits into memory, or the time limit passed before the first
+            simulation.
     """
     is_large = placement.num_stages * num_microbatches >= _MANY
     seeds = range(DRAWS if _has_spread(profile) and not (quick or is_large) else 1)
@@ -217,21 +218,26 @@ def choose(
     for candidate in offered:
         planned[loop_of(candidate)] += len(seeds) * num_actions(candidate, num_microbatches)
     outcomes = fitting(offered)
-    # Compile only if the time limit leaves enough time for it.
+    # Compile only if there is enough time left for it.
     if not quick and time.monotonic() + compile_s() < until_s:
         outcomes += fitting(_annealed(outcomes, num_microbatches, profile, most, pieces, planned))
     is_late = time.monotonic() >= until_s
     if not outcomes and is_late:
-        raise ScheduleError("no schedule was simulated in time: the processors are busy")
+        raise ScheduleError(
+            "no schedule was simulated before the time limit, because the processors are busy"
+        )
     if not outcomes:
         raise ScheduleError(
-            f"memory for {most:g} microbatches: no schedule of {placement.num_ranks}"
-            f" ranks with {placement.num_chunks} chunks fits; lower --micro-batch-size or recompute"
-            " activations"
+            f"no schedule of {placement.num_ranks} ranks with {placement.num_chunks} chunks fits "
+            f"into memory for {most:g} microbatches; lower --micro-batch-size or recompute "
+            "activations"
         )
     choice = _fastest(outcomes, profile, most)
     if is_late:
-        late = f"{choice.reason}; the time limit ended the simulation of others"
+        late = (
+            f"{choice.reason}; the remaining candidates were not simulated because of the time "
+            "limit"
+        )
         return replace(choice, reason=late)
     return choice
 
@@ -241,7 +247,7 @@ def _fastest(
 ) -> ScheduleChoice:
     """Chooses the fastest candidate.
 
-    A static schedule is preferred to a run-time rule whose relative gain is below ``GAIN``.
+    A static schedule is preferred to a run-time rule with a relative gain below ``GAIN``.
     """
     ranked = sorted(outcomes, key=lambda outcome: (outcome.mean_s, outcome.peak_units))
     best = ranked[0]
@@ -258,7 +264,7 @@ def loop_of(candidate: Candidate) -> str:
 
 
 def num_actions(candidate: Candidate, num_microbatches: int) -> int:
-    """Returns the number of actions on all ranks in a step."""
+    """Returns the number of actions of all ranks in a step."""
     items = candidate.placement.num_stages * num_microbatches * candidate.num_slices
     return items * (2 + candidate.weight_pieces)
 
@@ -272,25 +278,25 @@ def evaluate(
 ) -> CandidateOutcome:
     """Simulates a candidate once per random seed.
 
-    Candidates with the same profile and seeds get the same action times, even with different
-    numbers of chunks. Times are drawn for the stages of the profile, and summed if a chunk consists
-    of several of them.
+    Candidates with the same profile and seeds get the same action durations, even if their numbers
+    of chunks differ. Durations are drawn for the stages of the profile, and added up if a chunk
+    consists of several of these stages.
 
     Args:
         candidate: Candidate to simulate.
         num_microbatches: Number of microbatches per step.
-        profile: Measured times of stages. Their number is a multiple of the candidate's number of
-            stages.
-        seeds: Random seeds, one per simulated step. One seed suffices if the profile's times do not
-            vary.
-        planned: Number of actions in all simulations with this candidate's rule, which decides
-            whether the simulation is compiled; ``None`` to always compile it.
+        profile: Measured durations of stages. Its number of stages is a multiple of the candidate's
+            number of stages.
+        seeds: Random seeds, one per simulated step. One seed is enough if the durations of the
+            profile do not vary.
+        planned: Number of actions in all planned simulations with this candidate's rule, used to
+            decide whether to compile the simulation; ``None`` to always compile it.
 
     Raises:
-        ScheduleError: The candidate cannot run on this pipeline.
+        ScheduleError: The candidate does not support this pipeline.
     """
     if not seeds:
-        raise ScheduleError("no seeds: give at least one draw to simulate")
+        raise ScheduleError("seeds must not be empty; pass one seed per simulated step")
     policies = candidate.policies(num_microbatches)
     shared = rule_of(policies)
     compiled = planned is None or (shared is not None and saves_time(shared[0], planned))
@@ -327,12 +333,12 @@ def _is_fixed(name: str) -> bool:
 
 
 def pace_of(profile: StageProfile, num_slices: int = 1) -> Pace:
-    """Returns the times of a message, of B and of W relative to F, as means over the stages.
+    """Returns the durations of a message, a B and a W relative to F, averaged over the stages.
 
     Args:
-        profile: Times of whole microbatches.
-        num_slices: Number of slices of each microbatch. A message carries one slice; its time is
-            still relative to F of a whole microbatch.
+        profile: Durations for whole microbatches.
+        num_slices: Number of slices of each microbatch. A message carries one slice, but its
+            duration is relative to the F of a whole microbatch.
     """
     times = profile.times
     forward_s = statistics.fmean(times.forward_s)
@@ -360,11 +366,11 @@ def _annealed(
     pieces: int,
     planned: Counter[str],
 ) -> list[Candidate]:
-    """Returns candidates whose order was improved by simulated annealing.
+    """Returns candidates whose order of actions was improved by simulated annealing.
 
-    Annealing uses the mean times, and starts from the candidate that is fastest with the mean
-    times. ``planned`` contains the number of simulated actions by loop; this function adds its
-    own simulations.
+    Annealing uses mean durations, and starts from the candidate that is fastest with mean
+    durations. ``planned`` contains the number of simulated actions per compiled loop, and is
+    updated with the simulations of this function.
     """
     quiet = replace(
         profile, action_sigma=0.0, microbatch_sigma=0.0, latency_sigma=0.0, microbatch_factors=()

@@ -1,15 +1,16 @@
 """Chooses the length of slices by simulation, for ``--slice-tokens auto``.
 
-The first steps run with two lengths of slices, such as 256 and 512 tokens. All documents of a step
-are known, and so is each slice. On each stage the time of an action is fitted as::
+The first steps run with two lengths of slices, such as 256 and 512 tokens. The documents of each
+step, and therefore its slices, are known. On each stage the duration of an action is fitted as::
 
     fixed + per_token * tokens + per_pair * pairs          pairs: tokens that attend to each other
 
-The pairs differ between slices of one length, but the tokens do not. So slices of a second length
-are needed to separate the fixed time from the time per token. With these times, the documents of
-the measured steps are packed and simulated with each length, under the run-time rule with several
-limits on activations and, if stages may move, both placements. The length with the shortest steps
-is chosen. If several lengths give nearly the same step time, the longest of them is chosen.
+The number of pairs differs between slices of the same length, but the number of tokens does not. So
+a second length is needed to separate the fixed time from the time per token. With the fitted times,
+the documents of the measured steps are packed and simulated with each length, under the run-time
+rule with several limits on activations and, if stages may move, both placements. The length with
+the shortest steps is chosen. If several lengths have nearly the same step time, the longest of
+these lengths is chosen.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from megatron.adaptive.schedule.workload import Link, work_of_items
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _GAIN = 0.005
-"""Minimum relative gain of a setting over earlier settings, which need less memory."""
+"""Minimum relative gain of a setting over previously simulated settings, which need less memory."""
 _FAR = 3.0
-"""Maximum residual in median residuals; times above it are excluded from the second fit."""
+"""Maximum residual for the second fit, relative to the median residual."""
 
 
 class Timed(NamedTuple):
-    """Holds the time of an action on one slice.
+    """The measured duration of an action on one slice.
 
     Attributes:
         tokens: Number of tokens of the slice.
-        pairs: Number of pairs of tokens in the slice that attend to each other.
+        pairs: Number of (query, key) pairs of tokens for which attention is computed in the slice.
         seconds: Duration of the action.
     """
 
@@ -57,12 +58,12 @@ class Timed(NamedTuple):
 
 
 class CostParts(NamedTuple):
-    """Holds the parts of an action's time, in seconds.
+    """The parts of an action's duration.
 
     Attributes:
-        fixed_s: Time of each action that does not depend on the length of its slice.
-        token_s: Time per token.
-        pair_s: Time per pair of tokens that attend to each other.
+        fixed_s: Fixed time per action in seconds, which does not depend on the length of the slice.
+        token_s: Time in seconds per token.
+        pair_s: Time in seconds per pair of tokens that attend to each other.
     """
 
     fixed_s: float
@@ -81,14 +82,14 @@ class Setting:
     """Describes the pipeline for which a length is chosen.
 
     Attributes:
-        placements: Placements of the stages to compare, the current one first.
+        placements: Placements of the stages to compare, starting with the current placement.
         weight_pieces: Number of W actions per weight gradient; 0 if B computes weight gradients.
-        link: Delays between any two ranks that ``links`` does not list, for ``link_tokens`` tokens.
-        links: Delays of particular links, by ``(from rank, to rank)``.
-        link_tokens: Number of tokens in the messages with which links were measured.
-        room: Function that takes a length of slices and a placement. It returns the number of
-            tokens whose activations all ranks can hold.
-        cap: User's limit on the microbatches that a rank holds, ``None`` if there is none.
+        link: Delays of all links that are not in ``links``, for messages of ``link_tokens`` tokens.
+        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        link_tokens: Number of tokens in the messages that the links were measured with.
+        room: Function that takes a slice length and a placement, and returns the number of tokens
+            whose activations fit into the memory of every rank.
+        cap: User's limit on the microbatches that a rank holds, or ``None`` if there is no limit.
     """
 
     placements: Sequence[Placement]
@@ -102,12 +103,13 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensChoice:
-    """Holds the chosen length of slices.
+    """The chosen length of slices.
 
     Attributes:
         tokens: Number of tokens of each slice.
-        candidate: Rule with the settings to run; ``None`` if the length is only measured next.
-        text: Decision as a line for the log.
+        candidate: Run-time rule with the settings to run, or ``None`` if this length is still to be
+            measured.
+        text: Description of the decision, as one line for the log.
     """
 
     tokens: int
@@ -116,13 +118,14 @@ class TokensChoice:
 
 
 def fit(rows: Sequence[Timed], *, has_fixed: bool = True) -> CostParts:
-    """Fits the non-negative parts of an action's time to measured times.
+    """Fits the non-negative parts of an action's duration to measured durations.
 
-    Times that are far from a first fit, for example of interrupted actions, are excluded.
+    Outliers of a first fit, such as interrupted actions, are excluded.
 
     Args:
         rows: Measured actions, at least one.
-        has_fixed: Whether an action has a fixed time. If not, all time belongs to tokens and pairs.
+        has_fixed: Whether an action has a fixed time. If not, the whole duration is attributed to
+            tokens and pairs.
     """
     table = np.array(rows, dtype=float)
     parts = _least_squares(table, has_fixed=has_fixed)
@@ -136,7 +139,7 @@ def _terms(table: Any) -> Any:
 
 
 def _least_squares(table: Any, *, has_fixed: bool) -> Any:
-    """Returns the non-negative parts with the smallest sum of squared residuals."""
+    """Returns the non-negative parts that minimize the sum of squared residuals."""
     terms, seconds = _terms(table), table[:, 2]
     sizes = np.maximum(np.abs(terms).max(axis=0), 1e-30)
     best, least = np.zeros(3), float(seconds @ seconds)
@@ -148,7 +151,7 @@ def _least_squares(table: Any, *, has_fixed: bool) -> Any:
         if rank < len(subset) or solution.min() < 0:
             continue
         missed = seconds - scaled @ solution
-        # Further parts must explain more than rounding.
+        # An additional part must reduce the residual by more than rounding errors.
         if (squares := float(missed @ missed)) < least * (1 - 1e-9):
             least = squares
             best = np.zeros(3)
@@ -163,15 +166,15 @@ def choose_tokens(
     setting: Setting,
     until_s: float,
 ) -> TokensChoice:
-    """Chooses the length of slices whose fastest setting has the shortest simulated steps.
+    """Chooses the slice length whose fastest setting has the shortest simulated steps.
 
     Args:
-        lengths: Numbers of tokens to simulate. The first one is simulated even after ``until_s``.
+        lengths: Numbers of tokens to simulate. The first is simulated even after ``until_s``.
         lanes: Measured actions.
-        cuts_of: Function that takes a number of tokens. It returns the microbatches of each
-            simulated step, in the order in which they run.
+        cuts_of: Function that takes a number of tokens and returns the microbatches of each
+            simulated step, in execution order.
         setting: Description of the pipeline.
-        until_s: Value of ``time.monotonic`` after which nothing more is simulated.
+        until_s: Value of ``time.monotonic`` after which no more steps are simulated.
 
     Raises:
         ScheduleError: No setting fits into memory with any of the lengths.
@@ -188,7 +191,7 @@ def choose_tokens(
             offered = list(_candidates(works, placement, setting, tokens))
             planned += len(offered) * sum(step.num_actions(setting) for step in works)
             for candidate in offered:
-                # Keep one result of each length that is begun.
+                # Finish at least one candidate for each length that was started.
                 if tokens in best and time.monotonic() >= until_s:
                     break
                 step_s = statistics.fmean(step.seconds(candidate, planned) for step in works)
@@ -211,13 +214,13 @@ def choose_tokens(
 
 
 class _Step(NamedTuple):
-    """Holds one step to simulate.
+    """One step to simulate.
 
     Attributes:
-        work: Times of all actions and messages.
+        work: Durations of all actions and messages.
         counts: Number of slices of each microbatch.
-        least: Smallest limit on activations, in microbatches of mean size.
-        row_tokens: Mean number of tokens of a microbatch.
+        least: Minimum limit on activations, in microbatches of mean size.
+        row_tokens: Mean number of tokens per microbatch.
     """
 
     work: Any
@@ -247,16 +250,18 @@ class _Step(NamedTuple):
         return cls(work, counts, least, tokens * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
-        """Returns the number of actions on all ranks."""
+        """Returns the number of actions of all ranks."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 
     def seconds(self, candidate: Candidate, planned: int) -> float:
-        """Returns the simulated duration of the step; a cap is raised as in a real step.
+        """Returns the simulated duration of the step.
+
+        A cap that is too small for the step is raised, as in a real step.
 
         Args:
-            candidate: Rule with its settings.
-            planned: Total number of actions in the simulations so far and in planned simulations.
+            candidate: Run-time rule with its settings.
+            planned: Total number of actions in the completed and planned simulations.
         """
         usual = default_cap(candidate.placement, self.num_microbatches, mean_slices(self.counts))
         cap = max(usual if candidate.cap is None else candidate.cap, self.least)
@@ -268,7 +273,7 @@ class _Step(NamedTuple):
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step."""
+        """Returns the number of microbatches in the step."""
         total: int = self.work.num_microbatches
         return total
 
@@ -276,7 +281,7 @@ class _Step(NamedTuple):
 def _candidates(
     steps: Sequence[_Step], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the settings of the run-time rule that fit into memory in each of the steps."""
+    """Yields the settings of the run-time rule that fit into memory in all steps."""
     room = setting.room(tokens, placement)
     most = min(room / step.row_tokens for step in steps)
     if most < max(step.least for step in steps):
@@ -286,7 +291,7 @@ def _candidates(
     usual = max(
         default_cap(placement, step.num_microbatches, mean_slices(step.counts)) for step in steps
     )
-    # Without a number, each step has the default cap for its own microbatches.
+    # A cap of ``None`` stands for each step's own default cap.
     caps: list[float | None] = [None] if usual <= with_rounding(most) else []
     caps += [cap for cap in (usual / 1.5, 2 * usual) if 1 <= cap <= with_rounding(most)]
     if setting.cap is not None or not caps:

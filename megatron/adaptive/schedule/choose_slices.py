@@ -1,14 +1,15 @@
 """Chooses the number of slices of each sequence by simulation, for ``--sequence-slices auto``.
 
-The first steps run with two numbers of slices, such as 8 and 4. With n slices, a stage takes
-``whole + (n - 1) * added`` for a microbatch. Here ``whole`` is the time without slices, and
-``added`` the extra time of each further slice. Two measurements determine both::
+The first steps run with two different numbers of slices, such as 8 and 4. With n slices, a stage
+takes ``whole + (n - 1) * added`` for a microbatch, where ``whole`` is the time without slices, and
+``added`` is the extra time of each slice after the first. Two measurements determine both values::
 
     measured    8 slices  2.14 s       added = (2.14 - 2.06) / 4 = 0.02 s for each further slice
                 4 slices  2.06 s       whole = 2.06 - 3 * 0.02   = 2.00 s
 
-With these times, steps with other numbers of slices are simulated. The number with the shortest
-step is chosen. If several numbers give nearly the same step time, the smallest of them is chosen.
+Steps with other numbers of slices are simulated with these times, and the number with the shortest
+step is chosen. If several numbers have nearly the same step time, the smallest of these numbers is
+chosen.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from megatron.adaptive.schedule.workload import StageProfile, StageTimes
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
 _LEAST_WHOLE = 0.25
-"""Minimum share of a measured time that is attributed to the unsliced work. Without this limit,
-noise could make the time that slices add exceed the measured time."""
+"""Minimum share of a measured time that is attributed to the work of a whole microbatch. Without
+this limit, noise could make the estimated cost of slicing exceed the measured time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTrial:
-    """Holds the times that were measured with a certain number of slices.
+    """The times that were measured with one number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
-        times: Times of a whole microbatch on each stage, summed over the slices.
+        times: Times of a whole microbatch on each stage, which are sums over its slices.
     """
 
     num_slices: int
@@ -45,11 +46,11 @@ class SliceTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTrial:
-    """Holds the decision that all ranks measure steps with another number of slices.
+    """The decision that all ranks measure some steps with another number of slices.
 
     Attributes:
-        text: Decision as a line for the log.
-        trial: Times measured with the number of slices before this decision.
+        text: Description of the decision, as one line for the log.
+        trial: Times measured with the previous number of slices.
         num_slices: Number of slices to measure next.
     """
 
@@ -60,12 +61,12 @@ class NextTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceChoice:
-    """Holds the chosen number of slices.
+    """The chosen number of slices.
 
     Attributes:
         num_slices: Number of slices of each microbatch.
         schedule: Fastest schedule with this number of slices.
-        text: Simulated step time with each number of slices, for use in a log line.
+        text: Simulated step time with each number of slices, for a line of the log.
     """
 
     num_slices: int
@@ -74,13 +75,13 @@ class SliceChoice:
 
 
 def added_s(first: SliceTrial, second: SliceTrial) -> float:
-    """Returns the time that each further slice adds to a forward pass and to a backward pass.
+    """Returns the time that each slice after the first adds to a forward or backward pass.
 
-    The time is the mean over all stages and over both passes, in seconds, and at least 0.
+    The result is in seconds, averaged over all stages and both passes, and not negative.
 
     Args:
-        first: Times with one number of slices.
-        second: Times with another number of slices.
+        first: Times measured with one number of slices.
+        second: Times measured with another number of slices.
     """
     further = first.num_slices - second.num_slices
     whole_s = [
@@ -91,19 +92,19 @@ def added_s(first: SliceTrial, second: SliceTrial) -> float:
 
 
 def _rows(times: StageTimes) -> list[tuple[float, ...]]:
-    """Returns the measured times of F, B and W, each as one tuple with an entry per stage."""
+    """Returns the measured times of F, B and W. Each is a tuple with an entry per stage."""
     return [row for row in (times.forward_s, times.backward_s, times.weight_s) if row]
 
 
 def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> StageProfile:
-    """Returns a copy of a profile that separates the cost of slicing from the stage times.
+    """Returns a copy of a profile in which the cost of slicing is separate from the stage times.
 
-    The copy has the times of whole microbatches, and separately the time that each slice adds.
+    The copy contains the times of whole microbatches, and the time that each slice adds.
 
     Args:
         profile: Profile measured with slices.
         num_slices: Number of slices during the measurement.
-        slice_s: Time in seconds that each further slice adds to F and to B.
+        slice_s: Time in seconds that each slice after the first adds to F and to B.
     """
     times = profile.times
     added = (num_slices - 1) * slice_s
@@ -116,19 +117,17 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 
 
 def memory_factor(num_slices: int, measured: int) -> float:
-    """Returns an upper bound of a microbatch's activation memory, relative to the measured memory.
+    """Returns an upper bound on a microbatch's activation memory, relative to the measured memory.
 
-    The bound is for another number of slices than that of the measurement. Without a fused
+    The bound applies to a number of slices that may differ from the measurement. Without a fused
     attention kernel, a slice keeps its attention scores with all earlier tokens. So n slices keep
-    ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because long slices are computed
-    in blocks. The memory of other activations does not depend on the number of slices.
+    up to ``(1 + 1 / n) / 2`` of the scores of a whole sequence; long slices keep less, because they
+    are computed in blocks. The memory of other activations does not depend on the number of slices.
 
-    Args:
-        num_slices: Number of slices for which memory is predicted.
-        measured: Number of slices during the measurement.
+    num_slices: Number of slices to predict the memory for.
     """
     if num_slices == 1 < measured:
-        return 2.0  # slices may keep little more than half of the scores
+        return 2.0  # slices may keep only a little more than half of the scores
     return max(1.0, (1 + 1 / num_slices) / (1 + 1 / measured))
 
 
@@ -138,10 +137,9 @@ def choose_number(
     """Chooses the number of slices whose fastest schedule has the shortest simulated step.
 
     Args:
-        numbers: Numbers of slices to simulate. The first number is simulated even after
-            ``until_s``.
-        choose_for: Function that chooses the fastest schedule for a number of slices. It raises
-            ``ScheduleError`` if none fits into memory.
+        numbers: Numbers of slices to simulate. The first is simulated even after ``until_s``.
+        choose_for: Function that chooses the fastest schedule for a number of slices, and raises
+            ``ScheduleError`` if no schedule fits into memory.
         until_s: Value of ``time.monotonic`` after which no more numbers are simulated.
 
     Raises:
@@ -155,8 +153,8 @@ def choose_number(
             schedules[number] = choose_for(number)
     if not schedules:
         raise ScheduleError(
-            "no number of slices fits into memory; lower --micro-batch-size or recompute"
-            " activations"
+            "no number of slices fits into memory; lower --micro-batch-size or recompute "
+            "activations"
         )
     steps_s = {number: schedule.step_s for number, schedule in schedules.items()}
     least_s = min(steps_s.values())
@@ -169,7 +167,7 @@ def choose_number(
 def ratio(whole: StageTimes, measured: StageTimes) -> float:
     """Returns the times without the cost of slicing, divided by the measured times.
 
-    Both are sums over all stages and kinds of action.
+    Both times are sums over all stages and kinds of action.
 
     Args:
         whole: Times without the cost of slicing.

@@ -1,15 +1,15 @@
-"""Predicts how long each stage works on a microbatch, from numbers that describe its content.
+"""Predicts the time of each stage for a microbatch from numbers that describe its content.
 
-Such a number is, for example, the number of elements in an entry of the batch (see
+For example, one of these numbers is the number of elements in an entry of the batch (see
 ``modules/content.py``). The time of a microbatch on a stage is the sum of these numbers, each
 multiplied by a non-negative factor::
 
     stage 0 (images)   seconds = 3e-9 x patches
     stage 3 (text)     seconds = 2e-6 x tokens + 1e-10 x pairs of tokens
 
-The factors of each stage are fitted by least squares. Ranks exchange sums, not single times, so an
-exchange has the same size for any number of microbatches. All ranks compute the factors from the
-same sums, with Python floats in a fixed order of operations. So they get the same factors.
+The factors of each stage are fitted by least squares. Ranks exchange sums instead of single times,
+so the size of an exchange does not depend on the number of microbatches. All ranks compute the same
+factors, because they use the same sums, and Python floats in a fixed order of operations.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megatron.adaptive.schedule.action import Action
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _REMEMBERED = 0.9
-"""Factor by which each new step reduces the weight of older steps."""
+"""Factor by which each new step reduces the weight of earlier steps."""
 _SWEEPS = 60
-"""Number of passes over all factors in a fit. A pass adjusts one factor after the other."""
+"""Number of passes over all factors in a fit. Each pass adjusts the factors one by one."""
 
 Numbers = tuple[float, ...]
 """Non-negative numbers that describe the content of a microbatch."""
 
 
 def squares_of(rows: Sequence[Numbers]) -> list[float]:
-    """Returns the sums of all products of two numbers of the same microbatch.
+    """Returns the sum over microbatches of each product of two numbers of the same microbatch.
 
     Args:
-        rows: Numbers of each microbatch, at least one microbatch.
+        rows: Numbers of each microbatch. There must be at least one microbatch.
 
     Returns:
-        The upper triangle of a symmetric matrix, row by row.
+        Upper triangle of a symmetric matrix, row by row.
     """
     count = len(rows[0])
     return [
@@ -48,7 +48,7 @@ def squares_of(rows: Sequence[Numbers]) -> list[float]:
 
 
 def products_of(rows: Sequence[Numbers], costs: Sequence[float]) -> list[float]:
-    """Returns the sum over microbatches of each number times the cost of the microbatch."""
+    """Returns, for each number, its sum over microbatches weighted by their costs."""
     return [
         sum(row[index] * cost for row, cost in zip(rows, costs, strict=True))
         for index in range(len(rows[0]))
@@ -62,7 +62,7 @@ class StageFit:
         count: Length of the tuple of numbers that describes the content of a microbatch.
 
     Attributes:
-        factors: Cost of one unit of each number in that tuple.
+        factors: Cost per unit of each number in that tuple.
     """
 
     def __init__(self, count: int) -> None:
@@ -75,7 +75,7 @@ class StageFit:
         return sum(factor * number for factor, number in zip(self.factors, numbers, strict=True))
 
     def add(self, squares: Sequence[float], products: Sequence[float]) -> None:
-        """Adds the sums of a step; see :func:`squares_of` and :func:`products_of`."""
+        """Adds the sums of a step, computed by :func:`squares_of` and :func:`products_of`."""
         self._squares = [
             _REMEMBERED * old + new for old, new in zip(self._squares, squares, strict=True)
         ]
@@ -84,16 +84,17 @@ class StageFit:
         ]
 
     def fit(self, start: Collection[int] = ()) -> None:
-        """Fits non-negative factors to the sums, by least squares.
+        """Fits non-negative factors to the sums by least squares.
 
         The fit starts with the cost divided equally among the numbers in ``start``. Then coordinate
-        descent sets one factor after the other to its best value. So numbers that always grow
-        together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After only one
+        descent sets the factors one by one to their best values. So numbers that always grow
+        together, such as the sizes of ``input_ids`` and ``labels``, share the cost. After a single
         microbatch, the numbers in ``start`` share its cost.
 
         Args:
-            start: Indices of the numbers that share the cost when the fit starts. All numbers share
-                it if this is empty, or has only numbers that were 0 in every microbatch.
+            start: Indices of the numbers among which the cost is divided at the start. If it is
+                empty, or all of its numbers were 0 in every microbatch, the cost is divided among
+                all numbers.
         """
         count = len(self.factors)
         matrix = [[0.0] * count for _ in range(count)]
@@ -101,7 +102,8 @@ class StageFit:
         for first in range(count):
             for second in range(first, count):
                 matrix[first][second] = matrix[second][first] = next(sums)
-        # Numbers differ by many orders of magnitude, so all are scaled to a mean square of 1.
+        # The numbers differ by many orders of magnitude, so each is scaled to a root mean square of
+        # 1.
         scales = [math.sqrt(matrix[index][index]) for index in range(count)]
         used = [index for index in range(count) if scales[index] > 0]
         rows = [[matrix[a][b] / (scales[a] * scales[b]) for b in used] for a in used]
@@ -121,17 +123,17 @@ class StageFit:
             self.factors[index] = value / scales[index]
 
     def is_used(self, index: int) -> bool:
-        """Returns whether a number was above 0 in any microbatch that was added.
+        """Returns whether a number was positive in any of the added microbatches.
 
         Args:
-            index: Index of the number in the tuple that describes a microbatch.
+            index: Index of the number in the tuple that describes the content of a microbatch.
         """
         count = len(self.factors)
         return self._squares[index * count - index * (index - 1) // 2] > 0
 
     @property
     def mean_cost(self) -> float:
-        """Returns the mean cost of the microbatches that were added.
+        """Returns the mean cost of the added microbatches.
 
         The last number of each microbatch must be 1.
         """
@@ -144,7 +146,7 @@ class StageFit:
         The last number of each microbatch must be 1.
         """
         count = len(self.factors)
-        # Each row of the upper triangle ends with the products with the last number, which is 1. So
+        # Each row of the upper triangle ends with the product with the last number, which is 1. So
         # these products are the sums of the numbers.
         ends = itertools.accumulate(range(count, 0, -1))
         return tuple(self._squares[end - 1] / (self._squares[-1] or 1.0) for end in ends)
@@ -155,8 +157,8 @@ class ContentCosts:
 
     Args:
         placement: Assignment of stages to ranks.
-        partition: Number of segments in each stage.
-        segments: Cost of each segment in counted work, not in measured time.
+        partition: Number of segments (parts of the model) in each stage.
+        segments: Cost function of each segment, in counted operations instead of measured time.
 
     Attributes:
         stages: Fit of each stage to measured times.
@@ -176,13 +178,14 @@ class ContentCosts:
         self.stages = [StageFit(count) for _ in range(placement.num_stages)]
 
     def cost(self, numbers: Numbers) -> float:
-        """Returns the predicted cost of a microbatch on all stages together."""
+        """Returns the predicted cost of a microbatch, summed over all stages."""
         return sum(stage.cost(numbers) for stage in self.stages)
 
     def segment_costs(self) -> tuple[float, ...]:
-        """Returns the mean cost of each segment, over the microbatches of the steps so far.
+        """Returns the mean cost of each segment over the microbatches of all steps so far.
 
-        The mean cost of a stage is divided among its segments in proportion to their counted work.
+        The mean cost of a stage is divided among its segments in proportion to their counted
+        operations.
         """
         costs: list[float] = []
         for stage, members in zip(self.stages, self._segments, strict=True):
@@ -195,10 +198,10 @@ class ContentCosts:
     def measured(
         self, rows: Sequence[Numbers], actions: Sequence[tuple[Action, int]]
     ) -> list[float]:
-        """Returns the sums of one rank for a step, as :meth:`add` expects them.
+        """Returns the sums of one rank for a step, in the format that :meth:`add` takes.
 
         Args:
-            rows: Numbers of each microbatch of the rank, in the order in which they ran.
+            rows: Numbers of each microbatch of the rank, in execution order.
             actions: Actions of the rank, each with its duration in nanoseconds.
         """
         seconds = [[0.0] * len(rows) for _ in range(self._placement.num_chunks)]
@@ -213,7 +216,7 @@ class ContentCosts:
         """Adds the sums of all ranks for a step.
 
         Args:
-            sums_at: Result of :meth:`measured` on each rank, by replica and pipeline rank.
+            sums_at: Result of :meth:`measured` on each rank, by replica index and pipeline rank.
         """
         replicas = sorted({replica for replica, _ in sums_at})
         for stage, fit in enumerate(self.stages):
@@ -225,11 +228,11 @@ class ContentCosts:
             fit.add(list(map(sum, squares)), list(map(sum, products)))
 
     def fit(self) -> None:
-        """Sets the factors of all stages to the values that fit their sums best.
+        """Fits the factors of all stages to the sums.
 
-        A number that was 0 in all steps so far cannot be fitted. Its factor is computed from the
-        counted work of the stage's segments, converted to seconds, because with a factor of 0
-        microbatches of a new kind would seem to cost nothing.
+        The factor of a number that was 0 in all steps so far cannot be fitted. It is computed from
+        the counted operations of the stage's segments, converted to seconds. Otherwise its factor
+        would be 0, and microbatches of a new kind would seem to cost nothing.
         """
         for stage in self.stages:
             stage.fit()

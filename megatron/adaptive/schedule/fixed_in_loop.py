@@ -1,8 +1,8 @@
-"""Makes the static schedules for stages in a loop: GPipe, 1F1B, their variants, and Varuna.
+"""Creates static schedules for stages in a loop: GPipe, 1F1B, variants of both, and Varuna.
 
-**1f1b**: a rank runs as many warm-up forward passes as stages follow its own, then alternates
-forward and backward passes. Four ranks, six microbatches; ``F0-3`` is the forward pass of chunk 0,
-microbatch 3::
+**1f1b**: A rank runs one warm-up forward pass for each stage after its own, then alternates forward
+and backward passes. The example has four ranks and six microbatches; ``F0-3`` is the forward pass
+of microbatch 3 in chunk 0::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 F0-4 B0-1 F0-5 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 F0-4 B0-2 F0-5 B0-3 B0-4 B0-5
@@ -12,122 +12,131 @@ microbatch 3::
 Rank r holds the activations of at most ``num_ranks - r`` microbatches. Without message latency, a
 step of m microbatches on p equal stages takes ``(m + p - 1) * (t_F + t_B)``.
 
-**seq-1f1b**: 1F1B over slices of sequences. Forward passes take the slices of all microbatches in
-ascending order, backward passes the last slice of each microbatch first. So that all slices of a
-microbatch have run forward before its first backward pass, there are ``num_slices - 1`` more
-warm-up forward passes. Two ranks, two microbatches of three slices; ``F0-1.2`` is the last slice of
-microbatch 1::
+**seq-1f1b**: 1F1B over slices of sequences. Forward passes run the slices of all microbatches in
+ascending order; backward passes run the slices of each microbatch in descending order. There are
+``num_slices - 1`` additional warm-up forward passes, because all slices of a microbatch must run
+forward before its first backward pass. The example has two ranks and two microbatches of three
+slices; ``F0-1.2`` is the last slice of microbatch 1::
 
     rank 0 | F0-0.0 F0-0.1 F0-0.2 F0-1.0 B0-0.2 F0-1.1 B0-0.1 F0-1.2 B0-0.0 B0-1.2 B0-1.1 B0-1.0
     rank 1 | F0-0.0 F0-0.1 F0-0.2 B0-0.2 F0-1.0 B0-0.1 F0-1.1 B0-0.0 F0-1.2 B0-1.2 B0-1.1 B0-1.0
 
 Rank r holds the activations of at most ``num_ranks - r + num_slices - 1`` slices.
 
-**interleaved**: each group of microbatches passes through all chunks of a rank in turn. Two ranks,
-two chunks, four microbatches::
+**interleaved**: Each group of microbatches passes through all chunks of a rank in turn. The example
+has two ranks, two chunks and four microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 B1-0 F0-3 B1-1 F1-2 B0-0 F1-3 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 B1-0 F1-1 B1-1 F0-2 B0-0 F0-3 B0-1 F1-2 B1-2 F1-3 B1-3 B0-2 B0-3
 
 Forward passes run group by group: all microbatches of a group in chunk 0, then in chunk 1 and so
-on. Backward passes run group by group too, from the deepest chunk to chunk 0. Rank r warms up with
-``2 * (num_ranks - 1 - r) + (num_chunks - 1) * group_size`` forward passes, then alternates. This is
-the order of megatron-core, so both can be compared action by action. Without latency, the idle time
-of a rank is ``(num_ranks - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage. It is
-the idle time of 1F1B divided by num_chunks.
+on. Backward passes also run group by group, from the deepest chunk to chunk 0. Rank r runs ``2 *
+(num_ranks - 1 - r) + (num_chunks - 1) * group_size`` warm-up forward passes, then alternates. This
+is the order of megatron-core, so both can be compared action by action. Without latency, the idle
+time of a rank is ``(num_ranks - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage.
+This is the idle time of 1F1B divided by num_chunks.
 
-**zb-h1**: 1F1B with weight gradients as separate actions (W), which fill the end of the step. Four
-ranks, six microbatches::
+**zb-h1**: 1F1B with weight gradients as separate actions (W), which fill the idle time at the end
+of the step. The example has four ranks and six microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 W0-0 F0-4 B0-1 W0-1 F0-5 B0-2 W0-2 B0-3 W0-3 B0-4 W0-4 B0-5 W0-5
   rank 1 | F0-0 F0-1 F0-2 B0-0 F0-3 B0-1 W0-0 F0-4 B0-2 W0-1 F0-5 B0-3 W0-2 B0-4 W0-3 B0-5 W0-4 W0-5
   rank 2 | F0-0 F0-1 B0-0 F0-2 B0-1 F0-3 B0-2 W0-0 F0-4 B0-3 W0-1 F0-5 B0-4 W0-2 B0-5 W0-3 W0-4 W0-5
   rank 3 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 W0-0 F0-4 B0-4 W0-1 F0-5 B0-5 W0-2 W0-3 W0-4 W0-5
 
-On rank r, the W of a microbatch runs r backward passes later than its B. So no W delays a gradient
-on its way back through the ranks. Every rank holds at most ``num_ranks`` microbatches from the
-start of their F to the end of their W, as many as the first rank of 1F1B. Without latency, a step
-of m microbatches on p equal stages, with m at least p, takes
-``m * (F + B + W) + (p - 1) * (F + B - min(F, B, W))``. The paper states ``F + B - W``, which is the
-same if W is the shortest of the three.
+On rank r, the W of a microbatch runs r backward passes later than its B, so no W delays a gradient
+on its way back through the ranks. Each rank holds at most ``num_ranks`` microbatches between the
+start of F and the end of W, as many as the first rank of 1F1B. Without latency, a step of m
+microbatches on p equal stages, with m at least p, takes ``m * (F + B + W) + (p - 1) * (F + B -
+min(F, B, W))``. The paper states ``F + B - W``, which is the same if W is the shortest of the
+three.
 
-**interleaved-zb**: interleaved 1F1B with the separate weight gradients of ZB-H1. Forward and
-backward passes go through the chunks in groups as in interleaved 1F1B, but after only
-``num_ranks - 1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This suffices because
-no weight gradient delays a gradient on its way, so the gradient is back in half the time. On rank
-r, each W runs r backward passes after its B, so that no rank holds more than under ZB-H1. Two
-ranks, two chunks, three microbatches in one group::
+**interleaved-zb**: Interleaved 1F1B with separate weight gradients, as in ZB-H1. Forward and
+backward passes go through the chunks in groups as in interleaved 1F1B, but after only ``num_ranks -
+1 - r + (num_chunks - 1) * group_size`` warm-up forward passes. This is enough because no weight
+gradient delays a gradient on its way, so the gradient returns in half the time. On rank r, each W
+runs r backward passes after its B, so that no rank holds more than under ZB-H1. The example has two
+ranks, two chunks and one group of three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 B1-0 W1-0 F1-2 B1-1 W1-1 B1-2 W1-2 B0-0 W0-0 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F0-2 F1-0 B1-0 F1-1 B1-1 W1-0 F1-2 B1-2 W1-1 B0-0 W1-2 B0-1 W0-0 B0-2 W0-1 W0-2
 
-**combined-1f1b**: interleaved 1F1B with one more warm-up forward pass. Its steady phase runs each
-forward pass together with the next backward pass, which belongs to another microbatch. One computes
-while the experts of the other communicate. ``F0-3+`` is such a forward pass::
+**combined-1f1b**: Interleaved 1F1B with one more warm-up forward pass. Its steady phase runs each
+forward pass together with the next backward pass, which belongs to another microbatch. One of the
+two computes while the experts of the other communicate. ``F0-3+`` is such a forward pass::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F0-3+ B1-0 F1-2+ B1-1 F1-3+ B0-0 B0-1 B1-2 B1-3 B0-2 B0-3
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
 
-**gpipe**: all forward passes, then all backward passes. Three ranks, four microbatches::
+**gpipe**: All forward passes, followed by all backward passes. The example has three ranks and four
+    microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 2 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
 
 **breadth-first**: GPipe with several chunks in a loop. All microbatches pass through one chunk
-before the next chunk begins; backward passes begin with the deepest chunk. Two ranks, two chunks,
-three microbatches::
+before the next chunk begins; backward passes begin with the deepest chunk. The example has two
+ranks, two chunks and three microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
     rank 1 | F0-0 F0-1 F0-2 F1-0 F1-1 F1-2 B1-0 B1-1 B1-2 B0-0 B0-1 B0-2
 
 All forward passes of a chunk are adjacent, and so are all its backward passes. So the chunk's
 weights are gathered, and their gradients reduced, once per step, while other chunks compute. The
-drawback is memory: every rank holds all microbatches. The idle time is that of interleaved 1F1B.
-Without latency, a step of m microbatches on p ranks with v chunks, with m at least p, takes
-``(m * v + p - 1) * (t_F + t_B)``, with t_F and t_B the times of one stage.
+drawback is memory: every rank holds all microbatches. The idle time is the same as that of
+interleaved 1F1B. Without latency, a step of m microbatches on p ranks with v chunks, with m at
+least p, takes ``(m * v + p - 1) * (t_F + t_B)``, where t_F and t_B are the times of one stage.
 
-**forward-only**, for evaluation: microbatches pass through all chunks in groups. A group has as
-many microbatches as there are ranks. Two ranks, two chunks, three microbatches::
+**forward-only**: For evaluation, microbatches pass through all chunks in groups. A group has as
+many microbatches as there are ranks. The example has two ranks, two chunks and three microbatches::
 
     rank 0 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
     rank 1 | F0-0 F0-1 F1-0 F1-1 F0-2 F1-2
 
 All ranks have the same list of actions. An action's input comes from the same position of another
-rank's list or, between two chunks, from an earlier position. So there is no deadlock. Groups keep
-every rank busy, and at most one group of stage inputs must be stored between chunks.
+rank's list or, between two chunks, from an earlier position, so there is no deadlock. The groups
+keep every rank busy, and at most one group of stage inputs must be stored between chunks.
 
-Deviation of GPipe and breadth-first from their papers: backward passes run in ascending order of
-microbatches, as everywhere in this package, not in descending order.
+Deviation from the papers on GPipe and breadth-first: backward passes run in ascending order of
+microbatches, as everywhere in this package, instead of descending order.
 
-**varuna**: every rank prefers backward passes and fills waits with forward passes. It is made for
-training with recomputation of activations. Three ranks, six microbatches::
+**varuna**: Every rank prefers backward passes, and runs forward passes while it would otherwise
+wait. It is designed for training with activation recomputation. The example has three ranks and six
+microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 F0-4 F0-5 B0-0 B0-1 B0-2 B0-3 B0-4 B0-5
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3 F0-4 F0-5 B0-4 B0-5
     rank 2 | F0-0 B0-0 F0-1 B0-1 F0-2 B0-2 F0-3 B0-3 F0-4 B0-4 F0-5 B0-5
 
 The order is the result of simulating ``runtime_rules.depth_first`` with one chunk. In the
-simulation, a forward pass takes time 1, a recomputation 1, and the backward pass after it 2. The
-last stage recomputes nothing, as its backward pass directly follows its forward pass. At any time,
-a rank follows these rules:
+simulation, a forward pass and a recomputation take time 1 each, and the backward pass takes 2. The
+last stage does not recompute, because each of its backward passes directly follows the forward
+pass. At any time, a rank follows these rules:
 
-1. if the gradient for the next backward pass has arrived, run that backward pass;
-2. otherwise, if the input of the next forward pass has arrived, run that forward pass, regardless
-   of memory;
-3. otherwise wait.
+1. If the gradient for the next backward pass has arrived, run that backward pass.
+2. Otherwise, if the input of the next forward pass has arrived, run that forward pass, regardless
+   of memory.
+3. Otherwise, wait.
 
-So forward passes that 1F1B would delay fill the waits. A rank holds at most 4 microbatches for each
-stage that follows its own, and the last rank holds 1. With recomputation it holds only the stage's
+So waits are filled by forward passes that 1F1B would delay. A rank holds at most 4 microbatches for
+each stage after its own, and the last rank holds 1. With recomputation it holds only the stage's
 input of each microbatch. To limit memory, use ``adaptive``.
 
-Deviations from the paper: here recomputation is part of B, so it begins when the gradient has
-arrived; in the paper it ends at that time. Hence no rank waits between recomputation and backward
-pass, and the paper's rule that no forward pass may run between them is not needed. In the paper, a
-rank also runs a forward pass if the backward pass in its list is late; here only run-time rules do
-that.
+Deviations from the paper: Here, recomputation is part of B, so it starts when the gradient has
+arrived; in the paper, it ends at that time. So no rank waits between a recomputation and its
+backward pass, and the paper's rule that no forward pass may run between them is not needed. In the
+paper, a rank also runs a forward pass if the backward pass in its list is late; here, only run-time
+rules do that.
 
-Source: 1F1B: PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B: Seq1F1B, arXiv 2406.03488,
+Source: 1F1B is from PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B is from arXiv
+    2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv
+    2104.04473, section 2.2; group sizes other than the number of ranks are as in megatron-core.
+    Combined is ``overlap_moe_expert_parallel_comm`` of megatron-core. ZB-H1 is from Zero Bubble
+    Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; this order, and the order with
+    several stages per rank, are the same as in ``torch.distributed.pipelining``. GPipe is from
+    arXiv 1811.06965, section 2.3. Breadth-First Pipeline Parallelism is from arXiv 2211.05953 (the
+    schedule for a looping placement). Varuna is from arXiv 2111.04007, section 3.2.
 its order for one stage per rank. Interleaved: Megatron-LM, arXiv 2104.04473, section 2.2; group
 sizes other than the number of ranks as in megatron-core. Combined: megatron-core's
 ``overlap_moe_expert_parallel_comm``. ZB-H1: Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
@@ -168,7 +177,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> tuple[Order, ...
 def seq_1f1b(placement: Placement, num_microbatches: int, num_slices: int = 1) -> tuple[Order, ...]:
     """Returns each rank's actions under Seq1F1B with one chunk per rank.
 
-    With one slice per microbatch, it is the order of 1F1B.
+    With one slice per microbatch, the order is the same as that of 1F1B.
     """
     return tuple(
         order_after(warmup + num_slices - 1, num_microbatches, num_slices)
@@ -193,9 +202,9 @@ def zb_h1(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
 def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns each rank's actions under interleaved 1F1B with separate weight gradients (W).
 
-    The placement is a loop with two or more chunks per rank.
+    The placement must be a loop with at least two chunks per rank.
 
-    A group has as many microbatches as there are ranks, or a few more, so that all groups are
+    A group has as many microbatches as there are ranks, or slightly more so that all groups are
     equal.
 
     Raises:
@@ -205,9 +214,9 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
     groups = max(1, num_microbatches // ranks)
     if num_microbatches % groups:
         raise ScheduleError(
-            f"schedule interleaved-zb got {num_microbatches} microbatches for {ranks} ranks: they"
-            f" must divide into {groups} equal groups, use a multiple of {ranks} or schedule"
-            " adaptive"
+            f"schedule interleaved-zb requires {groups} equal groups of microbatches for {ranks} "
+            f"ranks, got {num_microbatches} microbatches; use a multiple of {ranks} or schedule "
+            "adaptive"
         )
     size = num_microbatches // groups
     forwards, backwards = _in_groups(chunks, num_microbatches, size)
@@ -218,7 +227,7 @@ def interleaved_zb(placement: Placement, num_microbatches: int) -> tuple[Order, 
 
 
 def _with_lagging_weights(plain: Iterable[Order]) -> tuple[Order, ...]:
-    """Adds a W for each B, in the order of the B.
+    """Adds a W for each B, in the order of the B actions.
 
     On rank r, the W of a microbatch runs r backward passes after its B.
     """
@@ -246,31 +255,32 @@ def interleaved(
     """Returns each rank's actions under interleaved 1F1B.
 
     Args:
-        placement: Assignment of stages to ranks, a loop with at least two chunks per rank.
-        num_microbatches: Number of microbatches, a multiple of ``group_size``. A remainder of at
-            least the number of ranks is allowed and forms a smaller last group.
+        placement: Assignment of stages to ranks. It must be a loop with at least two chunks per
+            rank.
+        num_microbatches: Number of microbatches, which must be a multiple of ``group_size``. A
+            remainder of at least the number of ranks is allowed, and forms a smaller last group.
         group_size: Number of microbatches that pass through a chunk before the next chunk begins,
             from the number of ranks (the default) to ``num_microbatches``.
         pairs: Whether each forward pass of the steady phase runs together with the next backward
             pass.
 
     Raises:
-        ScheduleError: The number of microbatches or the group size breaks a condition above.
+        ScheduleError: The number of microbatches or the group size violates these conditions.
     """
     ranks, chunks = placement.num_ranks, placement.num_chunks
     size = ranks if group_size is None else group_size
     if not ranks <= size <= num_microbatches:
         raise ScheduleError(
-            f"schedule interleaved got groups of {size} microbatches: a group must hold at"
-            f" least {ranks} (the ranks) and at most {num_microbatches} (the microbatches),"
-            " raise the global batch size"
+            f"schedule interleaved requires groups of at least {ranks} (the ranks) and at most "
+            f"{num_microbatches} (the microbatches), got groups of {size} microbatches; raise "
+            "the global batch size"
         )
     remainder = num_microbatches % size
     if 0 < remainder < ranks:
         raise ScheduleError(
-            f"schedule interleaved got {num_microbatches} microbatches in groups of {size}:"
-            f" the remainder {remainder} is below {ranks} (the ranks), use a multiple of"
-            f" {size} or schedule adaptive"
+            f"schedule interleaved got {num_microbatches} microbatches in groups of {size}, but "
+            f"the remainder {remainder} is less than {ranks} (the ranks); use a multiple of "
+            f"{size} or schedule adaptive"
         )
     forwards, backwards = _in_groups(chunks, num_microbatches, size)
     return tuple(
@@ -280,7 +290,7 @@ def interleaved(
 
 
 def combined_1f1b(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under interleaved 1F1B, with F and B starting in pairs."""
+    """Returns each rank's actions under interleaved 1F1B in which F and B start in pairs."""
     return interleaved(placement, num_microbatches, pairs=True)
 
 
@@ -317,7 +327,7 @@ def _in_turn(
 
 
 def gpipe(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
-    """Returns each rank's actions under GPipe, or breadth-first with several chunks."""
+    """Returns each rank's actions under GPipe, or breadth-first if there are several chunks."""
     forwards, backwards = (
         action_table(kind, placement.num_chunks, num_microbatches)
         for kind in (ActionKind.F, ActionKind.B)

@@ -1,26 +1,28 @@
-"""Makes ZB-V, DualPipeV and V-Half: static schedules of two chunks per rank in a V.
+"""Creates ZB-V, DualPipeV and V-Half, which are static schedules of two chunks per rank in a V.
 
-**zb-v**: no idle time except while the pipeline fills, with the memory of 1F1B. Two ranks, three
-microbatches::
+**zb-v**: A rank is only idle while the pipeline fills, and uses the memory of 1F1B. The example has
+two ranks and three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 W1-2 B0-1 W0-1 B0-2 W0-2
   rank 1 | F0-0 F1-0 F0-1 F1-1 B1-0 W1-0 F0-2 B0-0 W0-0 F1-2 B1-1 W1-1 B0-1 B1-2 B0-2 W0-1 W1-2 W0-2
 
-Rank r of p warms up with ``2 * (p - r) - 1`` forward passes of chunk 0, alternates forward passes
-of both chunks r times, and starts the backward passes of chunk 1. Then it repeats a round of six
+Rank r of p runs ``2 * (p - r) - 1`` warm-up forward passes of chunk 0, alternates forward passes of
+both chunks r times, and starts the backward passes of chunk 1. Then it repeats a round of six
 actions: F, B, W of chunk 0 and F, B, W of chunk 1. With equal times, every input then arrives just
 in time. At the end it runs backward passes first, then the remaining weight gradients. With fewer
 than ``2 * p - 1`` microbatches, the order is that of ``2 * p - 1`` microbatches without the actions
-of missing microbatches.
+of the missing microbatches.
 
-A rank holds at most ``2 * p`` microbatches, each in one chunk. Their memory is that of p
-microbatches in both chunks, as under 1F1B. If F, B and W of one chunk take time 1 each, without
+A rank holds at most ``2 * p`` microbatches, each in one chunk. This takes the memory of p
+microbatches in both chunks, as in 1F1B. If F, B and W of one chunk take time 1 each, without
 latency, a step of m microbatches takes ``6 * m + (p - 1) + max(0, 3 * p - 2 * m - 1)``. Each rank
 works for ``6 * m``, and is idle because rank r cannot start before time r. If F and B take equally
-long, and W between half as long and as long, the idle time is ``(p - 1) * F``. With other times it
-is larger.
+long, and W at least half as long but not longer, the idle time is ``(p - 1) * F``. With other times
+it is larger.
 
-**dualpipe-v**: forward and backward passes in pairs. Two ranks, four microbatches; ``F0-3+`` runs
+**dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
+    microbatches; ``F0-3+`` runs together with the B after it, so that one computes while the
+    experts of the other communicate::
 together with the B after it: one computes while the experts of the other communicate::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
@@ -28,16 +30,17 @@ B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
   rank 1 | F0-0 F1-0 F0-1 F1-1 F0-2 B1-0 W1-0 F1-2+ B0-0 W0-0 F0-3+ B1-1 W1-1 F1-3+ B0-1 W0-1 \
 B1-2 W1-2 B0-2 W0-2 B1-3 B0-3 W1-3 W0-3
 
-Rank r of p warms up with ``2 * (p - r - 1)`` forward passes of chunk 0, alternates forward passes
-of both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
-alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. Then come
-the B actions that have no F as partner. The W of the later half of these B run at the end of the
-step, so that gradients reach earlier stages fast.
+Rank r of p runs ``2 * (p - r - 1)`` warm-up forward passes of chunk 0, alternates forward passes of
+both chunks r + 1 times, and runs ``p - r - 1`` rounds of B, W and F of chunk 1. The steady phase
+alternates two pairs: F of chunk 0 with B of chunk 1, and F of chunk 1 with B of chunk 0. The B
+actions without a corresponding F come last. The W actions of the later half of these B actions run
+at the end of the step, so that gradients reach earlier stages sooner.
 
-In the source, a backward pass of the steady phase includes its weight gradients. Here W follows
-directly after the pair, because weight gradients need no communication.
+In the source, a backward pass of the steady phase includes its weight gradients. Here, W directly
+follows the pair, because weight gradients need no communication.
 
-**v-half**: half of 1F1B's memory for about half of its idle time. Three ranks, three microbatches::
+**v-half**: Uses half of the memory of 1F1B and has about half of its idle time. The example has
+    three ranks and three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 B0-1 W1-2 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
@@ -46,29 +49,30 @@ directly after the pair, because weight gradients need no communication.
 The order is constructed as follows. Time is divided into slots, and one F, B or W of a chunk takes
 one slot.
 
-1. The building block gives the slots of F and B of microbatch 0 on each stage. From one rank to the
-   next, F0 and B1 take 2 slots, F1 and B0 take 1 slot, so that the activations of chunk 0 and chunk
-   1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i`` slots later. No
-   two actions of a rank get the same slot.
-2. Squeeze and reorder: before and after the steady part, each action moves to the earliest free
-   slot after its input in which the rank does not hold more than in the steady part.
-3. Weight gradients take the free slots, first in, first out.
+1. The building block defines the slots of F and B of microbatch 0 on each stage. From one rank to
+   the next, F0 and B1 take 2 slots, and F1 and B0 take 1 slot, so that the activations of chunk 0
+   and chunk 1 add up to the same amount on all ranks. Microbatch i does the same ``6 * i`` slots
+   later. No two actions of a rank get the same slot.
+2. Squeeze and reorder: Before and after the steady state, each action moves to the earliest free
+   slot after its input in which the rank does not hold more than in the steady state.
+3. Weight gradients fill the free slots in FIFO order.
 
-Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. Their memory
-is that of ``(p + 2) // 2`` microbatches in both chunks. If F, B and W of one chunk take time 1
-each, without latency, a step of m microbatches, with m at least p, takes
-``6 * m + max(p - 1, 6 * ceil(p / 2) - 7)``; 1F1B takes ``6 * (m + p - 1)``.
+Each of p ranks holds at most ``2 * ((p + 2) // 2)`` microbatches, each in one chunk. This takes the
+memory of ``(p + 2) // 2`` microbatches in both chunks. If F, B and W of one chunk take time 1 each,
+without latency, a step of m microbatches, with m at least p, takes ``6 * m + max(p - 1, 6 * ceil(p
+/ 2) - 7)``; 1F1B takes ``6 * (m + p - 1)``.
 
-Deviations from the paper: this construction makes one pass over the slots, in which weight
-gradients take any free slot; the authors' program makes two. The idle time is below the ``3 * p``
-that the paper states. A pipeline of one rank gets the order of ZB-V.
+Deviations from the paper: This construction makes one pass over the slots, in which weight
+gradients take any free slot, while the authors' program makes two passes. The idle time is below
+the ``3 * p`` that the paper states. A pipeline with one rank uses the order of ZB-V.
 
-Source: ZB-V: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6; it is V-ZB in arXiv
-2405.15362. The order is that of ``torch.distributed.pipelining``, so both can be compared action by
-action. DualPipeV: a form of DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) that keeps each
-stage on one rank only, published by its authors at https://github.com/deepseek-ai/DualPipe.
-V-Half: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: V-shaped building blocks,
-V-Half with its offsets, and the construction of a schedule from a block (repeat, squeeze, reorder).
+Source: ZB-V is from Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6, and is called
+V-ZB in arXiv 2405.15362. The order is the same as in ``torch.distributed.pipelining``, so both can
+be compared action by action. DualPipeV is a form of DualPipe (DeepSeek-V3, arXiv 2412.19437,
+section 3.2.1) that keeps each stage on one rank only, published by its authors at
+https://github.com/deepseek-ai/DualPipe. V-Half is from Pipeline Parallelism with Controllable
+Memory, arXiv 2405.15362: V-shaped building blocks, V-Half with its offsets, and the construction of
+a schedule from a block (repeat, squeeze, reorder).
 """
 
 from __future__ import annotations
@@ -113,17 +117,17 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
     ranks = placement.num_ranks
     if num_microbatches < 2 * ranks:
         raise ScheduleError(
-            f"schedule dualpipe-v got {num_microbatches} microbatches: it needs at least"
-            f" {2 * ranks}, two per rank; raise the global batch size or use zb-v"
+            f"schedule dualpipe-v requires at least {2 * ranks} microbatches (two per rank), got "
+            f"{num_microbatches}; raise the global batch size or use zb-v"
         )
     orders = []
     for rank in range(ranks):
         after = ranks - 1 - rank
-        # Marks in these texts: + begins a pair. A lower-case b means that its W runs later, and W
-        # alone stands for the oldest W that has not run yet.
+        # A plus sign marks the first action of a pair. A lower-case b marks a B whose W runs later,
+        # and a W without a chunk stands for the oldest W that has not run yet.
         steady = ["F0+", "B1", "F1+", "B0"] * (num_microbatches - 2 * ranks + rank + 1)
         if after == 0:
-            steady[0] = "F0"  # not a pair: the next B belongs to the same microbatch
+            steady[0] = "F0"  # not a pair, because the next B belongs to the same microbatch
         alone = ["B1", "B0"] * (rank + 1)
         lanes: list[str] = []
         left: deque[str] = deque()
@@ -146,9 +150,9 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> tuple[Order, ...]
 
 
 def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
-    """Converts texts such as ``F0`` into actions, with microbatches counted from 0.
+    """Converts labels such as ``F0`` into actions, with microbatches counted from 0.
 
-    Actions of microbatches that the step does not have are skipped.
+    Labels of microbatches that the step does not have are skipped.
     """
     counts: Counter[str] = Counter()
     order = []
@@ -163,18 +167,18 @@ def _listed(lanes: Iterable[str], num_microbatches: int) -> Order:
 
 
 _PERIOD = 6
-"""Number of slots from an action to the same action of the next microbatch."""
+"""Number of slots between an action and the same action of the next microbatch."""
 
 _Row = dict[int, Action]
-"""Actions of one rank, by the index of their time slot."""
+"""Actions of one rank by time slot."""
 
 
 def v_half(placement: Placement, num_microbatches: int) -> tuple[Order, ...]:
     """Returns each rank's actions under V-Half with two chunks per rank in a V."""
     if placement.num_ranks == 1:
         return zb_v(placement, num_microbatches)
-    # The steady state is periodic. So construct the order for a few microbatches only, and then
-    # repeat its steady state.
+    # The steady state is periodic, so the order is constructed for a few microbatches only, and
+    # then the steady state is repeated.
     few = min(num_microbatches, placement.num_ranks + 5)
     begin = _steady_begin(placement.num_ranks) + _PERIOD
     return tuple(_stretch(row, begin, num_microbatches - few) for row in squeezed(placement, few))
@@ -211,13 +215,13 @@ def squeezed(placement: Placement, num_microbatches: int) -> list[_Row]:
 
 
 def _steady_begin(num_ranks: int) -> int:
-    """Returns the slot of rank 0's first B of chunk 0, with which the steady state begins."""
+    """Returns the slot of rank 0's first B of chunk 0, where the steady state begins."""
     return _block(num_ranks, 0)[3][0]
 
 
 def _block(num_ranks: int, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
-    """Returns slot, kind and chunk of each F and B of microbatch 0 on a rank."""
-    # Without this gap, B and F would get the same slots if the number of ranks is even.
+    """Returns the slot, kind and chunk of each F and B of microbatch 0 on a rank."""
+    # Without this gap, a B and an F would get the same slot if the number of ranks is even.
     gap = 3 if num_ranks % 2 == 0 else 0
     return (
         (2 * rank, ActionKind.F, 0),
@@ -239,7 +243,7 @@ def _repeated_block(num_ranks: int, num_microbatches: int) -> list[_Row]:
 
 
 def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
-    """Moves an action to the first free slot that memory allows, and returns this slot."""
+    """Moves an action to the first free slot that the memory limit allows; returns this slot."""
     action = row.pop(slot)
     for target in range(earliest, slot):
         if target not in row:
@@ -252,7 +256,7 @@ def _move(row: _Row, slot: int, earliest: int, cap: int) -> int:
 
 
 def _peak(row: _Row) -> int:
-    """Returns the maximum number of microbatches held, counted once per chunk.
+    """Returns the maximum number of microbatches that the rank holds, counted once per chunk.
 
     The count assumes that each weight gradient takes the first free slot.
     """
@@ -272,7 +276,7 @@ def _peak(row: _Row) -> int:
 
 
 def _with_weights(row: _Row) -> _Row:
-    """Puts weight gradients into the free slots after their backward passes, in the same order."""
+    """Puts weight gradients into the free slots after their backward passes, in FIFO order."""
     full: _Row = {}
     waiting: deque[Action] = deque()
     slot = 0
@@ -290,7 +294,7 @@ def _with_weights(row: _Row) -> _Row:
 
 
 def _stretch(row: _Row, begin: int, repeats: int) -> Order:
-    """Returns a rank's actions in order, after repeating the period that starts at ``begin``.
+    """Returns a rank's actions in execution order, with its steady-state period repeated.
 
     Args:
         row: Actions of the rank by time slot, in ascending order of slots.

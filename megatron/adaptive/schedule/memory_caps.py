@@ -1,61 +1,62 @@
 """Limits the activation memory of a rank by a cap and a graded rule that cannot deadlock.
 
-A cap is counted in whole-rank microbatches. One unit is the activations of one microbatch in all
-chunks of a rank, so a microbatch in one chunk takes ``1 / num_chunks``. The minimum cap is 1.
+The unit of a cap is the activations of one microbatch in all chunks of a rank, so a microbatch in
+one chunk takes ``1 / num_chunks``. The minimum cap is 1.
 
-The graded rule: a forward pass of chunk c may start only if afterwards one microbatch in every
-later chunk of the same rank still fits.
+The graded rule: A forward pass of chunk c may only start if one microbatch in every later chunk of
+the same rank still fits afterwards.
 
-Why it cannot deadlock. Suppose every rank waits. Take the deepest stage s that holds a microbatch,
+Why it cannot deadlock: Suppose every rank waits. Take the deepest stage s that holds a microbatch
 whose forward pass ran and whose backward pass did not. If s is the last stage, that backward pass
-is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can stop it. Its
+is ready. Otherwise the forward pass of stage s+1 has its input, so only the cap can block it. Its
 rank holds nothing at s+1 or deeper, only microbatches of earlier chunks. When the last forward pass
 of those chunks started, it left enough memory for one microbatch of every later chunk, including
-that of s+1. So the forward pass of s+1 fits. If no stage holds anything, the first forward pass
-fits because the cap is at least 1. A flat cap, under which only the microbatch itself must fit,
-does not keep this memory free:
+the chunk at s+1. So the forward pass of s+1 fits. If no stage holds anything, the first forward
+pass fits because the cap is at least 1. A flat cap, which only requires that the microbatch itself
+fits, does not keep this memory free:
 
 ::
 
-    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, the only way to a
-                                        backward, never fits
+    2 ranks, 2 chunks of 1/2, cap 1     F0-0 and F0-1 fill rank 0; F1-0, the only way to a backward,
+    never fits
 
 **Unequal microbatches.** If microbatches differ in size, sizes are relative to the mean microbatch,
-so that a cap limits bytes. A forward pass of chunk c and microbatch j then leaves memory for one
-microbatch in every later chunk: the largest from that chunk's next one up to j. The microbatch that
-is stuck in the proof above is among them, because it has passed chunk c. The minimum cap is the
+so that a cap limits bytes. A forward pass of chunk c and microbatch j must leave memory for one
+microbatch in every later chunk: the largest from that chunk's next microbatch up to j. The blocked
+microbatch in the proof above is among these, because it has passed chunk c. The minimum cap is the
 size of the largest microbatch.
 
-**Slices.** If microbatches are cut into slices (see ``rank_kernel``), each into its own number, no
-backward pass of a microbatch starts before all of its slices have run forward. So only the first
-slice of a microbatch is checked. It starts if the cap has room for all held slices, for the slices
-that begun microbatches have not yet run on the rank's chunks, for all slices of this microbatch,
-and for one whole microbatch in every later chunk: the largest of those up to this one that have not
-begun there. Later slices always start. The minimum cap is the size of the largest microbatch.
+**Slices.** Microbatches may be cut into slices (see ``rank_kernel``), each into a different number.
+Then no backward pass of a microbatch starts before all of its slices have run forward, so only the
+first slice of a microbatch is checked. It starts if the cap has room for all of these: the held
+slices, the remaining slices of microbatches that have begun on the rank's chunks, all slices of
+this microbatch, and one whole microbatch in every later chunk. That one is the largest of those up
+to this microbatch that have not begun in that chunk. Later slices always start. The minimum cap is
+the size of the largest microbatch.
 
-The proof again, with slices. Suppose every rank waits. Take the deepest stage s that holds slices,
-and the first microbatch m whose backward passes are not complete there. m has begun on all stages
-up to s. If a slice of m has not run on one of them, the first such stage has its input, and a later
-slice always starts, so that stage does not wait. So all slices of m have run on s. If s is the last
-stage, a backward pass is ready. Otherwise the first slice of m has its input on stage s+1, and its
-rank holds only slices of earlier chunks. Among those chunks, consider the last first slice that
-started. It left enough memory for the rest of all begun microbatches, and for one microbatch of
-every later chunk, at least as large as m. Slices that have started since took memory that was left
-for them. So the first slice of m fits.
+The proof with slices: Suppose every rank waits. Take the deepest stage s that holds slices, and the
+first microbatch m whose backward passes are not complete there. m has begun on all stages up to s.
+If a slice of m has not run on some of these stages, the first such stage has its input. It does not
+wait, because later slices always start. So all slices of m have run on s. If s is the last stage, a
+backward pass is ready. Otherwise the first slice of m has its input on stage s+1, whose rank holds
+only slices of earlier chunks. Consider the first slice that started most recently in those chunks.
+It left enough memory for the rest of all begun microbatches, and for a microbatch at least as large
+as m in every later chunk. Slices that started since then used memory that was reserved for them. So
+the first slice of m fits.
 
-**Chunk shares.** One chunk may fill the cap while others get no memory: the first stages run ahead
-because their backward passes come much later. By Little's law, the number of microbatches that a
-stage holds in a steady pipeline is proportional to the time between its forward and backward pass.
-That time is proportional to the number of stages that follow. So under the cap C of a rank with V
-chunks, a chunk at stage s of S may hold
+**Chunk shares.** One chunk may fill the cap while others get no memory, because the first stages
+run ahead and their backward passes come much later. By Little's law, the number of microbatches
+that a stage holds in a steady pipeline is proportional to the time between its forward and backward
+pass. That time is proportional to the number of stages that follow. So under the cap C of a rank
+with V chunks, a chunk at stage s of S may hold
 
     K = max(1, floor(C V (S - s) / sum of (S - s') over the rank's chunks))
 
 microbatches between the start of their forward pass and the end of their backward pass. This number
-is the chunk's share; the deepest chunk has none. Shares cannot deadlock either: in the proof above,
-the chunk of stage s+1 holds nothing, and its share is at least 1.
+is the chunk's share; the deepest chunk has no share. Shares cannot deadlock either: in the proof
+above, the chunk of stage s+1 holds nothing, and its share is at least 1.
 
-This module computes these limits. ``RankState`` counts the memory that a rank holds at any moment.
+This module computes these limits. ``RankState`` counts the memory that a rank holds at run time.
 """
 
 from __future__ import annotations
@@ -67,41 +68,41 @@ from megatron.adaptive.schedule.action import SliceCounts, mean_slices, most_sli
 from megatron.adaptive.schedule.rank_kernel import MEMORY_SCALE
 from megatron.adaptive.schedule.stage_placement import Placement
 
-# Relative tolerance in comparisons with the cap. It exceeds the rounding error of sums of fractions
+# Relative tolerance of comparisons with the cap. It exceeds the rounding error of sums of fractions
 # such as 1/3.
 _ROUNDING = 1e-9
-# Tolerance in millionths of a microbatch. It covers the rounding of 1,000 sizes by up to half a
-# millionth each.
+# Tolerance in millionths of a microbatch. It covers 1,000 sizes that are each rounded by up to half
+# a millionth.
 _ROUNDING_PER_SUM = 500
-# Ratio of the default cap to the memory that a static schedule needs. It was measured (see
-# ``runtime_rules``): with 1.25, message latency makes a step up to 7% longer than that of static
-# schedules; with 1.5, a latency of up to one forward pass of a stage costs nothing.
+# Ratio of the default cap to the memory that a static schedule needs. In measurements (see
+# ``runtime_rules``), message latency made a step up to 7% longer than that of static schedules with
+# a ratio of 1.25. With 1.5, a latency of up to one forward pass of a stage cost nothing.
 _SLACK = 1.5
 
 
 def with_rounding(cap: float) -> float:
-    """Returns ``cap`` plus a tolerance, for comparing ``cap`` with a sum of rounded sizes."""
+    """Returns ``cap`` plus a tolerance, for comparing it with a sum of rounded sizes."""
     return cap * (1 + _ROUNDING) + _ROUNDING_PER_SUM / MEMORY_SCALE
 
 
 def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
     """Converts a limit on activations (cap) to the integer unit of ``rank_kernel``.
 
-    The result includes the tolerance for rounding.
+    The result includes the tolerance for rounding errors.
 
     Args:
-        cap: Limit on activations held, in microbatches of mean size in all chunks of the rank.
+        cap: Limit on activations, in microbatches of mean size in all chunks of the rank.
         num_chunks: Number of model chunks on the rank.
-        largest: Size of the largest microbatch, divided by the mean size.
+        largest: Size of the largest microbatch, relative to the mean size.
 
     Raises:
-        ScheduleError: The cap is not a number, or is below one microbatch in every chunk, which
-            every order of actions needs.
+        ScheduleError: The cap is not a number, or is smaller than the largest microbatch in every
+            chunk, which every order of actions needs.
     """
     if math.isnan(cap) or with_rounding(cap) < largest:
         raise ScheduleError(
-            f"activation cap {cap:g} is below what any order needs: the least cap is {largest:.3g}"
-            f" (one microbatch, the largest, in each of {num_chunks} chunks)"
+            f"activation cap must be at least {largest:.3g} (one microbatch, the largest, in "
+            f"each of {num_chunks} chunks), got {cap:g}"
         )
     return round(min(with_rounding(cap), 1e9) * MEMORY_SCALE)
 
@@ -109,16 +110,15 @@ def scaled_cap(cap: float, num_chunks: int, largest: float = 1.0) -> int:
 def chunk_shares(
     placement: Placement, rank: int, cap: float, num_slices: SliceCounts = 1
 ) -> tuple[int, ...]:
-    """Returns each chunk's share: the number of microbatches that it may hold.
+    """Returns the share of each chunk, which is the number of microbatches that it may hold.
 
-    The deepest chunk has no share and is left out (see the module's docstring).
+    The result does not include the deepest chunk, which has no share (see the module's docstring).
 
     Args:
         placement: Assignment of pipeline stages to ranks.
-        rank: Position of the rank in the pipeline.
-        cap: Limit on activations held, in microbatches in all chunks of the rank.
-        num_slices: Number of slices of each microbatch. If microbatches have several slices, shares
-            count slices.
+        rank: Pipeline rank.
+        cap: Limit on activations, in microbatches in all chunks of the rank.
+        num_slices: Number of slices of each microbatch. If there are several, shares count slices.
 
     Raises:
         ScheduleError: No order of actions stays within the cap.
@@ -132,17 +132,17 @@ def chunk_shares(
 
 
 def default_cap(placement: Placement, num_microbatches: int, num_slices: float = 1) -> float:
-    """Returns the default limit on the activations that a rank holds (the cap).
+    """Returns the default limit (cap) on the activations that a rank holds.
 
-    The unit is a whole-rank microbatch: one microbatch in all chunks of the rank.
+    The unit is one microbatch in all chunks of the rank.
 
     The default is 1.5 times the activations that the best static schedule holds on its first rank,
     rounded up to a whole chunk. The best static schedule is 1F1B with one chunk, interleaved 1F1B
-    with several chunks in a loop, and ZB-V in a V. The extra half lets a rank continue with a
+    with several chunks in a loop, and ZB-V in a V. The additional memory lets a rank run another
     forward pass while the input of its next backward pass is late.
 
     The result is between 1 (the minimum cap) and ``num_microbatches``, above which a cap has no
-    effect. A pipeline of one rank never waits, so it gets the minimum.
+    effect. In a pipeline with one rank, which never waits, it is the minimum.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
@@ -155,8 +155,8 @@ def default_cap(placement: Placement, num_microbatches: int, num_slices: float =
     ranks, chunks = placement.num_ranks, placement.num_chunks
     if ranks == 1:
         return 1.0
-    # Number of forward passes that interleaved 1F1B holds on rank 0: those of its warm-up, plus the
-    # first one of the steady phase.
+    # Number of forward passes that interleaved 1F1B holds on rank 0: the warm-up passes, plus the
+    # first pass of the steady phase.
     interleaved = (chunks - 1) * ranks + 2 * (ranks - 1) + 1
     static_in_chunks = ranks * chunks if chunks == 1 or placement.kind == "v" else interleaved
     with_slack = math.ceil(static_in_chunks * _SLACK)

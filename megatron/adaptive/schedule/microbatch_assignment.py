@@ -1,6 +1,6 @@
 """Assigns microbatches to data-parallel replicas so that all replicas take equally long.
 
-The microbatches of the step do not change; only the replica that works on each is chosen::
+The microbatches of a step do not change, only the replica that processes each microbatch::
 
     cost of each             9  5  8  4  4  2     replica 0 is 1.5 times as slow
     in turns    replica 0    9     8     4        21 x 1.5 = 31.5
@@ -9,11 +9,11 @@ The microbatches of the step do not change; only the replica that works on each 
                 replica 1    9  5        4  2     20
 
 The cost of a microbatch on a rank has a fixed part, a part per token, and a part per pair of tokens
-that attend to each other. These parts are fitted to the measured times of the last steps.
-The pace of a rank is its compute time, without waits, divided by the cost of its microbatches. A
-replica is as fast as its slowest rank.
+that attend to each other. These parts are fitted to the measured times of recent steps. The pace of
+a rank is its compute time, without waits, divided by the cost of its microbatches. A replica is as
+fast as its slowest rank.
 
-Every rank computes all of this from the same numbers, with Python floats in a fixed order of
+Every rank computes the assignment from the same numbers, with Python floats in a fixed order of
 operations. So ranks on different machines reach the same decision without communication.
 """
 
@@ -28,51 +28,51 @@ from dataclasses import dataclass
 from megatron.adaptive.schedule.workload import order_by_cost
 
 Size = tuple[float, float]
-"""Number of tokens in a microbatch, and sum of its documents' squared lengths in tokens."""
+"""Number of tokens in a microbatch, and sum of the squared lengths of its documents in tokens."""
 
 EQUAL: Size = (1.0, 1.0)
-"""Size to use for every microbatch if all are equally long."""
+"""Size of every microbatch if all are equally long."""
 
 Measured = tuple[float, float, float]
-"""Three sums over the microbatches that a rank worked on in a step.
+"""Three sums over the microbatches that a rank processed in a step.
 
-They are the sum of the microbatches' times in seconds, the sum of times multiplied by number of
-tokens, and the sum of times multiplied by squared lengths (see :data:`Size`).
+The sums are of the microbatches' times in seconds, of the times multiplied by numbers of tokens,
+and of the times multiplied by squared lengths (see :data:`Size`).
 """
 
 _LEAST_SIZES = 4
-"""Minimum number of different microbatch sizes for fitting the three parts of the cost."""
+"""Minimum number of distinct microbatch sizes for fitting the three parts of the cost."""
 _REMEMBERED = 0.9
-"""Factor by which each new step reduces the weight of older steps in the fit."""
+"""Factor by which each new step reduces the weight of earlier steps in the fit."""
 _REFIT_STEPS = 8
-"""Number of steps at the start of training after each of which costs are fitted.
+"""Number of steps at the start of training with a fit after each step.
 
-Afterwards, costs are fitted only every time this number of steps has passed.
+Afterwards, there is a fit once per this number of steps.
 """
 _STEPS = 16
-"""Number of most recent steps over which paces are measured."""
+"""Number of most recent steps to measure paces over."""
 _FEW = 3
 """Number of most recent steps used to detect a sudden change of pace."""
 _CHANGED = 0.10
-"""Minimum relative change of a pace over ``_FEW`` steps for adopting the new paces."""
+"""Minimum relative change of a pace over ``_FEW`` steps for switching to the new paces."""
 _DRIFTED = 0.03
-"""Minimum relative change of a pace over ``_STEPS`` steps for adopting the new paces."""
+"""Minimum relative change of a pace over ``_STEPS`` steps for switching to the new paces."""
 _SINGULAR = 1e-7
 """Relative tolerance of the fit.
 
-Equations with a smaller pivot are treated as dependent. A fit replaces another only if it is better
-by more than this.
+Equations with a smaller pivot are treated as linearly dependent. A fit replaces another fit only if
+it is better by more than this tolerance.
 """
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Contains the indices of the microbatches that one replica works on in a step.
+    """The microbatches that one replica processes in a step.
 
     Attributes:
-        numbers: Index of each microbatch in the whole step. With round-robin assignment, index n
-            would be on replica n modulo the number of replicas.
-        total: Number of microbatches of all replicas together in the step.
+        numbers: Index of each microbatch in the whole step. With round-robin assignment, microbatch
+            n would be on replica n modulo the number of replicas.
+        total: Number of microbatches of all replicas in the step.
     """
 
     numbers: tuple[int, ...]
@@ -82,19 +82,19 @@ class Dealt:
 def deal(
     costs: Sequence[Sequence[float]], *, group: int = 1, least: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Assigns microbatches, costliest first, each to the replica that then finishes earliest.
+    """Assigns each microbatch, costliest first, to the replica that then finishes earliest.
 
-    Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, here with costs that
+    Source: R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969, extended to costs that
     differ between replicas.
 
     Args:
         costs: Cost of each microbatch on each replica, ``[replica][microbatch]``.
-        group: Number by which each replica's number of microbatches must be divisible. The step's
-            number of microbatches is a multiple of ``group``, too.
+        group: Divisor of each replica's number of microbatches. The step's number of microbatches
+            is a multiple of ``group``, too.
         least: Minimum number of microbatches per replica.
 
     Returns:
-        Indices of the microbatches of each replica, ascending.
+        Indices of the microbatches of each replica, in ascending order.
     """
     replicas = range(len(costs))
     count = len(costs[0])
@@ -103,7 +103,7 @@ def deal(
     groups = [order[start : start + group] for start in range(0, count, group)]
     dealt: list[list[int]] = [[] for _ in replicas]
     busy = [0.0 for _ in replicas]
-    # Number of groups that replicas with fewer than ``least`` microbatches still need.
+    # Number of groups still needed by replicas with fewer than ``least`` microbatches.
     wanting = -(-least // group) * len(replicas)
     for left, of_group in zip(range(len(groups), 0, -1), groups, strict=True):
         takers = [r for r in replicas if len(dealt[r]) < least] if left <= wanting else replicas
@@ -116,9 +116,9 @@ def deal(
 
 
 def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Assigns the given numbers of microbatches to replicas, round-robin as far as possible.
+    """Assigns the given numbers of microbatches to replicas, in round-robin order where possible.
 
-    Data workers prefetch in round-robin order, so their prefetched microbatches can be used.
+    Data workers prefetch microbatches in round-robin order, so these can be used.
     """
     turns = [range(replica, sum(counts), len(counts)) for replica in range(len(counts))]
     spare = iter([n for turn, count in zip(turns, counts, strict=True) for n in turn[count:]])
@@ -129,7 +129,7 @@ def _nearly_in_turns(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 class CostFit:
-    """Fits the cost of microbatches on one stage to measured times, by least squares."""
+    """Fits the cost of microbatches on one stage to measured times by least squares."""
 
     def __init__(self) -> None:
         self.parts: tuple[float, ...] = (0.0, 1.0, 0.0)
@@ -140,19 +140,19 @@ class CostFit:
         """Returns the cost of a set of microbatches.
 
         Args:
-            sums: Number of microbatches, their tokens, and their sum of squared lengths.
+            sums: Number of microbatches, of tokens, and sum of squared lengths.
         """
         return sum(part * number for part, number in zip(self.parts, sums, strict=True))
 
     def age(self) -> None:
-        """Reduces the weight of all steps added so far."""
+        """Reduces the weight of all steps that were added so far."""
         self._products = [_REMEMBERED * value for value in self._products]
         self._squares = [[_REMEMBERED * value for value in row] for row in self._squares]
 
     def add(self, sizes: Sequence[Size], measured: Measured) -> None:
         """Adds the sizes and times of a rank's microbatches in a step.
 
-        Times are scaled before they are added, so the pace of the rank has no influence.
+        Times are scaled before they are added, so that the pace of the rank has no effect.
         """
         if measured[0] <= 0:
             return
@@ -164,7 +164,7 @@ class CostFit:
                 self._squares[part][other] += sum(row[part] * row[other] for row in rows)
 
     def fit(self) -> None:
-        """Replaces the parts of the cost by the non-negative values that fit the times best."""
+        """Replaces the parts of the cost by the non-negative values that best fit the times."""
         best = 0.0
         sizes = [self._squares[n][n] ** 0.5 or 1.0 for n in range(3)]
         totals = self._squares[0]
@@ -187,15 +187,15 @@ class CostFit:
                     best = explained
                     by_part = dict(zip(chosen, solution, strict=True))
                     parts = tuple(by_part.get(n, 0.0) / sizes[n] for n in range(3))
-        # Keep the unit of the costs, so that new paces are comparable with earlier paces.
+        # Keep the unit of the costs, so that new paces are comparable to earlier paces.
         unit = self.cost(totals) / (sum(p * t for p, t in zip(parts, totals, strict=True)) or 1.0)
         self.parts = tuple(unit * part for part in parts)
 
 
 def _solve(rows: list[list[float]]) -> list[float] | None:
-    """Solves symmetric linear equations by elimination.
+    """Solves a symmetric system of linear equations by elimination.
 
-    Returns ``None`` if they are nearly dependent.
+    Returns ``None`` if the equations are nearly dependent.
     """
     size = len(rows)
     for pivot in range(size):
@@ -212,24 +212,25 @@ def _solve(rows: list[list[float]]) -> list[float] | None:
 
 
 class Dealer:
-    """Assigns each step's microbatches to replicas, using the times of earlier steps.
+    """Assigns the microbatches of each step to replicas, based on the times of earlier steps.
 
-    Every rank has its own object, and all of them compute the same assignment.
+    Each rank has its own instance, and all instances compute the same assignment.
 
     Args:
         mode: ``lengths`` to balance differences in microbatch lengths, ``speed`` to balance
             differences in the speed of replicas, ``both`` to balance both.
         replicas: Number of data-parallel replicas.
         ranks: Number of pipeline ranks of each replica.
-        group: Number by which each replica's number of microbatches must be divisible.
+        group: Divisor of each replica's number of microbatches.
         least: Minimum number of microbatches per replica.
         pair: Number of multiplications per pair of tokens that attend to each other, divided by the
-            number per token. It determines the order of a replica's microbatches. Measured times do
-            not, so that two runs have the same order.
-        slice_tokens: Number of tokens of a slice, if microbatches are cut into different numbers of
-            slices; else ``None``. A replica then runs its microbatches in descending order of cost
-            in steps in which the longest has more slices than the pipeline has ranks. In all other
-            steps, it runs them in the order of :func:`order_by_cost`.
+            number of multiplications per token. It determines the order of a replica's
+            microbatches. Measured times are not used for this, so that two runs have the same
+            order.
+        slice_tokens: Number of tokens of a slice if microbatches are cut into different numbers of
+            slices, else ``None``. A replica then runs its microbatches in descending order of cost
+            in steps in which the longest has more slices than the pipeline has ranks. In other
+            steps, and if ``None``, it uses the order of :func:`order_by_cost`.
     """
 
     def __init__(
@@ -251,8 +252,8 @@ class Dealer:
         self._limits = {"group": group, "least": least}
         self._fits = [CostFit() for _ in range(ranks)]
         self._places = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
-        # Measurements of the last steps, by (replica, rank): time of the rank's actions in seconds,
-        # and the sums of microbatches, tokens and squared lengths.
+        # Measurements of recent steps by (replica, rank): the time of the rank's actions in
+        # seconds, and the sums of microbatches, tokens and squared lengths.
         self._past: deque[dict[tuple[int, int], tuple[float, tuple[float, ...]]]] = deque(
             maxlen=_STEPS
         )
@@ -262,7 +263,7 @@ class Dealer:
         self._steps = 0
 
     def deal(self, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...]:
-        """Returns the microbatches of each replica, in the order in which it should run them.
+        """Returns the microbatches of each replica, in execution order.
 
         Args:
             sizes: Sizes of all microbatches of the step.
@@ -283,21 +284,21 @@ class Dealer:
     def _in_order(
         self, numbers: Sequence[int], work: Sequence[float], longest_first: bool
     ) -> tuple[int, ...]:
-        """Returns a replica's microbatches in the order in which it should run them."""
+        """Returns a replica's microbatches in execution order."""
         if longest_first:
             return tuple(sorted(numbers, key=lambda number: -work[number]))
         order = order_by_cost([work[number] for number in numbers], self._ranks)
         return tuple(numbers[index] for index in order)
 
     def add(self, measured: Sequence[Sequence[Measured]]) -> str | None:
-        """Adds the measured times of the step that :meth:`deal` was last called for.
+        """Adds the measured times of the step of the latest call of :meth:`deal`.
 
         Args:
-            measured: Sums of times on each rank (see :data:`Measured`),
-                ``[replica][pipeline rank]``.
+            measured: Sums of times on each rank (see :data:`Measured`), ``[replica][pipeline
+                rank]``.
 
         Returns:
-            One line for the log if the costs or paces in use have changed, else ``None``.
+            One line for the log if the costs or paces in use have changed, or ``None``.
         """
         self._steps += 1
         for fit in self._fits:
@@ -316,8 +317,9 @@ class Dealer:
                     fit.fit()
             elif self._steps == _REFIT_STEPS:
                 text = (
-                    f"replicas are dealt microbatches by tokens: {len(self._different)} different "
-                    f"lengths in {self._steps} steps are too few to fit costs"
+                    "microbatches are distributed over replicas by tokens: "
+                    f"{len(self._different)} different lengths in {self._steps} steps are too "
+                    "few to fit costs"
                 )
         return self._follow() or text
 
@@ -327,7 +329,7 @@ class Dealer:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Returns each replica's time for the same work, divided by the fastest replica's time."""
+        """Returns each replica's time for the same work, relative to the fastest replica."""
         sums = [sum(sizes) for sizes in zip(*(s for _, s in self._past[-1].values()), strict=True)]
         each = [self._slowest(replica, sums)[0] for replica in range(self._replicas)]
         return tuple(seconds / min(each) for seconds in each)
@@ -342,7 +344,7 @@ class Dealer:
         return [scale * fit.cost((1.0, *size)) for size in sizes]
 
     def _slowest(self, replica: int | None, sums: Sequence[float]) -> tuple[float, int]:
-        """Returns the time that a replica's slowest rank takes for given work, and that rank.
+        """Returns the time of a replica's slowest rank for the given work, and that rank.
 
         Args:
             replica: Index of the replica, or ``None`` for a replica of mean pace.
@@ -356,10 +358,10 @@ class Dealer:
         return max(times)
 
     def _follow(self) -> str | None:
-        """Adopts the paces of the last steps, if they differ enough from the paces in use.
+        """Switches to the paces of recent steps if they differ enough from the paces in use.
 
         Returns:
-            One line for the log if the change is large, else ``None``.
+            One line for the log if the change is large, or ``None``.
         """
         few = self._measured_paces(_FEW)
         if len(self._past) < _FEW:
@@ -379,7 +381,10 @@ class Dealer:
         ):
             return None
         shown = ", ".join(f"{slowness:.2f}" for slowness in now)
-        return f"replicas take {shown} times as long for the same work: dealt accordingly"
+        return (
+            f"replicas take {shown} times as long for the same work: microbatches are "
+            "distributed accordingly"
+        )
 
     def _measured_paces(self, steps: int) -> dict[tuple[int, int], float]:
         last = list(self._past)[-steps:]
@@ -392,7 +397,7 @@ class Dealer:
 
 
 def _sums(sizes: Sequence[Size]) -> list[float]:
-    """Returns the number of microbatches, and their sums of tokens and squared lengths."""
+    """Returns the number of microbatches, and the sums of their tokens and squared lengths."""
     return [
         float(len(sizes)),
         sum(tokens for tokens, _ in sizes),
@@ -403,9 +408,9 @@ def _sums(sizes: Sequence[Size]) -> list[float]:
 def _differ(
     paces: dict[tuple[int, int], float], before: dict[tuple[int, int], float], limit: float
 ) -> bool:
-    """Returns whether a rank's pace changed by more than ``limit`` relative to its siblings.
+    """Returns whether any rank's pace changed by more than ``limit`` relative to its siblings.
 
-    A rank's siblings are the ranks at the same position in the pipelines of all replicas.
+    The siblings of a rank are the ranks with the same pipeline rank in all replicas.
     """
     drift = {key: pace / (before[key] or 1.0) for key, pace in paces.items()}
     ranks = {rank for _, rank in drift}

@@ -1,8 +1,8 @@
 """Builds the simulator's event loop, in plain Python or compiled with numba.
 
 The functions of ``rank_kernel``, ``runtime_rules`` and ``simulator`` run as plain Python and can
-also be compiled. numba caches compiled code on disk. The name in the cache contains a hash of the
-source code, so that compiled code of an older source is never used.
+also be compiled. numba caches compiled code on disk. The file name in the cache contains a hash of
+the source code, so that outdated compiled code is never used.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import Any
 from megatron.adaptive.schedule import rank_kernel, runtime_rules, simulator
 
 Rule = Callable[[rank_kernel.State, Sequence[int]], int]
-"""Run-time scheduling rule: function of ``(s, hint)`` that returns an action's code or -1."""
+"""Run-time scheduling rule: function of ``(s, hint)`` that returns an action's code, or -1 to wait.
+"""
 
 LOADED_FROM = 20_000
-"""Number of actions above which loading compiled code from the disk saves time."""
+"""Number of actions above which loading compiled code from disk saves time."""
 COMPILED_FROM = 750_000
-"""Number of actions above which compiling saves time, the first time on a machine.
+"""Number of actions above which compiling saves time, if the code is not in the cache.
 
-Compiling takes about 10 s of processor time, and plain Python about 14 us per action.
+Compiling takes about 10 s of CPU time, and plain Python about 14 us per action.
 """
 Modules = tuple[ModuleType, ...]
 _MODULES = (rank_kernel, runtime_rules, simulator)
 
 
 def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
-    """Returns ``simulator.run`` in plain Python, with any function as its rule.
+    """Returns ``simulator.run`` in plain Python, which supports any function as its rule.
 
     The loop takes about 10 us per action.
     """
@@ -41,30 +42,30 @@ def plain_loop(rule: Rule) -> Callable[[simulator.World], int]:
 
 
 def is_known(rule: Rule) -> bool:
-    """Returns whether the rule is a function of ``runtime_rules``, so that it can be compiled."""
+    """Returns whether a rule can be compiled, because it is a function of ``runtime_rules``."""
     return getattr(runtime_rules, getattr(rule, "__name__", ""), None) is rule
 
 
 def is_loaded(rule: Rule) -> bool:
-    """Returns whether this process has already loaded the compiled loop of this rule.
+    """Returns whether this process has already loaded the compiled loop of a rule.
 
-    If so, even a short simulation is faster with the compiled loop.
+    If so, the compiled loop is faster even for a short simulation.
     """
     loop = _loops().get(rule)
-    # A loop that was made but never called has no code yet.
+    # A loop that was created but never called has no code yet.
     return loop is not None and has_code(loop)
 
 
 def has_code(loop: Any) -> bool:
-    """Returns whether a function from this module runs without compiling.
+    """Returns whether a function that this module returned runs without compilation.
 
-    With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which have nothing to compile.
+    With ``NUMBA_DISABLE_JIT``, numba returns plain functions, which are never compiled.
     """
     return bool(getattr(loop, "signatures", True))
 
 
 def is_cached(loop: Any) -> bool:
-    """Returns whether the disk has the compiled code of a function that numba compiles."""
+    """Returns whether the disk cache contains the compiled code of a function."""
     if not hasattr(loop, "stats"):  # a plain function, because NUMBA_DISABLE_JIT is set
         return False
     folder = Path(loop.stats.cache_path)
@@ -72,11 +73,11 @@ def is_cached(loop: Any) -> bool:
 
 
 def saves_time(rule: Rule, num_actions: int) -> bool:
-    """Returns whether the compiled loop of a rule saves time for some simulations.
+    """Returns whether using the compiled loop of a rule saves time.
 
     Args:
         rule: Function of ``runtime_rules``.
-        num_actions: Number of actions in all these simulations together.
+        num_actions: Number of actions in all planned simulations.
     """
     if is_loaded(rule) or num_actions < LOADED_FROM:
         return is_loaded(rule)
@@ -88,7 +89,7 @@ def compiled_loop(rule: Rule) -> Callable[[simulator.World], int]:
 
     The loop takes less than 1 us per action.
 
-    The first call on a machine compiles the code, which takes about 10 s of processor time.
+    The first call on a machine compiles the code, which takes about 10 s of CPU time.
 
     Raises:
         ImportError: numba is not installed.
@@ -111,18 +112,18 @@ def compile_function(module: ModuleType, main: Callable[..., Any]) -> Callable[.
 
 
 def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[..., Any]:
-    from numba import njit  # imported only when needed, because the import takes half a second
+    from numba import njit  # imported here because the import takes half a second
 
-    # The compiled code uses no Python objects, so it may release the GIL for other threads (nogil).
+    # The compiled code uses no Python objects, so it can release the GIL (nogil).
     common: dict[str, Any] = {"_nrt": False, "nogil": True}
     source = "".join(map(inspect.getsource, modules)) + repr(common)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
 
     def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__qualname__ = f"{function.__name__}_{label}_{digest}"
-        # Only the main function is called from Python, and the others are compiled into it. So only
-        # the main function is cached, and the others need no wrappers for calls from Python or C,
-        # which would take a fifth of the time to compile. No function allocates memory, so
+        # Only the main function is called from Python; the others are compiled into it. So only the
+        # main function is cached, and the others do not need wrappers for calls from Python or C,
+        # which would take a fifth of the compilation time. No function allocates memory, so
         # reference counting (_nrt) is turned off, which halves the run time.
         is_main = function.__name__ == main.__name__
         wrappers = ("no_cpython_wrapper", "no_cfunc_wrapper")
@@ -136,13 +137,13 @@ def _jit(modules: Modules, main: Callable[..., Any], label: str) -> Callable[...
 def _bind(
     modules: Modules, main: Callable[..., Any], make: Callable[..., Any], **instead: Any
 ) -> Callable[..., Any]:
-    """Copies the functions of several modules into one namespace, and returns the copy of ``main``.
+    """Copies the functions of several modules into one namespace, and returns the copied ``main``.
 
     Args:
         modules: Modules that contain the functions.
         main: Function whose copy is returned.
-        make: Function applied to each copy, for example to compile it.
-        **instead: Functions to use in place of those with the same names.
+        make: Function applied to each copy, for example to compile the copy.
+        **instead: Functions that replace the functions with the same names.
     """
     namespace: dict[str, Any] = {}
     for module in modules:

@@ -1,8 +1,8 @@
-"""Makes policies from users' own schedules, and checks them before the first step.
+"""Creates policies from users' own schedules, and checks them before the first step.
 
-The user's function makes a static schedule, which is validated. A run-time rule is tried in a
-simulated step. Every error contains the schedule, the file and line of its function, the rank and
-the action.
+A static schedule returned by the user's function is validated. A run-time rule is tested in a
+simulated step. Every error message contains the schedule, the file and line of its function, the
+rank and the action.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.adaptive.schedule.validate import validate
 from megatron.adaptive.schedule.workload import StageTimes
 
 _MOST_TRIED_ACTIONS = 50_000
-"""Maximum number of actions in the simulated step that tries out a user's rule.
+"""Maximum number of actions in the simulated step that tests a user's rule.
 
-Each takes about 10 us, because the user's function is plain Python.
+Each action takes about 10 us, because the user's function is plain Python.
 """
 
 
@@ -33,7 +33,7 @@ class OwnRule:
     """Chooses actions by calling a user's function, and checks each chosen action.
 
     Args:
-        spec: ScheduleSpec of the user's schedule, with its function.
+        spec: ScheduleSpec of the user's schedule, which contains the function.
     """
 
     def __init__(self, spec: ScheduleSpec) -> None:
@@ -45,21 +45,22 @@ class OwnRule:
         """Returns the action chosen by the user's function, or ``None`` to wait.
 
         Raises:
-            ScheduleError: The function raised an error, or returned an action that cannot start.
+            ScheduleError: The function raised an exception, or returned an action that cannot
+                start.
         """
         where = f"{self._where}, rank {state.rank}"
         try:
             action = self._function(state)
         except Exception as error:  # a user's function may raise any exception
             raise ScheduleError(
-                f"{where}: it raised {type(error).__name__}: {error}; {state.describe()}"
+                f"{where}: the function raised {type(error).__name__}: {error}; {state.describe()}"
             ) from error
         if action is None:
             return None
         if not isinstance(action, Action):
             raise ScheduleError(
-                f"{where}: it returned {action!r:.60}: return an Action of state.ready(), or None "
-                "to wait"
+                f"{where}: the function must return an Action of state.ready(), or None to wait, "
+                f"got {action!r:.60}"
             )
         name = action.label(state.num_slices)
         if not state.is_ready(action):
@@ -68,7 +69,7 @@ class OwnRule:
             )
         if not state.fits(action):
             raise ScheduleError(
-                f"{where}: {name} is above the cap of {state.cap:g} microbatches: return it only "
+                f"{where}: {name} exceeds the cap of {state.cap:g} microbatches; return it only "
                 f"if state.fits(action); {state.describe()}"
             )
         return action
@@ -79,12 +80,12 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
     """Returns a user's static schedule, after validating it.
 
     Args:
-        spec: ScheduleSpec of the user's schedule, with its function.
+        spec: ScheduleSpec of the user's schedule, which contains the function.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
 
     Raises:
-        ScheduleError: The function raised an error, or the returned schedule is not valid.
+        ScheduleError: The function raised an exception, or the returned schedule is not valid.
     """
     where = f"schedule {spec.name} ({source_of(spec.load())})"
     size = f"{placement.num_ranks} ranks and {num_microbatches} microbatches"
@@ -92,14 +93,14 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
         orders = tuple(tuple(order) for order in spec.load()(placement, num_microbatches))
     except Exception as error:  # a user's function may raise any exception
         raise ScheduleError(
-            f"{where}: for {size} it raised {type(error).__name__}: {error}"
+            f"{where}: the function raised {type(error).__name__} for {size}: {error}"
         ) from error
     for rank, order in enumerate(orders):
         for position, action in enumerate(order):
             if not isinstance(action, Action):
                 raise ScheduleError(
-                    f"{where}, rank {rank}, position {position}: {action!r:.60} is not an Action: "
-                    "return a tuple of actions per rank"
+                    f"{where}, rank {rank}, position {position}: the function must return a "
+                    f"tuple of Actions per rank, got {action!r:.60}"
                 )
     schedule = Schedule(
         name=spec.name, placement=placement, num_microbatches=num_microbatches, orders=orders
@@ -118,8 +119,8 @@ def own_schedule(spec: ScheduleSpec, placement: Placement, num_microbatches: int
         )
         expected = "one W for each B" if splits else "no W"
         raise ScheduleError(
-            f"{where}, rank {rank}: {action} is in its order: with splits_backward={splits} it "
-            f"must list {expected}"
+            f"{where}, rank {rank}: with splits_backward={splits}, an order must contain "
+            f"{expected}, got {action}"
         )
     return schedule
 
@@ -133,21 +134,21 @@ def own_rule(
     weight_pieces: int,
     num_slices: int = 1,
 ) -> Policy:
-    """Returns the policy of a user's run-time rule, after a trial in a simulated step.
+    """Returns the policy of a user's run-time rule, after a test in a simulated step.
 
     Args:
-        spec: ScheduleSpec of the user's rule, with its function.
+        spec: ScheduleSpec of the user's rule, which contains the function.
         placement: Assignment of pipeline stages to ranks.
-        num_microbatches: Number of microbatches per step. The trial uses fewer if the step is very
+        num_microbatches: Number of microbatches per step. The test uses fewer if the step is very
             long.
-        cap: Limit on the activations that a rank holds, in microbatches of the whole rank (all its
-            chunks); ``None`` for no limit.
+        cap: Limit on the activations that a rank holds, or ``None`` for no limit. The unit is one
+            microbatch in all chunks of the rank.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: The rule raised an error, chose an action that cannot start, or leads to a
+        ScheduleError: The rule raised an exception, chose an action that cannot start, or caused a
             deadlock.
     """
     rule = OwnRule(spec)

@@ -1,4 +1,4 @@
-"""Packs documents into rows, each of which is a microbatch."""
+"""Packs documents into rows, each of which becomes a microbatch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from megatron.adaptive.errors import ConfigError
 
 
 def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) -> list[list[int]]:
-    """Packs samples, longest first, into rows: each sample into the first row with enough room.
+    """Packs samples into rows: each sample, longest first, into the first row with enough room.
 
-    A sample that is longer than ``room`` begins a row whose length is a multiple of ``room``.
+    A sample that is longer than ``room`` starts a row whose length is a multiple of ``room``.
 
-    If this gives fewer rows than ``least``, or not a multiple of ``unit``, rows with the most
-    samples are split.
+    If the number of rows is less than ``least``, or not a multiple of ``unit``, the rows with the
+    most samples are split.
 
-    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973, on first fit decreasing. It
-    needs at most 11/9 of the minimum number of rows, plus one.
+    Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973 (first fit decreasing). The
+    number of rows is at most 11/9 of the minimum number, plus one.
 
     Args:
         lengths: Number of tokens of each sample.
-        room: Largest number of tokens per row. A longer row has a multiple of this number.
-        unit: Number that must divide the number of rows.
-        least: Smallest allowed number of rows.
+        room: Maximum number of tokens per row. Rows with one longer sample have a multiple of it.
+        unit: Divisor of the number of rows.
+        least: Minimum number of rows.
 
     Returns:
-        Rows, each a list of indices of samples. The indices in a row are ascending, and rows are
-        sorted by their first index.
+        List of rows. Each is a list of sample indices in ascending order. The rows are sorted by
+        their first index.
 
     Raises:
-        ConfigError: There are fewer samples than rows.
+        ConfigError: There are fewer samples than required rows.
     """
     rows: list[list[int]] = []
     left: list[int] = []
@@ -44,9 +44,9 @@ def first_fit(lengths: Sequence[int], room: int, unit: int = 1, least: int = 1) 
     num_rows = -(-max(len(rows), least) // unit) * unit
     if num_rows > len(lengths):
         raise ConfigError(
-            f"{len(lengths)} samples of a step cannot fill a multiple of {unit} microbatches, "
-            f"but only {num_rows}; use a --global-batch-size of at least {num_rows}, a multiple of "
-            f"{unit}"
+            f"a step needs at least {num_rows} samples, because the number of microbatches must "
+            f"be a multiple of {unit}, but got {len(lengths)}; increase --global-batch-size to "
+            f"at least {num_rows}, in multiples of {unit}"
         )
     while len(rows) < num_rows:
         largest = max(rows, key=lambda row: (len(row), sum(lengths[n] for n in row)))

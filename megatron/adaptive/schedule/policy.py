@@ -1,8 +1,8 @@
 """Defines policies, which choose the next action of a rank.
 
-A policy reads a ``RankState`` and stores nothing between two choices. So the same object can be
-used for all steps, in the simulator and in the executor. This module has the interface, the policy
-that applies a function of ``runtime_rules``, and the policy that follows a list of actions.
+A policy reads a ``RankState`` and keeps no state of its own, so the same object can be used for all
+steps, in the simulator and in the executor. This module contains the interface, the policy that
+applies a function of ``runtime_rules``, and the policy that follows a list of actions.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ class Policy(Protocol):
     def pick(self, state: RankState) -> Action | None:
         """Returns the action that the rank should start now.
 
-        The method returns at once and does not change the state.
+        The method must not block or change the state.
 
         Args:
             state: State of the rank.
 
         Returns:
-            Action that is ready to start, or None to wait for the next input.
+            Action that is ready to start, or ``None`` to wait for the next input.
 
         Raises:
-            ScheduleError: The policy failed, for example because a user's function raised an error.
+            ScheduleError: The policy failed, for example because a user's function raised an
+                exception.
         """
 
 
 class RulePolicy:
-    """Chooses actions by a function of ``runtime_rules``.
+    """Chooses actions by applying a function of ``runtime_rules``.
 
     Args:
         name: Name by which users select the policy.
         rule: Function that returns the code of the chosen action.
-        hint: Second argument of ``rule``, such as the rank's order of actions as codes.
+        hint: Second argument of ``rule``, such as the order of the rank's actions as integer codes.
     """
 
     def __init__(self, name: str, rule: Rule, hint: Sequence[int] = ()) -> None:
@@ -62,7 +63,7 @@ class RulePolicy:
         self.hint = tuple(hint)
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the action that the rule chooses, None to wait."""
+        """Returns the action that the rule chooses, or ``None`` to wait."""
         code = self.rule(state.numbers, self.hint)
         if code < 0:
             return None
@@ -71,21 +72,20 @@ class RulePolicy:
 
 
 class Follow(RulePolicy):
-    """Chooses the actions of a list one after the other, each as soon as it is ready.
+    """Chooses the actions of a list one by one, each as soon as it is ready.
 
-    The position in the list is the number of actions started so far. The state's limit on
-    activations is ignored, because the memory that a list needs is known beforehand
-    (``validate.peak_units``). A pair starts when both of its actions are ready. If the list is
-    invalid (see ``validate``), the rank waits forever.
+    The position in the list is the number of actions started so far. The limit on activations is
+    ignored, because the memory that a list needs is known in advance (``validate.peak_units``). A
+    pair starts when both of its actions are ready. If the list is invalid (see ``validate``), the
+    rank may wait forever.
 
     Args:
-        order: Actions of one rank, in the order to run them.
+        order: Actions of one rank, in execution order.
         name: Name of the schedule that the list comes from.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
 
     Raises:
-        ScheduleError: The actions of some chunk and kind are not in ascending order of
-            microbatches.
+        ScheduleError: The actions of a chunk and kind are not in ascending order of microbatches.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Follow(RulePolicy):
         super().__init__(name, runtime_rules.follow, codes_of(order, num_chunks, num_slices))
 
     def pick(self, state: RankState) -> Action | None:
-        """Returns the list's next action if it is ready, else None."""
+        """Returns the next action of the list if it is ready, or ``None``."""
         is_ready = self.rule(state.numbers, self.hint) >= 0
         return self.order[state.num_started] if is_ready else None
 
@@ -107,17 +107,17 @@ def codes_of(
     """Converts a rank's order of actions into the codes that functions of ``runtime_rules`` read.
 
     Args:
-        order: Actions of one rank, in the order they run.
+        order: Actions of one rank, in execution order.
         num_chunks: Number of model chunks on the rank.
-        num_slices: Number of slices of each microbatch. Backward passes run the last slice first.
+        num_slices: Number of slices of each microbatch. Backward passes start with the last slice.
 
     Returns:
-        One code per action: ``kind * num_chunks + chunk``. The code of an action that starts
-        together with the next one is larger by ``3 * num_chunks``.
+        Code ``kind * num_chunks + chunk`` of each action. The code is increased by ``3 *
+        num_chunks`` if the action starts together with the next action.
 
     Raises:
-        ScheduleError: A chunk does not run its actions of one kind in ascending order. Codes cannot
-            express such an order.
+        ScheduleError: A chunk does not run its actions of one kind in ascending order, which codes
+            cannot represent.
     """
     codes = []
     latest: dict[int, tuple[int, int]] = {}
@@ -131,8 +131,8 @@ def codes_of(
             if num_slices != 1:
                 rule += ", slices ascending for F and descending for B and W"
             raise ScheduleError(
-                f"an order lists {action.label(num_slices)} behind a later one of its kind and"
-                f" chunk: list them in {rule}"
+                f"an order must list the actions of each kind and chunk in {rule}, but lists "
+                f"{action.label(num_slices)} after a later action"
             )
         latest[code] = position
         codes.append(code + 3 * num_chunks * action.paired)
@@ -142,10 +142,10 @@ def codes_of(
 def actions_of(
     codes: Iterable[int], num_chunks: int, weight_pieces: int, num_slices: SliceCounts = 1
 ) -> tuple[Action, ...]:
-    """Converts codes back into actions; the inverse of ``codes_of``.
+    """Converts codes back into actions. This is the inverse of ``codes_of``.
 
     Args:
-        codes: Codes of one rank's actions, in the order they run.
+        codes: Codes of one rank's actions, in execution order.
         num_chunks: Number of model chunks on the rank.
         weight_pieces: Number of W actions per weight gradient.
         num_slices: Number of slices of each microbatch.
@@ -166,10 +166,11 @@ def actions_of(
 def rule_of(policies: Sequence[Policy]) -> tuple[Rule, tuple[tuple[int, ...], ...]] | None:
     """Returns the rule that all policies share, and the hint of each policy.
 
-    With a shared rule, the simulation can be compiled.
+    If all policies share a rule, the simulation can be compiled.
 
     Returns:
-        Rule and hints, or None if the policies do not share a function of ``runtime_rules``.
+        The rule and the hints, or ``None`` if the policies do not share a function of
+        ``runtime_rules``.
     """
     rule_policies = [
         policy for policy in policies if isinstance(policy, RulePolicy) and is_known(policy.rule)
@@ -185,17 +186,18 @@ _BY_KIND: dict[Rule, tuple[str, str, str]] = {
     runtime_rules.breadth_first: ("broadest", "deepest", "filler"),
     runtime_rules.follow: ("order", "order", "order"),
 }
-"""Reasons for choosing F, B and W, for rules that have one reason per kind."""
+"""Reasons for choosing F, B and W, for rules that have a single reason per kind."""
 
 
 def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[str]:
-    """Returns the reason for each action in a rank's step, as one word for the trace.
+    """Returns the reason for each action of a rank in a step, as one word for the trace.
 
-    The word is empty if the policy gives no reason.
+    The word is empty if the policy does not provide reasons.
 
     Args:
         policy: Policy that chose the actions.
-        codes: Codes ``kind * num_chunks + chunk`` of the actions, in the order they started.
+        codes: Code ``kind * num_chunks + chunk`` of each action, in the order in which they
+            started.
         num_chunks: Number of model chunks on the rank.
     """
     if not isinstance(policy, RulePolicy):
@@ -210,7 +212,7 @@ def reasons_of(policy: Policy, codes: Sequence[int], num_chunks: int) -> list[st
 def _hinted(hint: Sequence[int], codes: Sequence[int], num_chunks: int) -> list[str]:
     """Returns the reasons under the rule ``hinted``, by comparing the actions with the hint.
 
-    The hint's numbers are ``code + 3 * num_chunks * index``.
+    An entry of the hint is ``code + 3 * num_chunks * index``.
     """
     lanes = 3 * num_chunks
     started = [0] * lanes

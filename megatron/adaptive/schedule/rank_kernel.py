@@ -1,30 +1,30 @@
-"""Decides which actions of a rank may start, in plain functions over an array of integers.
+"""Determines which actions of a rank may start, with plain functions on an array of integers.
 
-Every order of actions obeys these rules. An action needs its input. Each stage runs its F, its B
-and its W actions in ascending order of microbatches. A microbatch's B follows its F, and its W
+Every order of actions obeys these rules: An action needs its input. Each stage runs its F, its B
+and its W actions in ascending order of microbatches. The B of a microbatch follows its F, and its W
 follows its B. A rank runs one action at a time, or one of each kind if actions may overlap
 (``BESIDE``).
 
-If sequences are cut into n slices, an action works on one slice. An *item* is a slice of a
-microbatch, with the number ``microbatch * n + slice``; without slices an item is a microbatch. If
-microbatches have different numbers of slices, items are counted through all of them. The F actions
-of a stage take the items in ascending order, because a slice needs the keys and values of the
-slices before it. The B and W actions take microbatches in ascending order, but the slices of
-each microbatch in descending order, because a slice needs the gradients of the slices after it. So
-the first B of a microbatch follows the F of its last slice::
+If sequences are cut into n slices, each action processes one slice. An *item* is a slice of a
+microbatch, with the index ``microbatch * n + slice``; without slices, an item is a microbatch. If
+microbatches have different numbers of slices, items are counted across all microbatches. The F
+actions of a stage run the items in ascending order, because a slice needs the keys and values of
+earlier slices. The B and W actions run the microbatches in ascending order, but the slices of each
+microbatch in descending order, because a slice needs the gradients of later slices. So the first B
+of a microbatch follows the F of its last slice::
 
     F    0 1 2   3 4 5        2 microbatches of 3 slices each
     B    2 1 0   5 4 3
 
-The state of a rank is one flat sequence of integers, ``s``. The executor runs these functions in
+The state of a rank is a flat sequence of integers, ``s``. The executor runs these functions in
 plain Python on lists (see ``rank_state``). The simulator compiles the same functions with numba and
-runs them on arrays (see ``numba_kernels``). So they use numbers only: no objects, no exceptions,
-and no calls except to each other.
+runs them on arrays (see ``numba_kernels``). Therefore they use only numbers: no objects, no
+exceptions, and no calls except to each other.
 
-The table lists the entries of ``s``, called slots. The example is rank 1 of 2 in a loop of 2
-chunks, so it has stages 1 and 3. The step has 3 microbatches, separate weight gradients (W) and a
-limit on activations (cap) of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is running, and the input
-of F0-2 has arrived::
+The table lists the entries of ``s``, called slots. The example is rank 1 of 2 in a loop with 2
+chunks per rank, which has stages 1 and 3. The step has 3 microbatches, separate weight gradients
+(W) and a limit on activations (cap) of 2. F0-0, F0-1 and F1-0 have finished, B1-0 is running, and
+the input of F0-2 has arrived::
 
     slot             example   content
      0 LAST                1   kind of the last F or B that started, -1 before the first
@@ -65,20 +65,20 @@ of F0-2 has arrived::
                                its last one; only if SLICES is 0, and then SIZED is 1
 
 The number of actions of a kind that a chunk has started is also the index of its next action.
-Memory is counted in integers, so that sums of fractions are exact.
+Memory is counted in integers, because sums of fractions would not be exact.
 """
 
 from __future__ import annotations
 
 F, B, W = 0, 1, 2
-"""Kinds of action as numbers, in the same order as in ``ActionKind``."""
+"""Kinds of action as integers, in the same order as in ``ActionKind``."""
 
 MEMORY_SCALE = 1_000_000
-"""Number of memory units in one whole-rank microbatch (a microbatch in all chunks of a rank)."""
+"""Number of memory units in the activations of one microbatch in all chunks of a rank."""
 NO_CAP = 1 << 62
 """Value of ``CAP`` if there is no limit."""
 
-# Slots that contain one number (see the table above).
+# Slots that contain a single number (see the table above).
 LAST = 0
 IN_FLIGHT = 1
 PEAK = 2
@@ -101,19 +101,19 @@ SLICES = 20
 PROMISED = 21
 HEAD = 22
 
-# Offsets from HEAD. The unit is a block, which contains one number per chunk.
-DONE = 3  # distance from the numbers of started actions of a kind to those of finished ones.
-FLAGS = 6  # distance from HEAD to the flags of arrived inputs.
+# Offsets from HEAD, in blocks of one number per chunk.
+DONE = 3  # distance from the counts of started actions to the counts of finished actions
+FLAGS = 6  # distance from HEAD to the flags of arrived inputs
 
 State = list[int]
 """State of one rank as integers: a list in plain Python, an ``int64`` array in compiled code."""
 
 
 def lanes(s: State) -> int:
-    """Returns the number of different codes ``kind * chunks + chunk``.
+    """Returns the number of distinct codes ``kind * chunks + chunk``.
 
-    In a list of codes, a code increased by this number begins a pair: its action starts together
-    with the next one.
+    A code in a list that is increased by this number starts a pair: its action starts together with
+    the next action.
     """
     return 3 * s[CHUNKS]
 
@@ -121,15 +121,15 @@ def lanes(s: State) -> int:
 def lane_count(s: State, kind: int, chunk: int) -> int:
     """Returns the number of actions of a kind that a chunk has started.
 
-    It is also the index of the chunk's next action of this kind.
+    This is also the index of the chunk's next action of this kind.
 
-    Each part (piece) of a weight gradient counts as one action.
+    Each W of a weight gradient that is split into several is counted.
     """
     return s[HEAD + kind * s[CHUNKS] + chunk]
 
 
 def first_of(s: State, item: int) -> int:
-    """Returns the first item of an item's microbatch."""
+    """Returns the first item of the microbatch that an item belongs to."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices
@@ -137,7 +137,7 @@ def first_of(s: State, item: int) -> int:
 
 
 def end_of(s: State, item: int) -> int:
-    """Returns the item after the last item of an item's microbatch."""
+    """Returns the item after the last item of the microbatch that an item belongs to."""
     slices = s[SLICES]
     if slices > 0:
         return item - item % slices + slices
@@ -145,10 +145,10 @@ def end_of(s: State, item: int) -> int:
 
 
 def item_of(s: State, kind: int, index: int) -> int:
-    """Returns the item on which a chunk's action works.
+    """Returns the item that a chunk's action processes.
 
-    ``index`` is the action's index among the chunk's actions of this kind. For W, it counts whole
-    weight gradients, not their pieces.
+    ``index`` is the index of the action among the chunk's actions of this kind. For W, it counts
+    whole weight gradients instead of their parts.
     """
     if kind == F or s[SLICES] == 1:
         return index
@@ -156,7 +156,7 @@ def item_of(s: State, kind: int, index: int) -> int:
 
 
 def is_ready(s: State, kind: int, chunk: int) -> bool:
-    """Returns whether the chunk's next action of this kind may start, regardless of memory."""
+    """Returns whether a chunk's next action of this kind may start, regardless of memory."""
     chunks = s[CHUNKS]
     items = s[ITEMS]
     index = s[HEAD + kind * chunks + chunk]
@@ -167,7 +167,7 @@ def is_ready(s: State, kind: int, chunk: int) -> bool:
     if index >= items:
         return False
     if kind == B:
-        # A B needs the F of every slice of its microbatch.
+        # A B needs the F of all slices of its microbatch.
         if end_of(s, index) > s[HEAD + (F + DONE) * chunks + chunk]:
             return False
         if s[SLICES] != 1:
@@ -189,7 +189,7 @@ def size_of(s: State, item: int) -> int:
 
 
 def size_from(s: State, item: int) -> int:
-    """Returns the memory of an item and of the later slices of its microbatch, in one chunk."""
+    """Returns the memory in one chunk of an item and the later slices of its microbatch."""
     end = end_of(s, item)
     if s[SIZED] == 0:
         return (end - item) * s[UNIT]
@@ -200,10 +200,10 @@ def size_from(s: State, item: int) -> int:
 
 
 def fits(s: State, chunk: int) -> bool:
-    """Returns whether memory allows the chunk's next forward pass to start.
+    """Returns whether memory allows a chunk's next forward pass to start.
 
-    The cap must have room for the microbatch, plus one microbatch in every later chunk: the largest
-    of those that have not started there. This prevents deadlocks (see ``memory_caps``). With
+    The cap must have room for the microbatch, plus one microbatch in every later chunk, which is
+    the largest that has not started there. This prevents deadlocks (see ``memory_caps``). With
     slices, only the first slice of a microbatch is checked, because its start reserves memory for
     the later slices.
     """
@@ -234,9 +234,9 @@ def arrive(s: State, kind: int, chunk: int, item: int) -> None:
 
 
 def start(s: State, kind: int, chunk: int) -> None:
-    """Records that the chunk's next action of this kind starts.
+    """Records that a chunk's next action of this kind starts.
 
-    An F takes its memory now.
+    The start of an F allocates its memory.
     """
     slot = HEAD + kind * s[CHUNKS] + chunk
     index = s[slot]
@@ -256,10 +256,10 @@ def start(s: State, kind: int, chunk: int) -> None:
 
 
 def finish(s: State, kind: int, chunk: int) -> None:
-    """Records that the chunk's oldest running action of this kind has finished; frees its memory.
+    """Records that a chunk's oldest running action of this kind has finished, and frees its memory.
 
-    B frees the activations of its item if there are no W actions. Otherwise the last W of the item
-    frees them.
+    If there are no W actions, the B frees the activations of its item. Otherwise, the last W of the
+    item frees them.
     """
     slot = HEAD + (kind + DONE) * s[CHUNKS] + chunk
     index = s[slot]

@@ -1,9 +1,9 @@
 """Tracks one rank during a step: arrived inputs, started and finished actions, and memory.
 
-``RankState.numbers`` is the list of integers on which the functions of ``rank_kernel`` work. Those
-functions decide which actions may start; this module adds names, checks and messages.
-``rank_kernel`` lists all entries. In its example (rank 1 of 2 in a loop of 2 chunks, F0-0, F0-1 and
-F1-0 have finished and B1-0 is running)::
+``RankState.numbers`` is the list of integers that the functions of ``rank_kernel`` use. Those
+functions determine which actions may start; this module adds names, checks and messages.
+``rank_kernel`` describes all entries. The following is its example (rank 1 of 2 in a loop of 2
+chunks; F0-0, F0-1 and F1-0 have finished, and B1-0 is running)::
 
     numbers                                  method or property
     IN_FLIGHT      1500000                   in_flight: 1.5 whole-rank microbatches
@@ -16,11 +16,11 @@ F1-0 have finished and B1-0 is running)::
     inputs of F    111 100     per chunk     arrive; lacking: F1-1
     inputs of B    000 100     per chunk     arrive
 
-If sequences are cut into slices, ``Action.microbatch`` and the arguments ``microbatch`` count
-slices through all microbatches.
+If sequences are cut into slices, ``Action.microbatch`` and the ``microbatch`` arguments count
+slices across all microbatches.
 
-The state does not choose actions (a policy does), send tensors or measure times. The executor and
-the simulator report events to it.
+The state does not choose actions (policies do), send tensors or measure times. The executor and the
+simulator report events to it.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 
 class RankState:
-    """Tracks the state of one rank during one step. A new step needs a new object.
+    """Tracks the state of one rank during one step. Each step needs a new object.
 
-    Not thread-safe: its owner (the executor's loop or the simulator) makes every call. All calls
-    return at once and take O(chunks) time.
+    Not thread-safe: All calls must come from the same thread, which runs the executor's loop or the
+    simulator. No call blocks, and each takes O(chunks) time.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
-        rank: Position of this rank in the pipeline, from 0.
+        rank: Pipeline rank, from 0.
         num_microbatches: Number of microbatches per step, at least 1.
-        cap: Maximum activation memory that ``fits`` allows; None for no limit. One unit is the
-            activations of one microbatch in all chunks of the rank.
-        sizes: Activation memory of each microbatch relative to the mean; None if all are equal.
-            With slices, memory of each slice relative to the mean slice.
-        forward_only: Whether the step is an evaluation, which has no backward passes and holds no
+        cap: Maximum activation memory that ``fits`` allows, or ``None`` for no limit. The unit is
+            the activations of one microbatch in all chunks of the rank.
+        sizes: Activation memory of each microbatch relative to the mean, or ``None`` if all are
+            equal. With slices, the memory of each slice relative to the mean slice.
+        forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
-        weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
-            if the backward pass computes them itself.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
+            if the backward pass computes weight gradients.
         beside: Whether an action may start while an action of another kind communicates.
-        num_slices: Number of slices into which each microbatch is cut along the sequence, 1 for
+        num_slices: Number of slices into which each microbatch is cut along the sequence; 1 for
             whole microbatches.
 
     Attributes:
@@ -95,11 +95,13 @@ class RankState:
         num_items = item_count(num_microbatches, num_slices)
         if sizes is not None and (len(sizes) != num_items or not min(sizes) >= 0):
             subject = _count_of(num_microbatches, num_slices)
-            raise ScheduleError(f"{len(sizes)} sizes for {subject}: give each one's, none negative")
+            raise ScheduleError(
+                f"sizes must contain a non-negative number for each of {subject}, got {len(sizes)}"
+            )
         if weight_pieces < 0:
             raise ScheduleError(
-                f"{weight_pieces} pieces of a weight gradient: give 0 for whole backwards, else 1"
-                " or more"
+                "the number of W actions per weight gradient must not be negative, got"
+                f" {weight_pieces}; use 0 if backward passes compute weight gradients"
             )
         chunks = placement.num_chunks
         stages = [placement.stage_of(rank, chunk) for chunk in range(chunks)]
@@ -117,7 +119,7 @@ class RankState:
         self.weight_pieces = 0 if forward_only else weight_pieces
         self.cap = cap
         last = placement.num_stages - 1
-        # One flag per kind and chunk: whether the input comes from another stage.
+        # Whether the input comes from another stage, for each kind and chunk.
         self._takes = (
             *(stage > 0 for stage in stages),
             *(stage < last and not forward_only for stage in stages),
@@ -135,11 +137,11 @@ class RankState:
         )
 
     def _first_numbers(self, stages: Sequence[int], sizes: Sequence[float]) -> list[int]:
-        """Returns the list of state numbers at the start of a step; the caller sets BESIDE and CAP.
+        """Returns the list of state numbers at the start of a step, without BESIDE and CAP.
 
         Args:
             stages: Stage of each chunk.
-            sizes: Relative size of each microbatch or slice, empty if all are equal.
+            sizes: Relative size of each microbatch or slice, or empty if all are equal.
         """
         chunks = len(stages)
         num_items = self.num_items
@@ -158,7 +160,7 @@ class RankState:
         s[rank_kernel.UNIT] = 0 if forward_only else _scaled(1.0, chunks, mean)
         ends_here = not forward_only and self.placement.num_stages - 1 in stages
         s[rank_kernel.LAST_CHUNK] = chunks - 1 if ends_here else -1
-        if stages[0] == 0:  # inputs of the first stage are the data, which need not arrive
+        if stages[0] == 0:  # inputs of the first stage are the data, which never arrive as messages
             flags = HEAD + rank_kernel.FLAGS * chunks
             s[flags : flags + num_items] = [1] * num_items
         if sizes:
@@ -172,7 +174,7 @@ class RankState:
 
     @property
     def num_actions(self) -> int:
-        """Returns the number of actions of this rank in the whole step."""
+        """Returns the number of actions of this rank in the step."""
         return self.numbers[rank_kernel.TOTAL]
 
     @property
@@ -187,7 +189,7 @@ class RankState:
 
     @property
     def done(self) -> bool:
-        """Returns whether every action of the step is finished."""
+        """Returns whether all actions of the step have finished."""
         return self.numbers[rank_kernel.FINISHED] == self.numbers[rank_kernel.TOTAL]
 
     @property
@@ -197,18 +199,18 @@ class RankState:
 
     @property
     def in_flight(self) -> float:
-        """Returns the activation memory held now, in the unit of ``cap``."""
+        """Returns the activation memory that the rank currently holds, in the unit of ``cap``."""
         return self.numbers[rank_kernel.IN_FLIGHT] / MEMORY_SCALE
 
     @property
     def peak_in_flight(self) -> float:
-        """Returns the maximum activation memory held so far, in the unit of ``cap``."""
+        """Returns the maximum activation memory that the rank has held, in the unit of ``cap``."""
         return self.numbers[rank_kernel.PEAK] / MEMORY_SCALE
 
     def is_ready(self, action: Action) -> bool:
-        """Returns whether the action's input has arrived and the action is next on its stage.
+        """Returns whether the input of an action has arrived and the action is next on its stage.
 
-        Memory is not considered (see ``fits``). An action that does not exist is never ready.
+        Memory is not checked (see ``fits``). An action that does not exist is never ready.
         """
         s = self.numbers
         number = NUMBER[action.kind]
@@ -220,10 +222,10 @@ class RankState:
         )
 
     def is_possible(self, action: Action) -> bool:
-        """Returns whether the action will become ready without any other action being started.
+        """Returns whether an action will become ready even if no other action is started.
 
-        The action must be next on its stage. Returns False for an action that was started, that
-        must follow an action not yet started, or that does not exist.
+        The action must be next on its stage. Returns False if the action has already started, must
+        follow an action that has not started, or does not exist.
         """
         kind = action.kind
         chunk = action.chunk
@@ -239,7 +241,8 @@ class RankState:
     def ready(self) -> tuple[Action, ...]:
         """Returns all actions that may start now, at most one per kind and chunk.
 
-        Chunks ascend; within a chunk F comes before B, and B before W. Memory is not considered.
+        The actions are sorted by chunk, and within a chunk in the order F, B, W. Memory is not
+        checked.
         """
         s = self.numbers
         return tuple(
@@ -255,24 +258,26 @@ class RankState:
         return self._actions[kind * chunks + chunk][lane_count(self.numbers, kind, chunk)]
 
     def fits(self, action: Action) -> bool:
-        """Returns whether memory allows the action to start, by the graded rule of ``memory_caps``.
+        """Returns whether memory allows an action to start, by the graded rule of ``memory_caps``.
 
-        A forward pass fits if afterwards one microbatch in every later chunk of this rank still
-        fits; so the cap cannot cause a deadlock. Other actions free memory and always fit.
+        A forward pass fits if one microbatch in every later chunk of this rank still fits
+        afterwards, so that the cap cannot cause a deadlock. Other actions free memory and always
+        fit.
         """
         return action.kind is not ActionKind.F or rank_kernel.fits(self.numbers, action.chunk)
 
     def arrive(self, kind: ActionKind, chunk: int, microbatch: int) -> None:
-        """Records that an action's input has arrived.
+        """Records that the input of an action has arrived.
 
         Inputs may arrive in any order, and before they are needed.
 
-        Do not call it for forward passes of the first stage, whose input is the data, or for
+        Do not call this for forward passes of the first stage, whose input is the data, or for
         backward passes of the last stage, which start from the loss. If the neighbouring stage is
-        on the same rank, the caller reports its result as an arrival too.
+        on the same rank, the caller must report its result as an arrival, too.
 
         Raises:
-            ScheduleError: The action takes no input, or its input arrived before.
+            ScheduleError: The action has no input from another stage, or its input has already
+                arrived.
         """
         s = self.numbers
         number = NUMBER[kind]
@@ -295,14 +300,14 @@ class RankState:
         raise ScheduleError(f"rank {self.rank}: input of {name} {problem}")
 
     def start(self, action: Action) -> bool:
-        """Records that the action starts, if it is ready.
+        """Records that an action starts, if it is ready.
 
-        A forward pass takes its memory now.
+        The start of a forward pass allocates its memory.
 
-        The cap is not enforced here; policies check it with ``fits``.
+        The cap is not enforced here, because policies check it with ``fits``.
 
         Returns:
-            True if the action was ready and is now started. If False, :meth:`why_not` has the
+            True if the action was ready and has started. If False, :meth:`why_not` returns the
             reason.
         """
         ready = self.is_ready(action)
@@ -311,10 +316,10 @@ class RankState:
         return ready
 
     def finish(self, action: Action) -> None:
-        """Records that a started action has finished, and frees the memory it no longer needs.
+        """Records that a started action has finished, and frees the memory that it no longer needs.
 
         Raises:
-            ScheduleError: The action is not the oldest running one of its kind and chunk.
+            ScheduleError: The action is not the oldest running action of its kind and chunk.
         """
         s = self.numbers
         number = NUMBER[action.kind]
@@ -368,11 +373,11 @@ class RankState:
         return f"its input from {self._sender(action)} is not here"
 
     def missing(self) -> str:
-        """Describes what this rank waits for, for error messages after a timeout.
+        """Describes what this rank is waiting for, for error messages after a timeout.
 
-        The text lists for each chunk the next inputs that have not arrived, each with the rank and
-        stage that send it. It also lists actions whose input has arrived but which would exceed the
-        cap.
+        For each chunk, the text lists the next inputs that have not arrived, with the rank and
+        stage that send them. It also lists actions whose input has arrived but which would exceed
+        the cap.
         """
         if self.done:
             return "nothing, every action is finished"
@@ -390,11 +395,11 @@ class RankState:
         return ", ".join(parts) or "weight gradients, which are ready"
 
     def lacking(self) -> list[Action]:
-        """Returns the next F and the next B of each chunk, except those whose input has arrived."""
+        """Returns each chunk's next F and next B whose input has not arrived."""
         return [action for action, has_input in self._next_actions() if not has_input]
 
     def _next_actions(self) -> Iterator[tuple[Action, bool]]:
-        """Yields each chunk's next F and next B, and whether the action's input has arrived."""
+        """Yields each chunk's next F and next B, and whether its input has arrived."""
         for chunk in range(self.placement.num_chunks):
             forwards = lane_count(self.numbers, rank_kernel.F + rank_kernel.DONE, chunk)
             whole = forwards
@@ -408,7 +413,7 @@ class RankState:
                     yield self.next_action(number, chunk), bool(is_ready)
 
     def describe(self) -> str:
-        """Returns one line about the state: ready actions, number of finished actions, memory."""
+        """Returns a line about the state: ready actions, number of finished actions, and memory."""
         ready = " ".join(map(self._name, self.ready())) or "nothing"
         cap = "no cap" if self.cap is None else f"cap {self.cap:g}"
         return (
@@ -424,7 +429,7 @@ class RankState:
         return kind is ActionKind.F or not self.forward_only
 
     def _index(self, action: Action) -> int:
-        """Returns the action's index among all actions of its kind and chunk, in running order."""
+        """Returns an action's index among all actions of its kind and chunk, in execution order."""
         if action.kind is ActionKind.F:
             return action.microbatch
         index = mirrored(action.microbatch, self.num_slices)
@@ -433,9 +438,9 @@ class RankState:
         return index
 
     def _before(self, action: Action) -> int:
-        """Returns the index of the item that must be finished before this action.
+        """Returns the item that must be finished before this action.
 
-        A B needs the F of the last slice of its microbatch, and a W needs the B of its own item.
+        A B needs the F of the last slice of its microbatch, and a W needs the B of its item.
         """
         if action.kind is ActionKind.W:
             return action.microbatch
@@ -443,7 +448,7 @@ class RankState:
         return action.microbatch - part + count - 1
 
     def _needed(self, action: Action) -> int:
-        """Returns the number of actions of the chunk that this action needs: F for a B, B for a W.
+        """Returns the number of earlier actions that this action needs (F for a B, B for a W).
 
         Returns 0 for an F.
         """
@@ -466,7 +471,7 @@ class RankState:
 
 
 def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
-    """Returns a string with the number of microbatches, and of their slices if they are cut."""
+    """Returns a text with the number of microbatches and, if they are cut, of their slices."""
     text = f"{num_microbatches} microbatches"
     if num_slices == 1:
         return text
@@ -476,10 +481,10 @@ def _count_of(num_microbatches: int, num_slices: SliceCounts) -> str:
 
 
 def _scaled(size: float, num_chunks: int, num_slices: float) -> int:
-    """Converts a relative size to the memory of an item in one chunk, as an integer.
+    """Converts a relative size to the integer memory of an item in one chunk.
 
-    Sizes of slices are rounded down. Otherwise the sum of many rounded sizes could exceed the
-    minimum cap, into which all slices of the largest microbatch must fit.
+    Sizes of slices are rounded down. Otherwise, the sum of many rounded sizes could exceed the
+    minimum cap, which must have room for all slices of the largest microbatch.
     """
     exact = MEMORY_SCALE * size / num_chunks
     return round(exact) if num_slices == 1 else int(exact / num_slices)

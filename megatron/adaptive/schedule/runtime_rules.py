@@ -1,27 +1,28 @@
-"""Chooses a rank's next action at run time, in plain functions over the rank's state.
+"""Chooses a rank's next action at run time, with plain functions on the rank's state.
 
 ``rule(s, hint)`` reads a state (see ``rank_kernel``) and returns the code ``kind * chunks + chunk``
 of the action to start now, or -1 to wait. A code contains no microbatch, because a stage runs each
 kind in ascending order of microbatches. If actions may overlap (``BESIDE``), a rule is also called
-while an action communicates. Kinds with a running action are not ready then. The executor runs
-these functions in plain Python, and the simulator compiles them. So they use numbers only, like
+while an action communicates. Kinds with a running action are then not ready. The executor runs
+these functions in plain Python, and the simulator compiles them, so they use only numbers, like
 ``rank_kernel``.
 
 For rules that follow an order, ``hint`` is the rank's order of actions as codes. For ``adaptive``,
-``hint`` is the share of each chunk except the deepest: how many microbatches the chunk may hold
-(see ``memory_caps``). -1 or a missing entry means no limit. If sequences are cut into slices,
-orders and shares count slices.
+``hint`` is the share of each chunk except the deepest, which is the number of microbatches that the
+chunk may hold (see ``memory_caps``). A share of -1 or a missing entry means no limit. If sequences
+are cut into slices, orders and shares count slices.
 
-``adaptive`` chooses among actions whose input has arrived. It combines the ready-first order of
+``adaptive`` chooses among the actions whose input has arrived. It combines the ready-first order of
 RRFP, arXiv 2605.18750, with the groups of microbatches of interleaved 1F1B, arXiv 2104.04473,
 section 2.2.
 
-``hinted`` follows a static order (the hint), the best one within the limit on activations
-(``catalog.hint_for``). It runs an action earlier than the hint only if that needs no additional
-memory; this condition is not from a paper. ``hinted`` cannot deadlock: whichever actions have run
-early, the remaining actions can still run in the hint's order. If microbatches differ in size, the
-hint does not bound the memory in bytes. Then every forward pass must also fit by the graded rule of
-``memory_caps``. If the hint has no action that can start, the rule of ``adaptive`` chooses.
+``hinted`` follows a static order (the hint), which is the best order within the limit on
+activations (``catalog.hint_for``). It runs an action earlier than in the hint only if this needs no
+additional memory; this condition is not from a paper. ``hinted`` cannot deadlock, because the
+remaining actions can always run in the hint's order, whichever actions have already run. If
+microbatches differ in size, the hint does not bound the memory in bytes. Every forward pass must
+then also fit by the graded rule of ``memory_caps``. If no action of the hint can start, the rule of
+``adaptive`` chooses.
 
 ``docs/reference/schedules.md`` explains ``adaptive`` and ``hinted`` step by step.
 ``docs/results/2026-11-simulated.md`` compares them with alternatives in simulations.
@@ -63,16 +64,16 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 LOOKAHEAD = 96
-"""Number of actions in the hint that ``hinted`` considers, from the first action not yet started.
+"""Number of actions of the hint that ``hinted`` considers, from the first that has not started.
 
-Later actions are never started early. So the position of the first action not yet started is at
-most this far behind the number of started actions, and can be found without searching the whole
-hint.
+Later actions are never started early. So the position of the first action that has not started is
+at most this far behind the number of started actions, and can be determined without searching the
+whole hint.
 """
 
 
 def follow(s: State, hint: Sequence[int]) -> int:
-    """Returns the code of the hint's next action if it is ready, else -1.
+    """Returns the code of the hint's next action if it is ready, or -1.
 
     The limit on activations is ignored.
     """
@@ -93,7 +94,7 @@ def follow(s: State, hint: Sequence[int]) -> int:
 
 
 def deepest_ready(s: State, kind: int) -> int:
-    """Returns the code of the ready action of a kind on the deepest chunk, -1 if none is ready."""
+    """Returns the code of the ready action of a kind on the deepest chunk, or -1."""
     chunks = s[CHUNKS]
     for chunk in range(chunks - 1, -1, -1):
         if is_ready(s, kind, chunk):
@@ -102,7 +103,7 @@ def deepest_ready(s: State, kind: int) -> int:
 
 
 def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
-    """Returns whether a chunk's share allows it to hold one more microbatch.
+    """Returns whether the share of a chunk allows it to hold one more microbatch.
 
     A chunk holds the microbatches whose F has started and whose B has not finished. In an
     evaluation, which has no B, there is no limit. With slices, the share counts slices, and a
@@ -117,11 +118,11 @@ def within_share(s: State, hint: Sequence[int], chunk: int) -> bool:
 
 
 def next_forward(s: State, hint: Sequence[int]) -> int:
-    """Returns the chunk of the F to start, -1 if no F is ready and fits into memory.
+    """Returns the chunk of the F to start, or -1 if no F is ready and fits into memory.
 
-    In a loop, microbatches form groups as large as the number of ranks. The F of the earliest group
-    is chosen, and among several of them the one on the shallowest chunk. In a V, the F that is
-    farthest from the end of the step is chosen.
+    In a loop, microbatches form groups of as many microbatches as there are ranks. An F of the
+    earliest group is chosen, on the shallowest chunk. In a V, the F that is farthest from the end
+    of the step is chosen.
     """
     best = -1
     lowest = 0
@@ -139,10 +140,10 @@ def next_forward(s: State, hint: Sequence[int]) -> int:
 
 
 def next_backward(s: State) -> int:
-    """Returns the code of the B to start, -1 if no B is ready.
+    """Returns the code of the B to start, or -1 if no B is ready.
 
-    In a loop, the function chooses the B on the deepest chunk; in a V, the B that is farthest from
-    the end of the step.
+    In a loop, the B on the deepest chunk is chosen. In a V, the B that is farthest from the end of
+    the step is chosen.
     """
     deepest = deepest_ready(s, B)
     if deepest < 0 or s[TURNED] == 0:
@@ -156,7 +157,7 @@ def next_backward(s: State) -> int:
 
 
 def ready_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``adaptive``: F and B alternately if both are ready, W if neither is."""
+    """Applies the rule ``adaptive``: alternates F and B if both are ready; W if neither is."""
     forward = next_forward(s, hint)
     backward = next_backward(s)
     if forward >= 0 and (backward < 0 or s[LAST] != F):
@@ -165,9 +166,9 @@ def ready_first(s: State, hint: Sequence[int]) -> int:
 
 
 def depth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``dfc``: B first, then the F on the deepest possible chunk, then W.
+    """Applies the rule ``dfc``: B first, then F on the deepest possible chunk, then W.
 
-    So a microbatch passes through as many chunks as possible before the next microbatch starts.
+    A microbatch passes through as many chunks as possible before the next microbatch starts.
     """
     backward = deepest_ready(s, B)
     if backward >= 0:
@@ -186,9 +187,9 @@ def depth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def breadth_first(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``bfc``: F first, on the shallowest chunk possible, then B, then W.
+    """Applies the rule ``bfc``: F on the shallowest possible chunk first, then B, then W.
 
-    So a chunk runs all its forward passes before the next chunk begins.
+    A chunk runs all its forward passes before the next chunk begins.
     """
     for chunk in range(s[CHUNKS]):
         if is_ready(s, F, chunk) and fits(s, chunk):
@@ -200,10 +201,10 @@ def breadth_first(s: State, hint: Sequence[int]) -> int:
 
 
 def hinted(s: State, hint: Sequence[int]) -> int:
-    """Applies the rule ``hinted``: follows the hint, but may run some of its later actions early.
+    """Applies the rule ``hinted``: follows the hint, but may run some later actions early.
 
-    ``hint`` has the number ``code + 3 * chunks * index`` for each action. The index is the number
-    of earlier occurrences of the same code.
+    ``hint`` contains ``code + 3 * chunks * index`` for each action. The index is the number of
+    earlier occurrences of the same code.
     """
     chunks = s[CHUNKS]
     count = lanes(s)
@@ -222,7 +223,7 @@ def hinted(s: State, hint: Sequence[int]) -> int:
     for position in range(first_open, min(len(hint), first_open + LOOKAHEAD)):
         index = hint[position] // count
         code = hint[position] - index * count
-        started = s[HEAD + code]  # the count of a code's started actions is at offset HEAD + code
+        started = s[HEAD + code]  # number of started actions with this code
         if index < started:
             continue
         kind = code // chunks
@@ -234,7 +235,8 @@ def hinted(s: State, hint: Sequence[int]) -> int:
             and is_ready(s, kind, chunk)
             and (kind != F or not sized or fits(s, chunk))
         ):
-            # A running action has not freed its memory yet. So check the cap if one is running.
+            # A running action has not freed its memory yet, so check the cap if an action is
+            # running.
             fitting = s[STARTED] == s[FINISHED] or kind == B or held + unit <= s[CAP]
             if kind == W or (position == first_open and fitting):
                 return code

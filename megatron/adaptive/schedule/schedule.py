@@ -1,7 +1,7 @@
-"""Defines a static schedule as data: the actions of every rank, in the order they run.
+"""Defines a static schedule as data: the actions of every rank, in execution order.
 
-This module only defines the container. ``fixed_in_loop`` and ``fixed_in_v`` make schedules,
-``validate`` checks and draws them, ``simulate`` times them.
+This module only defines the container. ``fixed_in_loop`` and ``fixed_in_v`` create schedules,
+``validate`` checks and draws them, and ``simulate`` computes their times.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 from megatron.adaptive.schedule.stage_placement import Placement
 
 Order = tuple[Action, ...]
-"""Actions of one rank in the order they run."""
+"""Actions of one rank in execution order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Contains the order of actions on all ranks, which is known before the step starts.
+    """The order of actions on all ranks, which is known before the step starts.
 
     Attributes:
-        name: Name by which users select the schedule, and which messages show.
+        name: Name by which users select the schedule, shown in messages.
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches. Actions then
-            count slices (see ``Action.microbatch``).
-        orders: Actions of each rank in the order they run. They are not checked here; ``validate``
-            checks them, for example if they come from a file.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches. With several,
+            actions count slices (see ``Action.microbatch``).
+        orders: Actions of each rank in execution order. They are not checked here, but by
+            ``validate``, for example if they come from a file.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def weight_pieces(self) -> int:
-        """Returns the number of W actions per weight gradient, 0 if no rank has a W."""
+        """Returns the number of W actions per weight gradient, or 0 if there are no W actions."""
         return max(
             (
                 action.piece + 1
@@ -59,11 +59,12 @@ def check_num_microbatches(num_microbatches: int) -> None:
     """Checks that a step has at least one microbatch.
 
     Raises:
-        ScheduleError: The number of microbatches is below 1.
+        ScheduleError: The number of microbatches is less than 1.
     """
     if num_microbatches < 1:
         raise ScheduleError(
-            f"{num_microbatches} microbatches: a step needs at least 1, raise the global batch size"
+            f"the number of microbatches must be at least 1, got {num_microbatches}; increase "
+            "--global-batch-size"
         )
 
 
@@ -71,17 +72,17 @@ def check_num_slices(num_slices: SliceCounts, num_microbatches: int = 1) -> None
     """Checks that each microbatch has at least one slice.
 
     Raises:
-        ScheduleError: A number of slices is below 1, or the number of entries differs from the
+        ScheduleError: A number of slices is less than 1, or the number of entries differs from the
             number of microbatches.
     """
     if not isinstance(num_slices, int):
         if len(num_slices) != num_microbatches:
             raise ScheduleError(
-                f"{len(num_slices)} numbers of slices for {num_microbatches} microbatches: give "
-                "one for each"
+                f"there must be a number of slices for each of the {num_microbatches} "
+                f"microbatches, got {len(num_slices)}"
             )
         num_slices = min(num_slices)
     if num_slices < 1:
         raise ScheduleError(
-            f"{num_slices} slices of a microbatch: give 1 for whole microbatches, or more"
+            f"the number of slices per microbatch must be at least 1, got {num_slices}"
         )

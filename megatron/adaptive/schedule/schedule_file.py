@@ -1,32 +1,35 @@
-"""Reads and writes schedule files: static schedules made by hand or by another program.
+"""Reads and writes schedule files, which contain static schedules from users or other programs.
 
-JSON is the format of this package. The text of an action is its kind, chunk, ``-`` and microbatch.
-If a weight gradient has several pieces, ``.`` and the index of the piece follow. ``F0-3+`` runs
-together with the B after it, and ``B0-3+`` with the F after it: one computes while the experts of
-the other communicate::
+JSON is the format of this package. An action is written as its kind, its chunk, ``-`` and its
+microbatch. If a weight gradient is split into several W actions, ``.`` and the index of the W
+follow. ``F0-3+`` runs together with the B after it, and ``B0-3+`` with the F after it: one of the
+two computes while the experts of the other communicate::
 
     {"version": 1, "name": "mine", "placement": "v", "ranks": 2, "chunks": 2, "microbatches": 1,
      "orders": ["F0-0 F1-0 B1-0 W1-0 B0-0 W0-0.0",
                 "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
 
-``name`` is optional, and so are ``placement`` (default: ``loop``) and ``slices``, the number of
+The following fields are optional: ``name``, ``placement`` (default: ``loop``) and ``slices``, which
+    is the number of slices into which each microbatch is cut (default: 1). With slices, the last
+    number of an action counts slices across all microbatches. For example, with 4 slices ``F0-6``
+    is the third slice of microbatch 1. If there is no W, B also computes weight gradients.
 slices into which each microbatch is cut (default: 1). With slices, an action's last number counts
 slices through all microbatches. For example, with 4 slices ``F0-6`` is the third slice of
 microbatch 1. If there is no W, B computes weight gradients too.
 
-CSV is the format of ``torch.distributed.pipelining``. It has one row per rank and one cell per
-action, with the action's stage, kind and microbatch. An empty cell means that the rank waits::
+CSV is the format of ``torch.distributed.pipelining``. It has a row per rank and a cell per action,
+with the action's stage, kind and microbatch. An empty cell means that the rank waits::
 
     0F0,0F1,,0B0,,0B1
     ,1F0,1B0,1F1,1B1
 
-``F`` is a forward pass, ``I`` computes input gradients, ``W`` weight gradients, and ``B`` both. If
-a file contains ``I`` or ``W``, a ``B`` is split into these two. The actions in
+``F`` is a forward pass, ``I`` computes input gradients, ``W`` computes weight gradients, and ``B``
+computes both. If a file contains ``I`` or ``W``, each ``B`` is split into these two. The actions in
 ``(0F1;1B0)OVERLAP_F_B`` run one after the other. Sends, receives and the gathering of sharded
-weights are skipped, because here they follow from the order of actions. The stages must be assigned
+weights are skipped, because they follow from the order of actions here. The stages must be assigned
 to the rows in a loop or a V.
 
-A schedule that is read is always validated (see ``validate``).
+Schedules are always validated after reading (see ``validate``).
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ VERSION = 1
 _PLACEMENTS: tuple[PlacementKind, ...] = ("loop", "v")
 
 _MOST_UNLISTED = 10_000
-"""Maximum number of forward passes per rank in a file that lists less than a tenth of them."""
+"""Maximum number of forward passes per rank in a file that lists less than a tenth of these."""
 
 _ACTION = re.compile(r"([FBW])(\d{1,6})-(\d{1,6})(?:\.(\d{1,6})|(\+))?", re.ASCII)
 _CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
@@ -62,19 +65,19 @@ def load(path: Path) -> Schedule:
     """Reads a schedule from a file and validates it.
 
     Args:
-        path: Path of the file, which ends in ``.json`` or ``.csv``.
+        path: Path of the ``.json`` or ``.csv`` file.
 
     Raises:
         ScheduleError: The file cannot be read or parsed, or the schedule is not valid. The message
-            names the position. For an invalid schedule it also has a drawing of the part around the
-            fault.
+            contains the position. For an invalid schedule, it also contains a drawing of the
+            actions around the error.
     """
     path = Path(path)
     where = f"schedule file {path}"
     form = path.suffix.lower()
     if form not in (".json", ".csv"):
-        raise ScheduleError(f"{where}: its name must end in .json or .csv")
-    hint = "name a schedule file"
+        raise ScheduleError(f"{where}: the file name must end in .json or .csv")
+    hint = "specify a schedule file"
     try:
         if form == ".json":
             content = check_form(read_json(path, hint), "schedule", where)
@@ -90,14 +93,14 @@ def load(path: Path) -> Schedule:
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """Writes a schedule as JSON, one line per rank, for ``load`` to read.
+    """Writes a schedule as JSON that ``load`` can read, with one line per rank.
 
     Raises:
         ScheduleError: The path does not end in ``.json``, or the file cannot be written.
     """
     path = Path(path)
     if path.suffix.lower() != ".json":
-        raise ScheduleError(f"schedule file {path}: schedules are written as .json")
+        raise ScheduleError(f"schedule file {path}: the file name must end in .json")
     placement = schedule.placement
     content = {
         "version": VERSION,
@@ -133,9 +136,9 @@ def _from_json(content: Mapping[str, Any], name: str) -> Schedule:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Rejects a file whose declared sizes far exceed the number of actions it lists.
+    """Rejects a file whose declared sizes far exceed the number of actions that it lists.
 
-    Otherwise, a small file could make this program allocate a huge amount of memory.
+    Otherwise, a small file could make the program allocate a huge amount of memory.
     """
     chunks = schedule.placement.num_chunks
     microbatches = schedule.num_microbatches * schedule.num_slices
@@ -172,13 +175,15 @@ def _from_csv(text: str, name: str) -> Schedule:
     try:
         table = list(csv.reader(text.splitlines(), strict=True))
     except csv.Error as error:
-        raise ScheduleError(f"it is not CSV: {error}") from error
+        raise ScheduleError(f"the file is not valid CSV: {error}") from error
     while table and not any(cell.strip() for cell in table[-1]):
         table.pop()
     rows = [_parse_row(cells, row) for row, cells in enumerate(table)]
     cells = [cell for row in rows for cell in row]
     if not cells:
-        raise ScheduleError("it lists no action: it needs a row per rank with cells such as 0F0")
+        raise ScheduleError(
+            "the file contains no actions; it must have a row per rank with cells such as 0F0"
+        )
     split = any(cell.kind in "IW" for cell in cells)
     placement = _placement_of(rows)
     schedule = Schedule(
@@ -205,36 +210,39 @@ def _parse_row(texts: Sequence[str], row: int) -> list[_Cell]:
                 cells.append(_Cell(int(match[1]), match[2], int(match[3])))
             elif part and not _SKIPPED.fullmatch(part.strip()):
                 raise ScheduleError(
-                    f"row {row + 1}, column {column + 1}: {text!r} is not known: a cell is a stage,"
-                    " F, B, I or W, and a microbatch, such as 0F3, or an (..;..)OVERLAP_F_B of such"
+                    f"row {row + 1}, column {column + 1}: a cell must be a stage, F, B, I or W, "
+                    "and a microbatch, such as 0F3, or an (..;..)OVERLAP_F_B of these, got "
+                    f"{text!r}"
                 )
     return cells
 
 
 def _placement_of(rows: Sequence[Sequence[_Cell]]) -> Placement:
-    """Determines the placement of the stages, from the rows in which each stage is listed."""
+    """Determines the placement from the rows that each stage appears in."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for cell in row:
             if rank_of.setdefault(cell.stage, rank) != rank:
                 raise ScheduleError(
-                    f"stage {cell.stage} is in rows {rank_of[cell.stage] + 1} and {rank + 1}: a"
-                    " stage belongs to one rank"
+                    f"a stage must be in a single row, but stage {cell.stage} is in rows "
+                    f"{rank_of[cell.stage] + 1} and {rank + 1}"
                 )
     ranks = len(rows)
     chunks, rest = divmod(1 + max(rank_of), ranks)
     missing = [stage for stage in range(max(rank_of)) if stage not in rank_of]
     if rest or missing:
         raise ScheduleError(
-            f"{len(rank_of)} stages up to {max(rank_of)} in {ranks} rows: give every row the same"
-            " number of stages, counted from 0 without gaps"
+            "every row must have the same number of stages, counted from 0 without gaps, but "
+            f"there are {len(rank_of)} stages up to {max(rank_of)} in {ranks} rows"
         )
     for kind in _PLACEMENTS:
         placement = Placement(num_ranks=ranks, num_chunks=chunks, kind=kind)
         if all(placement.locate(stage)[0] == rank for stage, rank in rank_of.items()):
             return placement
     rows_text = ", ".join(f"{stage} in row {rank_of[stage] + 1}" for stage in sorted(rank_of))
-    raise ScheduleError(f"stages are neither in a loop nor in a V over the rows: {rows_text}")
+    raise ScheduleError(
+        f"the stages must be assigned to the rows in a loop or a V, got {rows_text}"
+    )
 
 
 def _actions_of(cell: _Cell, placement: Placement, split: bool) -> tuple[Action, ...]:

@@ -1,12 +1,12 @@
-"""Simulates one step event by event, to find when each action runs under given policies.
+"""Simulates one step event by event, to determine when each action runs under given policies.
 
-The simulator uses the state and the policies of the executor. A rank runs one action at a time and
+The simulator uses the same state and policies as the executor. A rank runs one action at a time and
 sends the result when the action ends. The message waits until the link is free, occupies the link
 for some time, and arrives after the latency. Passing a result between two stages of one rank takes
 no time.
 
-This module prepares the simulation and contains its result. ``simulator`` has the event loop,
-``workload`` the times.
+This module prepares the simulation and defines its result. The event loop is in ``simulator``, and
+the durations are in ``workload``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, StageProfile, StageTim
 
 @dataclass(frozen=True, slots=True)
 class SimSpan:
-    """Contains an action with its start and end, in simulated seconds since the step began."""
+    """An action with its start and end, in simulated seconds since the start of the step."""
 
     action: Action
     start_s: float
@@ -40,21 +40,22 @@ class SimSpan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """Contains the result of one simulated step.
+    """The result of a simulated step.
 
     Attributes:
-        placement: Assignment of pipeline stages to ranks in the simulation.
-        num_microbatches: Number of microbatches of the step. If microbatches are cut into
+        placement: Assignment of pipeline stages to ranks.
+        num_microbatches: Number of microbatches in the step. If microbatches are cut into
             ``workload.num_slices`` slices, the index of an action counts slices.
         weight_pieces: Number of W actions per weight gradient; 0 if the backward pass computes
             weight gradients.
-        workload: Times of actions and messages with which the step was simulated.
-        codes: Codes ``kind * chunks + chunk`` of each rank's actions in the order they ran,
+        workload: Durations of actions and messages in the simulated step.
+        codes: Codes ``kind * chunks + chunk`` of each rank's actions in execution order,
             ``[actions] int64`` per rank.
-        starts_ps: Start of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        ends_ps: End of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
-        peak_units: Maximum activations that each rank held, in microbatches of the whole rank (all
-            its chunks).
+        starts_ps: Start time of each action in ``codes``, in picoseconds, ``[actions] int64`` per
+            rank.
+        ends_ps: End time of each action in ``codes``, in picoseconds, ``[actions] int64`` per rank.
+        peak_units: Maximum activations that each rank held. The unit is one microbatch in all
+            chunks of the rank.
     """
 
     placement: Placement
@@ -73,7 +74,7 @@ class SimResult:
 
     @property
     def num_actions(self) -> int:
-        """Returns the number of actions on all ranks together."""
+        """Returns the number of actions of all ranks."""
         return sum(len(codes) for codes in self.codes)
 
     @property
@@ -86,7 +87,7 @@ class SimResult:
     def busy_s(self) -> tuple[float, ...]:
         """Returns the time that each rank spends in actions, in seconds.
 
-        Time in which two actions overlap counts once.
+        Time in which two actions overlap is counted once.
         """
         return tuple(
             int((ends - np.maximum(starts, np.append(0, ends)[:-1])).clip(0).sum()) / PS_PER_S
@@ -107,9 +108,9 @@ class SimResult:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Returns the actions of each rank in the order they ran.
+        """Returns the actions of each rank in execution order.
 
-        An action's microbatch index counts the rank's own microbatches, not those of the whole job.
+        The microbatch index of an action counts the microbatches of the rank, not of the whole job.
         """
         chunks = self.placement.num_chunks
         pieces = self.weight_pieces
@@ -118,7 +119,7 @@ class SimResult:
 
     @cached_property
     def spans(self) -> tuple[tuple[SimSpan, ...], ...]:
-        """Returns the actions of each rank with their times, in the order they ran."""
+        """Returns the actions of each rank with their times, in execution order."""
         return tuple(
             tuple(
                 SimSpan(action, start / PS_PER_S, end / PS_PER_S)
@@ -130,7 +131,7 @@ class SimResult:
     def to_schedule(self, name: str) -> Schedule:
         """Returns the simulated orders as a static schedule that other runs can follow."""
         slices = self.workload.num_slices
-        assert isinstance(slices, int)  # no caller turns unequal slices into a static schedule
+        assert isinstance(slices, int)  # no caller converts unequal slices into a static schedule
         return Schedule(
             name=name,
             placement=self.placement,
@@ -160,35 +161,36 @@ def simulate(
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step, at least 1.
-        policies: Policies, one per rank; the same object may be used for several ranks.
-        times: Times per stage, or the times of all actions in the step, as ``workload.draw``
-            returns them.
-        seed: Random seed for drawing times, if ``times`` has times per stage.
-        compiled: Whether to run the loop as machine code, which numba compiles at the first call.
-            Possible for rules of ``runtime_rules``. In plain Python the loop is about 50 times as
-            slow.
-        cap: Maximum activation memory of each rank under a run-time rule; ``None`` for no limit.
-            One unit is the activations of one microbatch in all chunks of the rank.
-        sizes: Activation memory of each microbatch or slice relative to the mean; ``None`` for the
-            sizes in ``times``, or equal sizes if ``times`` has none.
-        forward_only: Whether the step is an evaluation, which has no backward passes and holds no
+        policies: Policy of each rank. Several ranks may share an object.
+        times: Durations per stage, or durations of all actions in the step, as returned by
+            ``workload.draw``.
+        seed: Random seed for drawing durations, if ``times`` contains durations per stage.
+        compiled: Whether to run the loop as machine code, which numba compiles in the first call.
+            This requires a rule of ``runtime_rules``. In plain Python, the loop is about 50 times
+            slower.
+        cap: Maximum activation memory of each rank under a run-time rule, or ``None`` for no limit.
+            The unit is the activations of one microbatch in all chunks of the rank.
+        sizes: Activation memory of each microbatch or slice relative to the mean. If ``None``, the
+            sizes in ``times`` are used, or equal sizes if ``times`` has none.
+        forward_only: Whether the step is an evaluation, which has no backward passes and keeps no
             activations.
-        weight_pieces: Number of W actions into which a microbatch's weight gradients are divided; 0
-            if the backward pass computes them itself.
+        weight_pieces: Number of W actions into which a microbatch's weight gradients are split; 0
+            if the backward pass computes weight gradients.
         beside: Whether an action may start while an action of another kind communicates.
-        num_slices: Number of slices of each microbatch, if ``times`` has times per stage. A
-            ``Workload`` in ``times`` has its own number of slices.
+        num_slices: Number of slices of each microbatch, if ``times`` contains durations per stage.
+            A ``Workload`` in ``times`` contains its number of slices.
 
     Returns:
-        Times, idle fractions and memory peaks of all ranks.
+        Times, idle fractions and peak memory of all ranks.
 
     Raises:
         ScheduleError: An argument is out of range, a policy chose an action that is not ready, or
-            all ranks wait forever. In the last case the message lists the missing inputs.
+            the ranks deadlock. The message about a deadlock lists the missing inputs.
     """
     if len(policies) != placement.num_ranks:
         raise ScheduleError(
-            f"{len(policies)} policies for {placement.num_ranks} ranks: give one per rank"
+            f"the number of policies must be {placement.num_ranks}, one per rank, got "
+            f"{len(policies)}"
         )
     workload = times
     if not isinstance(workload, Workload):
@@ -220,14 +222,14 @@ def run_states(
 ) -> SimResult:
     """Simulates one step, starting from given states of all ranks.
 
-    The simulation may change the states.
+    The simulation may modify the states.
 
     Args:
-        states: States at the start of the step, one per rank.
-        policies: Policies, one per rank.
-        workload: Times of all actions and messages in the step.
-        widths: Number of ranks of each stage, if stages have several (see ``unequal_widths``). Then
-            the ``rank`` of each state is the index of its stage.
+        states: State of each rank at the start of the step.
+        policies: Policy of each rank.
+        workload: Durations of all actions and messages in the step.
+        widths: Number of ranks of each stage if stages have several ranks (see ``unequal_widths``).
+            The ``rank`` of each state is then the index of its stage.
         compiled: Whether to run the loop as machine code (see ``simulate``).
     """
     placement = states[0].placement
@@ -239,7 +241,7 @@ def run_states(
         rule, hints = compiled_rule
         loop = compiled_loop(rule)
         if loop(world._replace(hints=_padded(hints))) != simulator.DONE_ALL:
-            # Run again in plain Python, which raises an error with the reason.
+            # Run the step again in plain Python, which raises an error with the reason.
             world = _run_plain(_world(states, workload, widths), states, policies)
     totals = [state.num_actions for state in states]
     return SimResult(
@@ -263,7 +265,7 @@ def _cut(rows: Any, totals: list[int]) -> tuple[Any, ...]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
-    """Returns rows of different lengths as one array, padded with -1."""
+    """Returns rows of different lengths as an array, padded with -1."""
     padded = np.full((len(rows), max(1, *map(len, rows))), -1, dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
@@ -298,7 +300,7 @@ def _run_plain(world: Any, states: Sequence[RankState], policies: Sequence[Polic
 
 
 _PER_SLOT = ("works", "exchanged", "counts", "steps", "due", "indices")
-"""Fields of ``World`` with one number per slot; each rank has two slots."""
+"""Fields of ``World`` with one number per slot. Each rank has two slots."""
 
 
 def _world(states: Sequence[RankState], workload: Workload, widths: Sequence[int] | None) -> Any:

@@ -1,11 +1,12 @@
-"""Simulates a step by an event loop, in plain functions over integers.
+"""Simulates a step with an event loop of plain functions on integers.
 
 An event is the end of an action, a communication within an action, or the arrival of an input. All
-events at one time are processed before any rank chooses its next action. Times are integers, in
-picoseconds. If sequences are cut into slices, indices of microbatches count slices (see
+events at the same time are processed before any rank chooses its next action. Times are integers in
+picoseconds. If sequences are cut into slices, microbatch indices count slices (see
 ``rank_kernel``).
 
-``numba_kernels`` compiles these functions, with the run-time rule to simulate in place of ``rule``.
+``numba_kernels`` compiles these functions, after replacing ``rule`` by the run-time rule to
+simulate.
 """
 
 from __future__ import annotations
@@ -35,60 +36,60 @@ from megatron.adaptive.schedule.rank_kernel import (
 )
 
 DONE_ALL, DEADLOCK, NOT_READY = 0, 1, 2
-"""Values that ``run`` returns.
+"""Return values of ``run``.
 
-``NOT_READY`` plus a rank means that this rank's policy chose an action that cannot start.
+``NOT_READY`` plus a rank means that the policy of this rank chose an action that cannot start.
 """
 
 
 class World(NamedTuple):
-    """Contains the whole state of a simulated step.
+    """The complete state of a simulated step.
 
     Fields are lists in plain Python and ``int64`` arrays in compiled code.
 
-    A rank can run two actions at a time, in two slots with the indices ``rank`` and
-    ``rank + ranks``: one computes while the other communicates. Times are in picoseconds. Arrays
-    with several indices are flattened.
+    A rank can run two actions at the same time, one of which computes while the other communicates.
+    The actions are in two slots with the indices ``rank`` and ``rank + ranks``. Times are in
+    picoseconds. Arrays with several indices are flattened.
 
     Attributes:
-        states: State of each rank: how far each chunk has come, and which inputs have arrived.
+        states: State of each rank: the progress of each chunk, and the inputs that have arrived.
             Module ``rank_kernel`` describes the layout.
-        hints: Data that each rank's rule uses besides the state, such as an order (see
-            ``runtime_rules``), or empty.
+        hints: Additional input of each rank's rule, such as an order (see ``runtime_rules``), or
+            empty.
         stages: Pipeline stage of each chunk, ``[rank][chunk]``.
         first_ranks: First rank of each stage.
         widths: Number of ranks of each stage, to which microbatches are assigned round-robin (see
             ``unequal_widths``).
-        total: Number of microbatches in the step, in the whole job, ``[1]``.
+        total: Number of microbatches in the step of the whole job, ``[1]``.
         durations: Duration of each action, ``[kind][stage][microbatch]``, kinds F, B, W.
-        exchanges: Part of the duration of each F and B that is communication within the stage,
+        exchanges: Part of each duration of F and B that is communication within the stage,
             ``[kind][stage][microbatch]``.
-        cuts: Number of communications within the stage in each F and B, per stage.
-        delays: Latency of the message sent after each F and B, ``[kind][stage][microbatch]``.
-        occupancy: Time for which a message occupies the link between two ranks, ``[from][to]``.
-        free: Time at which the link between two ranks becomes free again, ``[from][to]``.
-        heap: Priority queue of future events, each a time and a code. The code ``-1 - rank`` means
-            that a rank has computed up to a communication or to the end of its action. Other codes
-            mean that an input arrives; the code is the index in ``durations`` of the action that
-            needs it. The array is large enough for one event per rank and one per message.
+        cuts: Number of communications within the stage during each F and B, per stage.
+        delays: Latency of the message after each F and B, ``[kind][stage][microbatch]``.
+        occupancy: Time that a message occupies the link between two ranks, ``[from][to]``.
+        free: Time when the link between two ranks becomes free, ``[from][to]``.
+        heap: Priority queue of future events, which are pairs of a time and a code. The code ``-1 -
+            rank`` means that a rank has computed up to a communication or to the end of its action.
+            Other codes mean that an input arrives, and are the index in ``durations`` of the action
+            that needs the input. The array has room for one event per rank and one per message.
         heap_size: Number of events in ``heap``, ``[1]``.
-        turn: Slot in which each rank is computing now, -1 for none.
-        last: Slot in which each rank computed last.
-        was_filler: 1 for each rank whose last action was a weight gradient, else 0.
-        waking: 1 for each rank that has received an event since it last chose an action, else 0.
+        turn: Slot in which each rank is computing, or -1.
+        last: Slot in which each rank computed most recently.
+        was_filler: 1 for each rank whose most recent action was a weight gradient, else 0.
+        waking: 1 for each rank with an event since it last chose an action, else 0.
         wakes: Ranks that must choose an action, in the order of their events.
         num_woken: Number of ranks in ``wakes``, ``[1]``.
-        link: Time at which each rank's communication within its stages is finished.
-        running: Code of the action in each slot, -1 for none.
+        link: Time when each rank's communication within its stages ends.
+        running: Code of the action in each slot, or -1.
         works: Duration of the action in each slot.
         exchanged: Part of the duration in ``works`` that is communication.
         counts: Number of communications of the action in each slot.
-        steps: Number of communications of the action in each slot that have started.
-        due: Time at which the last started communication of the action in each slot ends.
+        steps: Number of communications of the action in each slot that have already started.
+        due: End time of the most recently started communication of the action in each slot.
         indices: Index in ``codes`` of the action in each slot.
-        codes: Result: codes of each rank's actions in the order they ran.
-        starts: Result: start time of each action in ``codes``.
-        ends: Result: end time of each action in ``codes``.
+        codes: Result with the codes of each rank's actions in execution order.
+        starts: Result with the start time of each action in ``codes``.
+        ends: Result with the end time of each action in ``codes``.
     """
 
     states: list[list[int]]
@@ -125,12 +126,12 @@ class World(NamedTuple):
 
 
 def rule(s: State, hint: Sequence[int]) -> int:
-    """Stands for the run-time rule to simulate; ``numba_kernels`` replaces this function."""
+    """Placeholder for the run-time rule to simulate, which ``numba_kernels`` replaces."""
     raise NotImplementedError
 
 
 def heap_push(world: World, time: int, code: int) -> None:
-    """Adds an event to the priority queue, a heap whose nodes have four children each."""
+    """Adds an event to the priority queue, which is a heap whose nodes have four children each."""
     heap = world.heap
     node = world.heap_size[0]
     world.heap_size[0] = node + 1
@@ -180,12 +181,12 @@ def wake(world: World, rank: int) -> None:
 
 
 def whole_of(world: World, rank: int, stage: int, microbatch: int) -> int:
-    """Converts a rank's own index of a microbatch into the microbatch's index in the whole step."""
+    """Converts a rank's microbatch index into the index of the microbatch in the whole step."""
     return microbatch * world.widths[stage] + rank - world.first_ranks[stage]
 
 
 def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
-    """Returns the duration of the chunk's next action of this kind, in picoseconds."""
+    """Returns the duration of a chunk's next action of this kind, in picoseconds."""
     s = world.states[rank]
     stages = len(world.first_ranks)
     total = world.total[0]
@@ -205,7 +206,7 @@ def work_of(world: World, rank: int, kind: int, chunk: int, stage: int) -> int:
 
 
 def compute(world: World, slot: int, now: int) -> None:
-    """Makes the action in a slot compute up to its next communication or its end."""
+    """Makes the action in a slot compute until its next communication or its end."""
     rank = slot % len(world.states)
     step = world.steps[slot]
     count = world.counts[slot]
@@ -234,7 +235,7 @@ def communicate(world: World, slot: int, now: int) -> None:
 
 
 def decide(world: World, rank: int, now: int) -> bool:
-    """Makes a rank start the action that its rule chooses, or continue a waiting one.
+    """Makes a rank start the action that its rule chooses, or continue a waiting action.
 
     Returns:
         False if the chosen action is not ready.
@@ -244,7 +245,8 @@ def decide(world: World, rank: int, now: int) -> bool:
     slot = world.last[rank]
     other = (slot + ranks) % (2 * ranks)
     waits = world.running[other] >= 0
-    # Only one weight gradient runs during a communication. After it, the waiting action continues.
+    # Only one weight gradient runs during a communication. Afterwards, the waiting action
+    # continues.
     if waits and (world.running[slot] >= 0 or world.was_filler[rank]):
         compute(world, other, now)
         return True

@@ -1,7 +1,7 @@
 """Assigns pipeline stages to ranks.
 
-A placement maps stages, in the order of the whole pipeline, to (rank, chunk) and back. Other
-modules determine how many layers a stage has, and in which order a rank runs its actions.
+A placement maps stages, numbered in pipeline order, to (rank, chunk) pairs and back. Other modules
+determine how many layers a stage has, and in which order a rank runs its actions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = ("loop", "v")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Maps the stages of a pipeline to its ranks; every rank holds the same number of chunks.
+    """Maps the stages of a pipeline to its ranks. Every rank has the same number of chunks.
 
     ::
 
@@ -27,9 +27,9 @@ class Placement:
         chunk 0, stage       0   1   2   3         0   1   2   3
         chunk 1, stage       4   5   6   7         7   6   5   4
 
-    ``loop`` starts every round at rank 0 (megatron-core's layout); ``v`` turns around at the end,
-    so the first and the last stage share rank 0 if the number of chunks is even. In both, a later
-    chunk of a rank is a later stage; the memory rule of ``memory_caps`` relies on this.
+    ``loop`` starts every round at rank 0 (the layout of megatron-core). ``v`` turns around at the
+    end, so the first and the last stage share rank 0 if the number of chunks is even. In both, a
+    later chunk of a rank is a later stage, which the memory rule of ``memory_caps`` relies on.
 
     Attributes:
         num_ranks: Number of pipeline-parallel ranks, at least 1.
@@ -37,7 +37,7 @@ class Placement:
         kind: ``loop`` or ``v``, as in the drawing.
 
     Raises:
-        ScheduleError: A number is below 1 or the kind is unknown.
+        ScheduleError: A number is less than 1, or the kind is unknown.
     """
 
     num_ranks: int
@@ -47,13 +47,11 @@ class Placement:
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_chunks < 1:
             raise ScheduleError(
-                f"placement of {self.num_ranks} ranks with {self.num_chunks} chunks each:"
-                " both must be at least 1"
+                f"a placement needs at least 1 rank and 1 chunk per rank, got {self.num_ranks} "
+                f"ranks with {self.num_chunks} chunks each"
             )
         if self.kind not in _KINDS:
-            raise ScheduleError(
-                f"unknown placement {self.kind!r}: choose one of {', '.join(_KINDS)}"
-            )
+            raise ScheduleError(f"placement must be one of {', '.join(_KINDS)}, got {self.kind!r}")
 
     @property
     def num_stages(self) -> int:
@@ -75,7 +73,7 @@ class Placement:
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def locate(self, stage: int) -> tuple[int, int]:
-        """Returns the ``(rank, chunk)`` to which a stage is assigned.
+        """Returns the ``(rank, chunk)`` that a stage is assigned to.
 
         Raises:
             ScheduleError: The stage is out of range.
@@ -104,18 +102,18 @@ class Placement:
         return tuple(sorted(a + b - rank for a, b in self.neighbours() if rank in (a, b)))
 
     def target_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` that needs the result of a chunk's action.
+        """Returns the ``(rank, chunk)`` that needs the result of an action.
 
-        The result of an F is the input of the F on the next stage, and that of a B the input of the
-        B on the previous stage. Returns None for an F of the last stage, a B of the first stage,
-        and every W, because no other stage needs their results.
+        The result of an F is the input of the F on the next stage, and the result of a B is the
+        input of the B on the previous stage. Returns ``None`` for an F of the last stage, a B of
+        the first stage, and every W, because no other stage needs these results.
         """
         return self._beside(kind, rank, chunk, 1 if kind is ActionKind.F else -1)
 
     def source_of(self, kind: ActionKind, rank: int, chunk: int) -> tuple[int, int] | None:
-        """Returns the ``(rank, chunk)`` whose result is the input of a chunk's action.
+        """Returns the ``(rank, chunk)`` whose result is the input of an action.
 
-        Returns None if the input does not come from another stage.
+        Returns ``None`` if the input does not come from another stage.
         """
         return self._beside(kind, rank, chunk, -1 if kind is ActionKind.F else 1)
 

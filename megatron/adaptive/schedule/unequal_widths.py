@@ -1,7 +1,7 @@
-"""Handles pipelines whose stages have different numbers of data-parallel replicas (widths).
+"""Supports pipelines whose stages have different numbers of data-parallel replicas (widths).
 
 Microbatch m of the step, counted over the whole job, runs on replica ``m % widths[s]`` of stage s.
-Each replica counts its own microbatches from 0, as everywhere in this package::
+As everywhere in this package, each replica counts its microbatches from 0::
 
     widths 2-1-3          microbatch of the step     0  1  2  3  4  5
     stage 0, rank 0       as the rank counts         0     1     2
@@ -12,18 +12,18 @@ Each replica counts its own microbatches from 0, as everywhere in this package::
              rank 5                                        0        1
 
 So a rank may exchange messages with several ranks of a neighbouring stage, but it sends each
-microbatch to only one of these ranks. Every rank holds one chunk.
+microbatch to only one of these ranks. Every rank has one chunk.
 
-**Order of actions.** A rank orders its own microbatches as in a pipeline of equal stages. Only the
-warm-up differs: a replica runs so many forward passes that the ranks of the next stage together can
-run their own warm-up and one more forward pass each. ``docs/reference/schedules.md`` has a drawing.
+**Order of actions.** A rank orders its microbatches as in a pipeline of equal stages, except for
+the warm-up. A replica runs enough forward passes for the ranks of the next stage to run their
+warm-up and one more forward pass each. ``docs/reference/schedules.md`` contains a drawing.
 
-1F1B cannot deadlock: on every earlier stage, the forward passes that the backward pass of
-microbatch m needs run only after backward passes of microbatches below m.
+1F1B cannot deadlock, because on every earlier stage, the forward passes that the backward pass of
+microbatch m needs only run after backward passes of microbatches below m.
 
-A run-time rule with a limit on activations cannot deadlock either. The lowest unfinished microbatch
-is the next microbatch of every rank that it still has to visit, and each of these ranks holds no
-other microbatch.
+A run-time rule with a limit on activations cannot deadlock either. The first unfinished microbatch
+is the next microbatch of every rank that still has to process it, and none of these ranks holds
+another microbatch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCHEDULES = selectable_names(lambda spec: spec.allows_unequal_stages)
 _SLACK = 1.5
 """Ratio of the default limit on activations to the activations that 1F1B holds.
 
-The ratio is the same as for equal stages in ``memory_caps``.
+``memory_caps`` uses the same ratio for equal stages.
 """
 
 
@@ -62,10 +62,10 @@ class Widths:
     """Maps the replicas of all stages to global ranks, which are numbered stage by stage.
 
     Attributes:
-        sizes: Number of replicas of each stage in pipeline order, at least 1 each.
+        sizes: Number of replicas of each stage in pipeline order, each at least 1.
 
     Raises:
-        ScheduleError: There is no stage, or a stage has no replica.
+        ScheduleError: There are no stages, or a stage has no replicas.
     """
 
     sizes: tuple[int, ...]
@@ -73,7 +73,8 @@ class Widths:
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
             raise ScheduleError(
-                f"stages of widths {self}: give at least one stage, each with at least one replica"
+                "widths must contain at least one stage, each with at least one replica, got "
+                f"{self}"
             )
 
     def __str__(self) -> str:
@@ -91,9 +92,9 @@ class Widths:
 
     @property
     def round_size(self) -> int:
-        """Returns the smallest number of microbatches that every stage can split equally.
+        """Returns the smallest number of microbatches that can be divided equally on every stage.
 
-        All replicas of a stage then have the same number of microbatches.
+        With it, all replicas of a stage have the same number of microbatches.
         """
         return math.lcm(*self.sizes)
 
@@ -106,34 +107,36 @@ class Widths:
         return self._firsts[stage] + replica
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Returns the stage to which a rank belongs, and the rank's replica index in this stage.
+        """Returns the stage of a rank, and the rank's replica index in this stage.
 
         Raises:
-            ScheduleError: There is no such rank.
+            ScheduleError: The rank does not exist.
         """
         for stage, size in enumerate(self.sizes):
             if 0 <= rank - self._firsts[stage] < size:
                 return stage, rank - self._firsts[stage]
-        raise ScheduleError(f"rank {rank} is in no stage of widths {self}: ranks count from 0")
+        raise ScheduleError(
+            f"rank must be in the range of the widths {self}, counted from 0, got {rank}"
+        )
 
     def ranks_of(self, stage: int) -> range:
         """Returns the ranks of a stage, ordered by replica."""
         return range(self._firsts[stage], self._firsts[stage + 1])
 
     def pipeline_of(self, replica: int) -> list[int]:
-        """Returns one rank per stage: its replica ``replica`` modulo the width of the stage."""
+        """Returns one rank per stage: replica ``replica`` modulo the width of the stage."""
         return [self.rank_of(stage, replica % size) for stage, size in enumerate(self.sizes)]
 
     def route(self, rank: int, to_stage: int, microbatch: int) -> tuple[int, int]:
-        """Returns the rank of another stage that runs the same microbatch as a given rank.
+        """Returns the rank of another stage that runs a given microbatch.
 
         Args:
-            rank: Rank whose microbatch is looked up.
+            rank: Rank with the microbatch to look up.
             to_stage: Index of the other stage.
             microbatch: Index of the microbatch among the microbatches of ``rank``.
 
         Returns:
-            Rank of the other stage, and index of the microbatch among that rank's microbatches.
+            Rank of the other stage, and index of the microbatch on that rank.
         """
         stage, replica = self.place_of(rank)
         whole = microbatch * self.sizes[stage] + replica
@@ -156,7 +159,7 @@ class Widths:
 
         Args:
             stage: Index of the stage.
-            num_microbatches: Number of microbatches per step, in the whole job.
+            num_microbatches: Number of microbatches per step of the whole job.
 
         Raises:
             ScheduleError: The replicas of the stage would have different numbers of microbatches.
@@ -164,17 +167,17 @@ class Widths:
         each, rest = divmod(num_microbatches, self.sizes[stage])
         if rest or not each:
             raise ScheduleError(
-                f"{num_microbatches} microbatches over the {self.sizes[stage]} replicas of stage"
-                f" {stage} (widths {self}): each must have the same number; give a multiple of"
-                f" {self.round_size}"
+                f"the {self.sizes[stage]} replicas of stage {stage} (widths {self}) cannot "
+                f"divide {num_microbatches} microbatches equally; use a multiple of "
+                f"{self.round_size}"
             )
         return each
 
     def warmup(self, stage: int) -> int:
         """Returns the number of forward passes of a replica before its first backward pass.
 
-        This number suffices for the ranks of the next stage to run their own warm-up and one more
-        forward pass each. For equal widths, it is the number of following stages.
+        The ranks of the next stage can then run their warm-up and one more forward pass each. If
+        all widths are equal, the result is the number of following stages.
         """
         warmup = 0
         for later in range(self.num_stages - 1, stage, -1):
@@ -183,17 +186,17 @@ class Widths:
 
 
 def chosen(sizes: Sequence[int] | None) -> Widths | None:
-    """Returns the widths if stages differ, ``None`` if all stages have the same width."""
+    """Returns the widths if they differ, or ``None`` if all stages have the same width."""
     return Widths(tuple(sizes)) if sizes is not None and len(set(sizes)) > 1 else None
 
 
 def placement_of(widths: Widths) -> Placement:
-    """Returns the assignment of stages to ranks, as if each stage had one replica."""
+    """Returns the assignment of stages to ranks of a pipeline with one replica per stage."""
     return Placement(num_ranks=widths.num_stages, num_chunks=1)
 
 
 def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) -> Policy:
-    """Returns the policy for the replicas of a stage.
+    """Returns the policy of the replicas of a stage.
 
     Args:
         name: Name in :data:`SCHEDULES`, or ``forward-only``.
@@ -206,7 +209,8 @@ def make_policy(name: str, widths: Widths, stage: int, num_microbatches: int) ->
     """
     if name not in (*SCHEDULES, "forward-only"):
         raise ScheduleError(
-            f"schedule {name} for stages of widths {widths}: choose one of {', '.join(SCHEDULES)}"
+            f"schedule {name} does not support stages of unequal widths ({widths}); choose one "
+            f"of {', '.join(SCHEDULES)}"
         )
     if name == "1f1b":
         return Follow(order_after(widths.warmup(stage), num_microbatches), name)
@@ -238,26 +242,26 @@ def simulate(
     message_s: Sequence[float] = (),
     cap: float | None = None,
 ) -> SimResult:
-    """Simulates a step with stages of unequal widths, and checks that the step ends.
+    """Simulates a step with stages of unequal widths, and checks that the step finishes.
 
-    Backward passes include weight gradients. Messages have a latency, but do not occupy their link.
+    Backward passes include weight gradients. Messages have a latency, but do not occupy a link.
 
     Args:
         name: Name in :data:`SCHEDULES`.
         widths: Number of replicas of each stage.
-        num_microbatches: Number of microbatches per step, in the whole job.
+        num_microbatches: Number of microbatches per step of the whole job.
         forward_s: Time of a forward pass on each stage, in seconds.
         backward_s: Time of a backward pass on each stage, including weight gradients, in seconds.
-        message_s: Latency of messages between each stage and the next, in both directions, in
-            seconds; empty for no latency.
-        cap: Maximum number of microbatches that a rank holds under a run-time rule; ``None`` for
+        message_s: Latency in seconds of messages between each stage and the next, in both
+            directions; empty for no latency.
+        cap: Maximum number of microbatches that a rank holds under a run-time rule, or ``None`` for
             the default.
 
     Returns:
-        Result of the simulation, with all ranks of all stages.
+        Result of the simulation for all ranks of all stages.
 
     Raises:
-        ScheduleError: A stage cannot divide the microbatches equally, or no rank can continue.
+        ScheduleError: The microbatches cannot be divided equally on a stage, or the ranks deadlock.
     """
     states = []
     policies = []

@@ -1,9 +1,9 @@
-"""Checks static schedules for missing actions, wrong order and deadlocks.
+"""Checks static schedules for missing actions, incorrect order and deadlocks.
 
-Also computes the memory that a schedule needs, and draws it.
+Also computes the memory that a schedule needs, and draws schedules as text.
 
-An error has one line with rank, position and action. Below this line, the part of the schedule
-around the action is drawn, with the action in brackets.
+The first line of an error contains the rank, position and action. Below it is a drawing of the
+schedule around the action, with the action in brackets.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ def validate(schedule: Schedule) -> None:
 
     - Every rank lists each of its actions exactly once.
     - On each stage, each kind runs in ascending order of microbatches. The B of a microbatch
-      follows its F, and its W follows its B. With slices, F run in ascending order of slices, B and
-      W in descending order, and the first B of a microbatch follows its last F.
-    - No ranks wait for each other in a circle.
-    - Either no rank lists a W, or every microbatch has its W on every stage, and all W are divided
-      into the same number of pieces.
-    - Two actions that start together are an F and a B, in either order. The second does not need
-      the first, directly or through other ranks.
+      follows its F, and its W follows its B. With slices, F actions run in ascending order of
+      slices, B and W actions in descending order, and the first B of a microbatch follows its last
+      F.
+    - The ranks do not deadlock.
+    - Either no rank lists a W, or every microbatch has a W on every stage, and all weight gradients
+      are split into the same number of W actions.
+    - Two actions that start together are an F and a B, in either order. The second action does not
+      need the first, directly or through other ranks.
 
-    A schedule without any B is valid; it is for an evaluation.
+    A schedule without B actions is valid, because evaluations have no backward passes.
 
     Raises:
-        ScheduleError: A condition is not met. The message has the position and a drawing of the
-            schedule around it.
+        ScheduleError: A condition is not met. The message contains the position and a drawing of
+            the schedule around it.
     """
     placement = schedule.placement
     if len(schedule.orders) != placement.num_ranks:
         raise ScheduleError(
-            f"schedule {schedule.name} has orders for {len(schedule.orders)} ranks:"
-            f" its placement has {placement.num_ranks}, list one order per rank"
+            f"schedule {schedule.name} must have an order for each of the {placement.num_ranks} "
+            f"ranks, got {len(schedule.orders)}"
         )
     for rank in range(placement.num_ranks):
         _check_order(schedule, rank)
@@ -56,10 +57,10 @@ def peak_units(schedule: Schedule) -> tuple[float, ...]:
     """Returns the maximum activations that each rank holds under a valid schedule.
 
     A microbatch is held from the start of its F to the end of its last W, or of its B if there is
-    no W. In an evaluation nothing is held.
+    no W. In an evaluation, nothing is held.
 
     Returns:
-        Maximum on each rank, in microbatches of the whole rank (all its chunks).
+        Maximum on each rank. The unit is one microbatch in all chunks of the rank.
     """
     peaks = []
     for rank, order in enumerate(schedule.orders):
@@ -81,16 +82,17 @@ def render_schedule(schedule: Schedule, *, mark: tuple[int, int] | None = None) 
         rank 0 | F0-0 F0-1 B0-0 W0-0 B0-1 W0-1
         rank 1 | F0-0 B0-0 F0-1 B0-1 W0-0 W0-1
 
-    All pieces of a weight gradient except the first show their index: ``W0-0 W0-0.1 W0-0.2``. With
-    slices, the index of the slice follows the index of the microbatch: ``F0-3.5``, ``W0-3.5.1``.
+    If a weight gradient is split into several W actions, all except the first have an index: ``W0-0
+    W0-0.1 W0-0.2``. With slices, the index of the slice follows the index of the microbatch:
+    ``F0-3.5``, ``W0-3.5.1``.
 
     Args:
-        schedule: Schedule to draw, which may be invalid.
-        mark: Rank and position of an action to put in brackets; only the columns around it are
-            drawn. The position after a rank's last action means a missing action.
+        schedule: Schedule to draw. It may be invalid.
+        mark: Rank and position of an action to put in brackets. Only the columns around it are
+            drawn. The position after a rank's last action denotes a missing action.
 
     Returns:
-        Text with one line per rank, without a newline at the end.
+        Text with one line per rank, without a trailing newline.
     """
     columns = max((len(order) for order in schedule.orders), default=0)
     first = 0
@@ -146,7 +148,7 @@ def _new_state(schedule: Schedule, rank: int) -> RankState:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Checks one rank alone, by running its order as if every input had already arrived."""
+    """Checks a single rank, by running its order as if every input had already arrived."""
     placement = schedule.placement
     state = _new_state(schedule, rank)
     kinds = (ActionKind.F,) if schedule.forward_only else (ActionKind.F, ActionKind.B)
@@ -163,7 +165,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
             if not state.is_ready(action):
                 _fail(schedule, rank, index, f"{name} cannot be here: {state.why_not(action)}")
             if action.paired and kinds_together != {ActionKind.F, ActionKind.B}:
-                problem = f"{name} and the action after it are no pair of an F and a B"
+                problem = f"{name} and the action after it must be an F and a B"
                 _fail(schedule, rank, index, problem)
             state.start(action)
         for action in actions:
@@ -174,7 +176,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_flow(schedule: Schedule) -> None:
-    """Checks for deadlocks, by running all ranks together, each action as soon as it can start."""
+    """Checks for deadlocks, by running all ranks, each action as soon as it can start."""
     placement = schedule.placement
     orders = schedule.orders
     states = [_new_state(schedule, rank) for rank in range(placement.num_ranks)]
@@ -196,7 +198,7 @@ def _check_flow(schedule: Schedule) -> None:
                     waiting.append(target[0])
     stuck = [rank for rank, state in enumerate(states) if not state.done]
     if stuck:
-        # Report the rank with the fewest started actions, which is nearest to the cause of the
+        # Report the rank with the fewest started actions, which is closest to the cause of the
         # deadlock.
         rank = min(stuck, key=lambda rank: states[rank].num_started)
         state = states[rank]

@@ -1,12 +1,12 @@
-"""Defines the times of a simulated step: the duration of every action and message.
+"""Defines the durations of all actions and messages of a simulated step.
 
-Times are mean times of stages and links from a profile, multiplied by random factors. The random
-factors are drawn before the step, per pipeline stage and microbatch, so that the same seed gives
-every schedule the same times. Times are integers in picoseconds, so that sums do not depend on the
-order of addition.
+The durations are mean durations of stages and links from a profile, multiplied by random factors.
+The factors are drawn before the step, per pipeline stage and microbatch, so that the same seed
+gives every schedule the same durations. Times are integers in picoseconds, so that sums do not
+depend on the order of addition.
 
-``docs/reference/schedules.md`` describes the JSON file of a profile. The file's ``latency_s`` and
-``occupancy_s`` apply to every link that its ``links`` does not list (see :class:`Link`).
+``docs/reference/schedules.md`` describes the JSON file of a profile. The fields ``latency_s`` and
+``occupancy_s`` apply to every link that is not in ``links`` (see :class:`Link`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from megatron.adaptive.schedule.stage_placement import Placement
 PS_PER_S = 10**12
 """Number of picoseconds per second."""
 _LONGEST_S = 10**5
-"""Largest time in seconds, and largest factor, that is accepted."""
+"""Maximum time in seconds, and maximum factor."""
 _LISTS = ("forward_s", "backward_s", "weight_s", "recompute_s", "exchange_s", "rank_factors")
 _SIGMAS = ("action_sigma", "microbatch_sigma", "latency_sigma")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Contains the times of one microbatch on each stage, in seconds.
+    """The durations of one microbatch on each stage, in seconds.
 
     Attributes:
-        forward_s: Time of a forward pass (F), per stage in pipeline order.
-        backward_s: Time of a backward pass (B) without weight gradients, per stage; with weight
-            gradients if ``weight_s`` is empty.
-        weight_s: Time of the weight gradients (W), per stage; empty if ``backward_s`` includes
-            them. If B computes weight gradients, it takes ``backward_s`` plus ``weight_s``.
-        recompute_s: Time in every backward pass for recomputing activations, per stage; empty for
-            none.
+        forward_s: Duration of a forward pass (F), per stage in pipeline order.
+        backward_s: Duration of a backward pass (B) without weight gradients, per stage. It includes
+            weight gradients if ``weight_s`` is empty.
+        weight_s: Duration of the weight gradients (W), per stage, or empty if ``backward_s``
+            includes them. If B computes weight gradients, it takes ``backward_s`` plus
+            ``weight_s``.
+        recompute_s: Time for recomputing activations in each backward pass, per stage, or empty if
+            there is no recomputation.
         exchange_s: Time of communication within the stage (all-to-alls of experts) in a forward
-            pass, per stage; empty for none. A backward pass is assumed to have the same.
+            pass, per stage, or empty for no communication. The same time is assumed for a backward
+            pass.
         exchanges: Number of communications within the stage in each F and in each B.
     """
 
@@ -71,7 +73,7 @@ class StageTimes:
         exchange_s: float = 0.0,
         exchanges: int = 0,
     ) -> StageTimes:
-        """Returns the times of stages that take equally long."""
+        """Returns the durations for stages that all take equally long."""
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
@@ -83,12 +85,12 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Contains the delays of a message between two ranks.
+    """The delays of a message between two ranks.
 
     Attributes:
-        latency_s: Time from the end of the transfer to the arrival, in seconds.
-        occupancy_s: Time for which a message occupies the link, in seconds: size divided by
-            bandwidth. The next message in the same direction waits until this time is over.
+        latency_s: Time in seconds from the end of the transfer to the arrival.
+        occupancy_s: Time in seconds that a message occupies the link, which is its size divided by
+            the bandwidth. The next message in the same direction waits until this time has passed.
 
     Raises:
         ScheduleError: A value is negative or not finite.
@@ -104,33 +106,33 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Contains measured or assumed times of a pipeline's stages and links, and how much they vary.
+    """Measured or assumed durations of a pipeline's stages and links, and their variation.
 
     Random factors have a lognormal distribution with mean 1. A sigma is the standard deviation of
-    the factor's logarithm.
+    the logarithm of a factor.
 
     Attributes:
-        times: Mean times of each stage.
-        link: Delays between any two ranks that ``links`` does not list.
-        links: Delays of particular links, by ``(from rank, to rank)``.
-        rank_factors: Factor for each rank by which all its actions' durations are multiplied;
-            ``None`` for a factor of 1.
+        times: Mean durations of each stage.
+        link: Delays of all links that are not in ``links``.
+        links: Delays of individual links, by ``(sending rank, receiving rank)``.
+        rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
+            of 1.
         action_sigma: Sigma of a separate random factor for each action.
-        microbatch_sigma: Sigma of a random factor on all actions of a microbatch; for example,
+        microbatch_sigma: Sigma of a random factor for all actions of a microbatch. For example,
             microbatches may differ in length.
-        latency_sigma: Sigma of a separate random factor on the latency of each message.
-        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
-            empty if all microbatches are equal.
-        attention_share: Attention's share of the time of a whole forward pass, from 0 to 1. It
-            determines the times of slices, if sequences are cut. Attention is assumed to take twice
-            as long in a backward pass as in a forward pass, and to have no weight gradients.
-        slice_cut: Way in which sequences are cut into slices.
-        slice_s: Time in seconds that each slice after the first adds to the forward pass of a stage
-            for a whole microbatch, and to its backward pass. Slices take longer together because
-            small kernels use a device less well.
+        latency_sigma: Sigma of a separate random factor for the latency of each message.
+        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps,
+            or empty if all microbatches are equal.
+        attention_share: Attention's share of the duration of a whole forward pass, from 0 to 1. It
+            determines the durations of slices, if sequences are cut. Attention is assumed to take
+            twice as long in a backward pass as in a forward pass, and to have no weight gradients.
+        slice_cut: Method of cutting sequences into slices.
+        slice_s: Time in seconds that each slice after the first adds to a stage's forward pass of a
+            whole microbatch, and to its backward pass. Slices take longer in total because small
+            kernels use a device less efficiently.
 
     Raises:
-        ScheduleError: A sigma, the share of attention or the time of a slice is out of range.
+        ScheduleError: A sigma, the attention share or the time of a slice is out of range.
     """
 
     times: StageTimes
@@ -153,8 +155,8 @@ class StageProfile:
     def factors_of(self, seed: int, num_microbatches: int) -> tuple[float, ...] | None:
         """Returns the microbatch factors of a measured step with this number of microbatches.
 
-        The seed chooses among several such steps. Returns ``None`` if no measured step has this
-        number of microbatches.
+        The seed selects one of these steps. Returns ``None`` if no measured step has this number of
+        microbatches.
         """
         candidates = [step for step in self.microbatch_factors if len(step) == num_microbatches]
         return candidates[seed % len(candidates)] if candidates else None
@@ -162,21 +164,21 @@ class StageProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Contains the times of all actions and messages in one step, in integer picoseconds.
+    """The durations of all actions and messages in one step, in integer picoseconds.
 
-    If sequences are cut into slices, an index of a microbatch counts slices (see ``rank_kernel``).
+    If sequences are cut into slices, microbatch indices count slices (see ``rank_kernel``).
 
     Attributes:
         durations_ps: Duration of each F, B and W, ``[3, stages, microbatches] int64``.
-        delays_ps: Latency of the message sent after each F and B,
-            ``[2, stages, microbatches] int64``.
-        occupancy_ps: Time for which a message occupies the link between two ranks,
-            ``[from rank, to rank] int64``.
-        exchanges_ps: Part of the duration of each F and B that is communication within the stage,
-            ``[2, stages, microbatches] int64``; ``None`` for none.
-        cuts: Number of communications within the stage in each F and B.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
-        sizes: Activation memory of each slice relative to the mean slice; empty if all are equal.
+        delays_ps: Latency of the message after each F and B, ``[2, stages, microbatches] int64``.
+        occupancy_ps: Time that a message occupies the link between two ranks, ``[from rank, to
+            rank] int64``.
+        exchanges_ps: Part of each duration of F and B that is communication within the stage, ``[2,
+            stages, microbatches] int64``, or ``None`` for no communication.
+        cuts: Number of communications within the stage during each F and B.
+        num_slices: Number of slices of each microbatch; 1 for whole microbatches.
+        sizes: Activation memory of each slice relative to the mean slice, or empty if all are
+            equal.
     """
 
     durations_ps: Any
@@ -203,13 +205,13 @@ def work_of_items(
     links: Mapping[tuple[int, int], Link],
     num_slices: SliceCounts,
 ) -> Workload:
-    """Returns the times of a step whose actions have given durations.
+    """Returns the durations of a step from given durations of its actions.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         seconds: Duration of each F, B and W, ``[3, stages, slices of all microbatches]``.
-        link: Delays of a slice's message between any two ranks that ``links`` does not list.
-        links: Delays of particular links, by ``(from rank, to rank)``.
+        link: Delays of a slice's message on all links that are not in ``links``.
+        links: Delays of individual links, by ``(sending rank, receiving rank)``.
         num_slices: Number of slices of each microbatch.
     """
     latency, occupancy = _links(placement, link, links)
@@ -241,29 +243,31 @@ def draw(
     microbatch_factors: tuple[tuple[float, ...], ...] = (),
     num_slices: int = 1,
 ) -> Workload:
-    """Returns the times of one step, with random factors drawn.
+    """Returns the durations of one step, after drawing random factors.
 
     Args:
         placement: Assignment of pipeline stages to ranks.
         num_microbatches: Number of microbatches per step.
-        times: Times per stage, or a profile. The number of its stages may be a multiple of the
-            placement's. Then several adjacent stages of ``times`` form one stage of the placement.
-            So schedules with one and with several chunks get the same times.
-        seed: Random seed of all factors. It also chooses one of the measured steps in
+        times: Durations per stage, or a profile. Its number of stages may be a multiple of the
+            placement's number of stages. Each stage of the placement then consists of several
+            adjacent stages of ``times``, so that schedules with one and with several chunks get the
+            same durations.
+        seed: Random seed of all factors. It also selects one of the measured steps in
             ``microbatch_factors``.
-        link: Delays between any two ranks that ``links`` does not list; ``None`` for no delays.
-            This and all following arguments are used only if ``times`` is not a profile, which
-            contains them.
-        links: Delays of particular links, by ``(from rank, to rank)``; ``None`` for none.
-        rank_factors: Factor for each rank by which all its actions' durations are multiplied;
-            ``None`` for a factor of 1.
-        action_sigma: Sigma of a separate random factor for each action, from 0.
-        microbatch_sigma: Sigma of a random factor on all actions of a microbatch, from 0.
-        latency_sigma: Sigma of a separate random factor on the latency of each message, from 0.
-        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps;
-            empty if all microbatches are equal.
+        link: Delays of all links that are not in ``links``, or ``None`` for no delays. This and the
+            following arguments except ``num_slices`` are ignored if ``times`` is a profile.
+        links: Delays of individual links, by ``(sending rank, receiving rank)``, or ``None``.
+        rank_factors: Factor for the durations of all actions of each rank, or ``None`` for a factor
+            of 1.
+        action_sigma: Sigma of a separate random factor for each action, at least 0.
+        microbatch_sigma: Sigma of a random factor for all actions of a microbatch, at least 0.
+        latency_sigma: Sigma of a separate random factor for the latency of each message, at least
+            0.
+        microbatch_factors: Measured cost of each microbatch relative to the mean, in several steps,
+            or empty if all microbatches are equal.
         num_slices: Number of slices into which each microbatch is cut. The profile's
-            ``attention_share``, ``slice_cut`` and ``slice_s`` determine their times and sizes.
+            ``attention_share``, ``slice_cut`` and ``slice_s`` determine the durations and sizes of
+            the slices.
 
     Raises:
         ScheduleError: An argument is out of range.
@@ -316,7 +320,7 @@ def draw(
 
 
 def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Returns the length of each slice relative to the mean; an empty tuple if all are equal."""
+    """Returns the length of each slice relative to the mean, or an empty tuple if all are equal."""
     sizes = tuple(length * len(lengths) for length in lengths)
     return sizes if max(sizes) - min(sizes) > 1e-9 else ()
 
@@ -324,12 +328,12 @@ def _relative_sizes(lengths: Sequence[float]) -> tuple[float, ...]:
 def _sliced(
     profile: StageProfile, durations: Any, num_slices: int
 ) -> tuple[Any, tuple[float, ...]]:
-    """Returns the durations of the slices of a microbatch, and their lengths.
+    """Returns the durations and the lengths of a microbatch's slices.
 
     Args:
-        profile: Profile with the share of attention and the way to cut.
-        durations: Duration of each action of a whole microbatch in seconds, ``[3, stages]``.
-        num_slices: Number of slices, from 1.
+        profile: Profile with the attention share and the method of cutting sequences.
+        durations: Duration in seconds of each action on a whole microbatch, ``[3, stages]``.
+        num_slices: Number of slices, at least 1.
 
     Returns:
         Durations in seconds, ``[3, stages, slices]``, and the length of each slice relative to the
@@ -366,8 +370,9 @@ def _with_spread(
     durations = durations * _lognormal(rng, profile.action_sigma, durations.shape)
     of_microbatches = _lognormal(rng, profile.microbatch_sigma, (num_items // num_slices,))
     durations = durations * np.repeat(of_microbatches, num_slices)
-    # Several stages of the profile may form one stage of the placement. Then the last of them sends
-    # the message after F, and the first the message after B. So take the factors of these two.
+    # Several stages of the profile may form one stage of the placement. The last of these sends the
+    # message after F, and the first sends the message after B, so take the factors of these two
+    # stages.
     factors = _lognormal(rng, profile.latency_sigma, (2, fine, num_items))
     group = fine // delays.shape[1]
     delays = delays * np.stack([factors[0, group - 1 :: group], factors[1, ::group]])
@@ -388,23 +393,23 @@ def _mean_durations(times: StageTimes) -> Any:
 def order_by_cost(costs: Sequence[float], num_ranks: int) -> list[int]:
     """Returns the order in which a pipeline should run microbatches of unequal cost.
 
-    While the pipeline fills and drains, ranks wait for single microbatches. So the first and the
-    last microbatches should be cheap. Costly microbatches run in between, when ranks have other
+    While the pipeline fills and drains, ranks wait for single microbatches, so the first and the
+    last microbatches should be cheap. Expensive microbatches run in between, when ranks have other
     work::
 
         costs        5 1 4 2 3 6
         taken as     1 3 5 6 4 2        more microbatches than ranks
                      1 2 3 4 5 6        no more than ranks: the pipeline only fills and drains
 
-    Microbatches of equal cost keep their order. The order depends on costs only and is fixed before
+    Microbatches of equal cost keep their order. The order depends only on costs and is fixed before
     the step, so that every rank sums gradients in the same order.
 
     Args:
-        costs: Cost of each microbatch, in any unit, for example seconds or tokens.
-        num_ranks: Number of ranks of the pipeline.
+        costs: Cost of each microbatch in any unit, for example seconds or tokens.
+        num_ranks: Number of ranks in the pipeline.
 
     Returns:
-        Indices into ``costs``, in the order to run them.
+        Indices into ``costs``, in execution order.
     """
     ascending = sorted(range(len(costs)), key=costs.__getitem__)
     if len(costs) <= num_ranks or costs[ascending[0]] == costs[ascending[-1]]:
@@ -433,8 +438,8 @@ def _links(
 def _lognormal(rng: np.random.Generator, sigma: float, shape: tuple[int, ...]) -> Any:
     """Returns lognormal random factors with mean 1.
 
-    Random numbers are drawn even if sigma is 0. So changing one sigma does not change the random
-    numbers of the other factors.
+    Random numbers are drawn even if sigma is 0, so that changing one sigma does not change the
+    random numbers of the other factors.
     """
     return np.exp(sigma * rng.standard_normal(shape) - sigma * sigma / 2)
 
@@ -444,7 +449,7 @@ def _factors(factors: Sequence[float] | None, count: int, subject: str) -> Any:
         return np.ones(count)
     if len(factors) != count:
         raise ScheduleError(
-            f"{len(factors)} {subject} factors for {count} {subject}s: give one each"
+            f"there must be {count} {subject} factors, one for each {subject}, got {len(factors)}"
         )
     for index, factor in enumerate(factors):
         _check_number(f"factor of {subject} {index}", factor)
@@ -459,7 +464,8 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
             continue
         if len(values) != len(times.forward_s) or len(values) % placement.num_stages:
             raise ScheduleError(
-                f"{len(values)} {label} times for {placement.num_stages} stages: give one per stage"
+                f"there must be one {label} time for each of the {placement.num_stages} stages, "
+                f"got {len(values)}"
             )
         for stage, value in enumerate(values):
             _check_number(f"{label} time of stage {stage}", value)
@@ -474,9 +480,7 @@ def _check_times(placement: Placement, times: StageTimes) -> None:
 
 def _check_number(name: str, value: float) -> None:
     if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
-        raise ScheduleError(
-            f"{name} is {value}: it must be a finite number, not negative and at most {_LONGEST_S}"
-        )
+        raise ScheduleError(f"{name} must be a finite number from 0 to {_LONGEST_S}, got {value}")
 
 
 def load_profile(path: Path, *, num_stages: int) -> StageProfile:
@@ -487,11 +491,10 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
         num_stages: Number of stages that the profile must have.
 
     Raises:
-        ScheduleError: The file cannot be read, a value is missing or not a valid time, or a name is
-            unknown.
+        ScheduleError: The file cannot be read, a value is missing or invalid, or a key is unknown.
     """
     try:
-        data = read_json(path, "name a profile, see docs/reference/schedules.md")
+        data = read_json(path, "specify a profile, see docs/reference/schedules.md")
         check_form(data, "times", str(path))
     except ConfigError as error:
         raise ScheduleError(f"profile {error}") from error
@@ -522,15 +525,15 @@ def load_profile(path: Path, *, num_stages: int) -> StageProfile:
 def slice_bounds(
     num_slices: int, attention_share: float, cut: SliceCut = "equal-cost"
 ) -> tuple[float, ...]:
-    """Returns the ends of the slices of a sequence of length 1.
+    """Returns the bounds of the slices of a sequence of length 1.
 
     Args:
         num_slices: Number of slices, at least 1.
         attention_share: Attention's share of the cost of the whole sequence, from 0 to 1.
-        cut: Way in which the sequence is cut into slices.
+        cut: Method of cutting the sequence into slices.
 
     Returns:
-        Bounds from 0 to 1, one more than there are slices.
+        Bounds from 0 to 1. There is one more bound than slices.
 
     Raises:
         ScheduleError: An argument is out of range.
@@ -541,10 +544,10 @@ def slice_bounds(
 
 
 def slice_costs(bounds: tuple[float, ...], attention_share: float) -> tuple[float, ...]:
-    """Returns the cost of each slice as a share of the cost of the whole sequence.
+    """Returns the cost of each slice as a fraction of the cost of the whole sequence.
 
     Args:
-        bounds: Ends of the slices, as ``slice_bounds`` returns them.
+        bounds: Bounds of the slices, as returned by ``slice_bounds``.
         attention_share: Attention's share of the cost of the whole sequence, from 0 to 1.
     """
     return tuple(
@@ -554,13 +557,13 @@ def slice_costs(bounds: tuple[float, ...], attention_share: float) -> tuple[floa
 
 
 def check_attention_share(share: float) -> None:
-    """Checks that attention's share of the cost is from 0 to 1.
+    """Checks that attention's share of the cost is between 0 and 1.
 
     Raises:
         ScheduleError: The share is out of range or not a number.
     """
     if not 0 <= share <= 1:
         raise ScheduleError(
-            f"attention share {share:g}: give attention's part of the time of a whole forward,"
-            " from 0 to 1"
+            "the attention share must be attention's part of the time of a whole forward pass, "
+            f"from 0 to 1, got {share:g}"
         )

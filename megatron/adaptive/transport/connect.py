@@ -1,4 +1,4 @@
-"""Opens the channels between the ranks of a job: all ranks call :meth:`Connector.connect`.
+"""Opens the channels between the ranks of a job. All ranks must call :meth:`Connector.connect`.
 
 ::
 
@@ -9,10 +9,10 @@
                      report failures            gather
     other kinds:     each kind opens its own    kind.open
 
-Native channels are those of the C++ extension (shared memory, RDMA, TCP). If such a channel cannot
-be opened, for example because of a memory limit or a firewall, all pairs that would use a native
-channel use gloo instead. If the user forced a transport, the failure is an error. All ranks receive
-the failure, so all make the same decision.
+Native channels are channels of the C++ extension (shared memory, RDMA, TCP). If such a channel
+cannot be opened, for example because of a memory limit or a firewall, all pairs that would use a
+native channel use gloo instead. If the user forced a transport, the failure is an error. The
+failure is sent to all ranks, so they all make the same decision.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def own_endpoint(
     options: TransportConfig,
     address: str | None,
 ) -> Endpoint:
-    """Returns the description of this rank for other ranks: host, usable transports, addresses.
+    """Returns the endpoint of this rank, which describes it to other ranks.
 
     Args:
         rank: Global rank.
         location: Host and process of this rank, as returned by ``liveness.here``.
-        device: Device on which this rank computes.
+        device: Device that this rank computes on.
         own_gpu: Whether the device is a GPU that no other rank uses.
-        options: Transport settings, which may name the RDMA device.
-        address: Network address of this rank; ``None`` if it has no address.
+        options: Transport settings, which may include the name of an RDMA device.
+        address: Network address of this rank, or ``None`` if it has no address.
     """
     module = extension.load()
     ports, no_rdma = ((), "") if module is None else rdma_ports(module, options.rdma_device)
@@ -103,12 +103,13 @@ class Connector:
     """Opens the channels between this rank and its peers.
 
     Attributes:
-        members: Global ranks of this rank's pipeline, which send messages only to each other.
+        members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, on which received tensors are placed.
+        accelerator: Device of this rank, which received tensors are placed on.
         payloads: Shape, dtype and number of the messages, as far as known.
-        describe: Function that returns a rank's display name for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
+        describe: Function that returns the name of a rank for error messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+            messages.
     """
 
     members: list[int]
@@ -121,18 +122,19 @@ class Connector:
     def own_end(
         self, places: Sequence[Mapping[str, Any]], options: TransportConfig, host: str | None
     ) -> Endpoint:
-        """Returns the endpoint (description) of this rank, for :meth:`connect`.
+        """Returns the endpoint of this rank, which is an argument of :meth:`connect`.
 
         Args:
             places: Host and process of every rank, as returned by ``liveness.here``.
             options: Transport settings of the user.
-            host: Host of the rendezvous of the job's ranks; ``None`` if it is not on the network.
+            host: Host of the rendezvous of the job's ranks, or ``None`` if it is not on the
+                network.
         """
         rank = dist.get_rank()
         interface = options.transport_interface
         alone = len({location["machine"] for location in places}) == 1
         address: str | None = None
-        # Without a network address the rank can still use transports within its machine.
+        # Without a network address, the rank can still use transports within its machine.
         with contextlib.suppress(SetupError):
             interface = interface or Environment.read().socket_interface
             address = own_address(interface, host, alone=alone)
@@ -152,20 +154,20 @@ class Connector:
         options: TransportConfig,
         log: Callable[[str], None] = lambda line: None,
     ) -> Transport | None:
-        """Opens the channels to all peers. Collective over all ranks of the job.
+        """Opens the channels to all peers. All ranks of the job must call this method.
 
         Args:
             endpoint: Endpoint of this rank.
-            peers: Global ranks with which this rank exchanges messages. Each peer must list this
-                rank too.
+            peers: Global ranks that this rank exchanges messages with. Each peer must also list
+                this rank.
             options: Transport settings of the user.
             log: Function that rank 0 calls with each line of text about the chosen transports.
 
         Returns:
-            Transport to all peers; ``None`` for a rank without peers.
+            Transport to all peers, or ``None`` for a rank without peers.
 
         Raises:
-            SetupError: The transport that the user forced cannot connect a pair. Raised on all
+            SetupError: The forced transport cannot connect a pair. The error is raised on all
                 ranks.
             TransportError: A channel could not be opened, although its transport can connect the
                 pair.
@@ -208,7 +210,7 @@ class Connector:
         *,
         seed: bytes,
     ) -> tuple[NativeTransport | None, str | None, dict[tuple[int, int], str]]:
-        """Opens the native channels of this rank. Collective over all ranks.
+        """Opens the native channels of this rank. All ranks must call this method.
 
         Args:
             endpoint: Endpoint of this rank.
@@ -216,7 +218,7 @@ class Connector:
             choices: Chosen transport of each pair of ranks.
             ends: Endpoints of all ranks, by global rank.
             seed: Random bytes that all ranks share. They contain the token that authenticates
-                links, the job's number, and the name of a lock for allocating memory on a machine.
+                links, the ID of the job, and the name of a lock for allocating memory on a machine.
 
         Returns:
             Transport of this rank, or ``None`` if it has no native channels; first failure of any
@@ -267,19 +269,19 @@ class Connector:
     def _make_node(
         self, links: Set[str], endpoint: Endpoint, ends: Sequence[Endpoint], seed: bytes
     ) -> tuple[Any, dict[str, str], str | None]:
-        """Makes the extension's node, the object that listens for peers and owns the channels.
+        """Creates the extension's node, which listens for peers and owns the channels.
 
         Returns:
             Node, or ``None`` if ``links`` is empty; addresses of the node by kind of link; and the
-            text of the error, or ``None`` if there was no error.
+            error message, or ``None`` if there was no error.
         """
         node: Any = None
         try:
             if not links:
                 return None, {}, None
             module = extension.require("this transport")
-            # Count the ranks that may run on the same processors as this rank, because they slow
-            # each other down.
+            # Count the ranks that may run on the same CPUs as this rank, because they slow each
+            # other down.
             num_sharing = sum(end.shares_cpus(endpoint) for end in ends)
             job = int.from_bytes(seed[16:24], "little")
             node = module.Node(endpoint.rank, seed[:16], job, num_sharing, self.describe)
@@ -296,8 +298,8 @@ class Connector:
     ) -> str | None:
         """Opens the channels to all peers. Returns the first failure, or ``None``.
 
-        All ranks open their channels in the same order, so that ranks cannot wait for each other in
-        a cycle. A rank continues after a failure, because its other peers wait for it.
+        All ranks open their channels in the same order, so that they cannot deadlock. After a
+        failure, a rank continues, because its other peers wait for it.
         """
         failure: str | None = None
         limit_s = min(self.timeout_s, OPEN_S)
@@ -319,7 +321,7 @@ class Connector:
     ) -> Transport | None:
         """Opens the transports that are not native, and combines them with the native transport.
 
-        Collective over all ranks.
+        All ranks must call this method.
         """
         kind_of = {
             sum(pair) - rank: choice.kind for pair, choice in choices.items() if rank in pair
@@ -348,17 +350,17 @@ class Connector:
         options: TransportConfig,
         completions: Completions | None,
     ) -> Transport | None:
-        """Opens this rank's channels of a transport that is not native. Collective over all ranks.
+        """Opens this rank's channels of a transport that is not native. All ranks must call this.
 
         Args:
             name: Name of the transport.
-            peers: Global ranks of the peers. A rank without peers still takes part in the
+            peers: Global ranks of the peers. A rank without peers still participates in the
                 collective calls.
             options: Transport settings of the user.
-            completions: Queue for received messages; ``None`` to make a new queue.
+            completions: Queue for received messages, or ``None`` to create a new queue.
 
         Raises:
-            TransportError: A channel could not be opened. Raised on all ranks.
+            TransportError: A channel could not be opened. The error is raised on all ranks.
         """
         kind = self.kind(name)
         opening = Opening(
@@ -376,18 +378,18 @@ class Connector:
         return kind.open(opening) if name in BUILT_IN else open_own(kind, opening)
 
     def kind(self, name: str) -> TransportKind:
-        """Returns the object that declares the transport with this name."""
+        """Returns the declaration of the transport with this name."""
         return transport_kind(name)
 
 
 def _native_kind(name: str) -> NativeKind | None:
-    """Returns the object that declares a transport of the C++ extension; ``None`` for others."""
+    """Returns the declaration of a native transport, or ``None`` for other transports."""
     kind = transport_kind(name)
     return kind if isinstance(kind, NativeKind) else None
 
 
 def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
-    """Starts to listen for peers and returns the addresses by kind of link (``unix``, ``tcp``)."""
+    """Starts listening for peers, and returns the addresses by kind of link (``unix``, ``tcp``)."""
     addresses = {}
     if "unix" in links:
         addresses["unix"] = node.listen("unix")
@@ -397,7 +399,7 @@ def _listen(node: Any, links: Set[str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
-    """Returns (peer, text about how GPU tensors are copied) for channels that report this."""
+    """Returns (peer, text about how GPU tensors are copied) for the channels that report this."""
     paths = []
     for peer in peers:
         info = node.info(peer)
@@ -410,10 +412,10 @@ def _gpu_paths(node: Any, peers: Iterable[int]) -> list[tuple[int, str]]:
 
 
 class CompositeTransport:
-    """Combines several transports: each call is passed to the transport of its peer.
+    """Combines several transports by passing each call to the transport of its peer.
 
     Args:
-        parts: Transport to use for each peer. All these transports put received messages into
+        parts: Transport for each peer. All these transports add received messages to
             ``completions``.
         completions: Queue of received messages that the transports share.
     """

@@ -1,9 +1,9 @@
 """Sends tensors over a gloo process group: CPU tensors directly, GPU tensors through CPU memory.
 
-One receiver thread per peer keeps receives posted (waiting for data), so that data arrives while
-the executor computes. Gloo matches the messages of a pair of ranks by tag and order. A small
-message whose shape is known beforehand is sent as one gloo message. Any other message is sent as
-two gloo messages, header and payload:
+A receiver thread per peer posts receives in advance, so that data arrives while the executor
+computes. gloo matches the messages of a pair of ranks by tag and order. A small message whose shape
+is known in advance is sent as one gloo message. Any other message is sent as two gloo messages, a
+header and a payload:
 
 ::
 
@@ -12,10 +12,10 @@ two gloo messages, header and payload:
     tag 2i     packet: header, [16] int64
     tag 2i+1   payload with the header's shape and dtype
 
-If ``payload_shape`` is given, receives are posted ``DEPTH`` messages ahead. Otherwise the receive
-for a payload is posted once the header of the payload has arrived. gloo returns a ``Work`` object
-for each send. If the object is released before the send is done, the destructor of its buffer
-blocks. So these objects are kept until the send is done.
+If ``payload_shape`` is given, receives are posted ``DEPTH`` messages in advance. Otherwise, the
+receive for a payload is posted when its header has arrived. gloo returns a ``Work`` object for each
+send. If the object is released before the send has finished, the destructor of its buffer blocks,
+so these objects are kept until then.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from megatron.adaptive.transport.interface import (
 from megatron.adaptive.transport.kind import Gather, Opening, TransportKind
 
 DEPTH = 4
-"""Number of receives that are posted ahead. Tags repeat after this number of messages."""
-# Maximum size in bytes of a payload that is copied behind its header. For such sizes the copy costs
-# less than a second gloo message.
+"""Number of receives that are posted in advance. Tags repeat after this number of messages."""
+# Maximum size in bytes of a payload that is copied into the packet of its header. Up to this size,
+# the copy is cheaper than a second gloo message.
 _PACKED_BYTES = 1 << 20
-# Timeout of posted receives. It is very long, because receives stay posted between steps, for
+# Timeout of posted receives. It is very long because receives stay posted between steps, for
 # example while a checkpoint is saved. If a peer dies, its connection closes. The executor enforces
 # the deadlines.
 POSTED_FOR = datetime.timedelta(days=20)
@@ -74,7 +74,7 @@ _OF_GLOO = frozenset(
 
 @dataclass(slots=True)
 class _Posted:
-    """Holds a posted receive. The payload is part of the packet, or a separate gloo message."""
+    """A posted receive. The payload is part of the packet, or a separate gloo message."""
 
     packet: Packet
     work: Any
@@ -84,7 +84,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Sent:
-    """Holds a message that gloo is sending, to keep the message's memory alive until then."""
+    """A message that gloo is sending, which keeps the memory of the message alive until then."""
 
     peer: int
     packet: Packet
@@ -93,18 +93,19 @@ class _Sent:
 
 
 class GlooTransport:
-    """Implements the interface ``Transport`` over a gloo process group of a pipeline's ranks.
+    """Implements the ``Transport`` interface over a gloo process group of a pipeline's ranks.
 
     Args:
-        group: Gloo process group of the pipeline's ranks. Nothing else may use it.
-        peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
-        payload_shape: Shape of all payloads; ``None`` if shapes vary. All ranks must pass the same
-            shape, because gloo aborts a process that receives more bytes than it expects.
+        group: Gloo process group of the pipeline's ranks, which must not be used for anything else.
+        peers: Global ranks that this rank exchanges messages with.
+        device: Device that received tensors are placed on.
+        payload_shape: Shape of all payloads, or ``None`` if shapes vary. All ranks must pass the
+            same shape, because gloo aborts a process that receives more bytes than it expects.
         dtype: Dtype of the payloads.
-        describe: Function that returns a peer's display name for error messages (host, stage).
-        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
-        completions: Queue for received messages and failures; ``None`` to make a new queue.
+        describe: Function that returns the name of a peer for error messages, with host and stage.
+        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+            messages.
+        completions: Queue for received messages and failures, or ``None`` to create a new queue.
     """
 
     name = "gloo"
@@ -170,7 +171,7 @@ class GlooTransport:
             count = len(self._pending)
             left = end - time.monotonic()
             try:
-                # Gloo rounds the timeout to milliseconds, and 0 would mean no limit.
+                # gloo rounds the timeout to milliseconds, and treats 0 as no limit.
                 if left >= _TICK_S:
                     self._reap(datetime.timedelta(seconds=left))
                     continue
@@ -230,7 +231,7 @@ class GlooTransport:
             raise self._lost(peer, error) from error
 
     def _reap(self, timeout: datetime.timedelta) -> None:
-        """Waits until the oldest send is done and releases its tensors."""
+        """Waits until the oldest send has finished, and releases its tensors."""
         sent = self._pending.popleft()
         try:
             for work in sent.works:
@@ -250,11 +251,11 @@ class GlooTransport:
             self._broken(peer, self._lost(peer, error))
 
     def _broken(self, peer: int, error: Exception) -> None:
-        """Puts the error that broke a channel into the queue. Runs in a thread of the channel."""
+        """Adds the error that broke a channel to the queue. Runs in a thread of the channel."""
         self.completions.put(error)
 
     def _receiving(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which a receiver thread runs."""
+        """Returns the context manager in which a receiver thread runs."""
         return contextlib.nullcontext()
 
     def _receive_all(self, peer: int) -> None:
@@ -326,7 +327,7 @@ class GlooTransport:
 
 
 def raw(payload: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous payload, viewed as bytes if gloo and NCCL cannot send its dtype."""
+    """Returns a contiguous payload, viewed as bytes if gloo and NCCL do not support its dtype."""
     return payload if payload.dtype in _OF_GLOO else payload.view(-1).view(torch.uint8)
 
 
@@ -337,12 +338,12 @@ class Packet:
     """Owns the memory of a message: the header, and the payload if its shape is known.
 
     Args:
-        shape: Shape of the payload; ``None`` if the payload is a separate message.
+        shape: Shape of the payload, or ``None`` if the payload is a separate message.
         dtype: Dtype of the payload.
 
     Attributes:
         raw: Bytes that are sent or received, ``[128 + payload bytes] uint8``.
-        payload: View of the payload in this memory. The view keeps the memory alive.
+        payload: View of the payload in this memory, which keeps the memory alive.
     """
 
     __slots__ = ("_words", "payload", "raw")
@@ -352,8 +353,8 @@ class Packet:
         self.raw = torch.empty(_HEADER_BYTES + count * dtype.itemsize, dtype=torch.uint8)
         storage = self.raw.untyped_storage()
         self._words = self.raw[:_HEADER_BYTES].view(torch.int64).numpy()
-        # Do not make the payload a view of `raw`: the receiver makes the payload a leaf of its
-        # autograd graph, and a view cannot be a leaf.
+        # Do not make the payload a view of `raw`, because the receiver makes the payload a leaf of
+        # its autograd graph, and a view cannot be a leaf.
         offset = _HEADER_BYTES // dtype.itemsize
         self.payload = torch.empty(0, dtype=dtype)
         if shape is not None:
@@ -367,10 +368,10 @@ class Packet:
             self.payload.copy_(payload)
 
     def header(self, *, peer: int) -> Header:
-        """Reads the header of a packet that came from ``peer``.
+        """Reads the header of a packet that was sent by ``peer``.
 
         Raises:
-            TransportError: The packet does not begin with a valid header.
+            TransportError: The packet does not start with a valid header.
         """
         return Header.decode(self._words.tolist(), peer=peer)
 
@@ -396,9 +397,9 @@ class GlooKind(TransportKind):
 
 
 def gloo_group(members: list[int], gather: Gather) -> dist.ProcessGroup:
-    """Makes a gloo process group for each pipeline's ranks and returns this rank's group.
+    """Creates a gloo process group for each pipeline's ranks, and returns this rank's group.
 
-    Collective over all ranks of the job.
+    All ranks of the job must call this function.
 
     Args:
         members: Global ranks of this rank's group, including this rank.

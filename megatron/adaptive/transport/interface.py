@@ -1,9 +1,9 @@
 """Defines the interface between transports and the pipeline executor.
 
-A transport connects one pipeline rank with its neighbours. Messages between two ranks keep their
-order. Received messages of all peers go into one completion queue, in the order of arrival. A send
-never waits for the peer to finish its work: if the channel is full, the transport keeps the message
-and sends it later.
+A transport connects a pipeline rank with its neighbours. Messages between two ranks keep their
+order. Received messages of all peers are added to one completion queue, in the order of arrival. A
+send never waits for the peer to finish its work: if the channel is full, the transport keeps the
+message and sends it later.
 
 ::
 
@@ -16,11 +16,11 @@ and sends it later.
 The completion queue has two implementations: :class:`CompletionQueue` in this file, and
 ``NativeQueue`` in ``native.py`` for messages of the C++ extension. ``select.py`` chooses the
 transport of each pair of ranks from their :class:`Endpoint` descriptions, and ``connect.py`` opens
-the transport.
+it.
 
-This file also defines the header of a message: label, shape, dtype and sequence number. Dtypes have
-the codes of ``csrc/common/message.h``. Over gloo the header is sent as integers before the payload;
-the native transports write the same fields into a C++ struct.
+This file also defines the header of a message: label, shape, dtype and sequence number. The codes
+of dtypes are the same as in ``csrc/common/message.h``. Over gloo, the header is sent as integers
+before the payload; the native transports write the same fields into a C++ struct.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from megatron.adaptive.schedule.action import Action, ActionKind, SliceCounts
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Describes a rank to the other ranks: its host, the transports it can use, its addresses.
+    """Describes a rank to the other ranks: its host, supported transports, and addresses.
 
     Attributes:
         rank: Global rank.
         host: Name of the rank's host, for error messages.
         machine: Identifier of the machine, from ``liveness.here``. It is equal for ranks that can
             see each other's processes.
-        user: Numeric id of the Unix user who runs the rank.
+        user: Numeric ID of the Unix user who runs the rank.
         device: Type of the rank's device, ``cpu`` or ``cuda``.
-        addresses: Addresses on which the rank listens, by kind of link: ``unix``, ``tcp``.
-        cpus: Indices of the processors on which the rank may run; empty if unknown.
+        addresses: Addresses that the rank listens on, by kind of link (``unix``, ``tcp``).
+        cpus: Indices of the CPUs that the rank may run on, or empty if unknown.
         ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         lacks: Reasons why the rank cannot use certain transports, by name of the transport.
     """
@@ -66,26 +66,27 @@ class Endpoint:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def shares_cpus(self, other: Endpoint) -> bool:
-        """Returns whether both ranks may run on the same processor of one machine."""
+        """Returns whether both ranks may run on the same CPU of the same machine."""
         if self.machine != other.machine:
             return False
         return not (self.cpus and other.cpus) or not set(self.cpus).isdisjoint(other.cpus)
 
 
 class Transport(Protocol):
-    """Owns the channels of one rank. Only the executor's thread calls its methods."""
+    """Owns the channels of one rank. The methods must only be called from the executor's thread."""
 
     name: str
 
     @property
     def completions(self) -> Completions:
-        """Returns the queue into which all channels put received messages and failures."""
+        """Returns the queue that all channels add received messages and failures to."""
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to send ``tensor`` to global rank ``peer`` and returns immediately.
+        """Starts sending ``tensor`` to global rank ``peer``, and returns immediately.
 
-        The transport keeps the tensor's storage alive until the message is sent. After the call the
-        caller may release the tensor or replace ``tensor.data``, but must not write to its memory.
+        The transport keeps the tensor's storage alive until the message has been sent. After the
+        call, the caller may release the tensor or replace ``tensor.data``, but must not write to
+        its memory.
 
         Raises:
             PeerLostError: The peer's process has exited.
@@ -94,10 +95,10 @@ class Transport(Protocol):
     def reserve(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns an uninitialized tensor for a payload that will be sent to ``peer``.
 
-        The tensor uses memory of the channel if a slot is free, otherwise ordinary memory. In both
-        cases the tensor, or a view that begins at its first element, may be sent. Memory of the
-        channel is sent without a copy and then belongs to the peer, so do not write to it after the
-        send. If the tensor is released without a send, the memory returns to the channel.
+        The tensor is in memory of the channel if a slot is free, otherwise in ordinary memory. In
+        both cases the tensor, or a view that begins at its first element, can be sent. Memory of
+        the channel is sent without a copy and then belongs to the peer, so do not write to it after
+        the send. If the tensor is released without being sent, the memory returns to the channel.
         """
 
     def describe_links(self) -> dict[int, dict[str, Any]]:
@@ -115,17 +116,17 @@ class Transport(Protocol):
 
 
 class Arrival:
-    """Represents a received message, whose payload can be taken.
+    """A received message, whose payload can be taken.
 
     Attributes:
-        label: Step and action whose input the message is.
+        label: Step and action that the message is the input of.
         peer: Global rank of the sender.
         nbytes: Size of the payload in bytes.
-        arrived_ns: Time at which the receive was complete, by ``time.monotonic_ns``. ``None`` if
-            the peer writes into this rank's memory directly, so that no thread sees the arrival.
+        arrived_ns: Time at which the receive completed, by ``time.monotonic_ns``, or ``None`` if
+            the peer writes directly to this rank's memory, so that no thread notices the arrival.
     """
 
-    # No slots, because a class with slots cannot be combined with the arrival class of the C++
+    # Empty slots, because a class with slots cannot be combined with the arrival class of the C++
     # extension.
     __slots__ = ()
 
@@ -143,7 +144,7 @@ class Arrival:
 
 
 class HeldArrival(Arrival):
-    """Represents a received message. A function that is passed in returns the payload."""
+    """A received message, whose payload is returned by a given function."""
 
     __slots__ = ("_take", "arrived_ns", "label", "nbytes", "peer")
 
@@ -167,11 +168,11 @@ class HeldArrival(Arrival):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Reports that a message has arrived at another rank of the decision group.
+    """Reports that a message has arrived on another rank of the decision group.
 
     Attributes:
-        label: Step and action whose input the message is.
-        peer: Global rank at which the message has arrived.
+        label: Step and action that the message is the input of.
+        peer: Global rank that received the message.
     """
 
     label: Label
@@ -179,7 +180,7 @@ class Notice:
 
 
 Item = Arrival | Notice
-"""Entry of the completion queue: a received message, or a notice from another rank."""
+"""Entry of the completion queue, which is a received message or a notice from another rank."""
 
 Listener = Callable[[Item | Exception], None]
 
@@ -187,15 +188,15 @@ Listener = Callable[[Item | Exception], None]
 class Completions(Protocol):
     """Queues the received messages and failures of a process's channels, oldest first.
 
-    Any thread may add items, and one thread takes them. Waiting releases Python's global lock (GIL)
-    and sleeps, without polling.
+    Any thread may add items, and a single thread takes them. Waiting releases the GIL and does not
+    poll.
     """
 
     def listen(self, listener: Listener) -> None:
-        """Calls ``listener`` with each item that is added from now on, after it has been queued.
+        """Calls ``listener`` with each item that is added from now on, after queueing the item.
 
-        The listener does not run in the thread that takes items, so that it is called even while
-        that thread is busy. There is at most one listener. It must not raise exceptions.
+        The listener does not run in the thread that takes items, so it is called even while that
+        thread is busy. There is at most one listener. It must not raise exceptions.
         """
 
     def put(self, item: Item | Exception) -> None:
@@ -246,7 +247,7 @@ class CompletionQueue:
 
 
 def delivered(item: Item | Exception) -> Item:
-    """Returns an item of the completion queue, or raises the item if it is a channel's error."""
+    """Returns an item of the completion queue, or raises it if it is the error of a channel."""
     if isinstance(item, Exception):
         raise item
     return item
@@ -254,9 +255,9 @@ def delivered(item: Item | Exception) -> Item:
 
 HEADER_WORDS = 16
 KINDS = (ActionKind.F, ActionKind.B)
-"""Kinds of actions that have a message as input. The index of a kind is its code in messages."""
+"""Kinds of actions that need a message as input. The index of a kind is its code in messages."""
 KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
-"""Maps each kind of action to its code in messages."""
+"""Code of each kind of action in messages."""
 
 MAX_DIMENSIONS = 7
 _MAGIC = 0x4D41_5031  # "MAP1"
@@ -280,9 +281,9 @@ _PLAIN = (
 )
 _FLOAT8 = len(_PLAIN)
 # Dtypes that are sent as another dtype of the same size (8-bit floats as bytes). The receiver views
-# the payload as the original dtype, which it knows from the variant, a number above 0. The numbers
-# must never change, because other versions read them. Dtypes that the installed torch lacks are
-# skipped.
+# the payload as the original dtype, which the variant (a positive number) identifies. The numbers
+# must never change, because other versions read them. Dtypes that do not exist in the installed
+# torch are skipped.
 _VARIANTS = {
     "float8_e4m3fn": (_FLOAT8, 1),
     "float8_e5m2": (_FLOAT8, 2),
@@ -304,14 +305,14 @@ CODE_OF: dict[torch.dtype, tuple[int, int]] = {
     )
     if hasattr(torch, name)
 }
-"""Maps each dtype that can be sent to its code and variant in messages."""
+"""Code and variant in messages of each dtype that can be sent."""
 
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
-"""Maps each code and variant in messages to the dtype."""
+"""Dtype of each code and variant in messages."""
 
 
 def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
-    """Returns the code and the variant that stand for a dtype in messages.
+    """Returns the code and the variant that represent a dtype in messages.
 
     Raises:
         TransportError: A message cannot have this dtype or this number of dimensions.
@@ -319,10 +320,9 @@ def code_of(dtype: torch.dtype, dimensions: int = 0) -> tuple[int, int]:
     code = CODE_OF.get(dtype)
     if code is None or dimensions > MAX_DIMENSIONS:
         raise TransportError(
-            f"a payload of {dimensions} dimensions and {dtype} cannot be sent; it must have at "
-            f"most {MAX_DIMENSIONS} dimensions and one of the types "
-            f"{', '.join(map(str, CODE_OF))}; reshape it, or view it as another type of the same "
-            "size"
+            f"a payload must have at most {MAX_DIMENSIONS} dimensions and one of the types "
+            f"{', '.join(map(str, CODE_OF))}, got {dimensions} dimensions and {dtype}; reshape "
+            "it, or view it as another type of the same size"
         )
     return code
 
@@ -339,10 +339,10 @@ class Label:
     """Identifies a message: the input of ``action`` in step ``step`` on the receiving rank.
 
     Attributes:
-        step: Step number.
-        action: Action whose input the message is.
-        num_slices: Number of slices of each microbatch, to name the action in errors. Known only to
-            the sender, and not compared.
+        step: Index of the step.
+        action: Action that the message is the input of.
+        num_slices: Number of slices of each microbatch, for the name of the action in errors. It is
+            only known to the sender, and ignored in comparisons.
     """
 
     step: int
@@ -360,10 +360,10 @@ class Header:
     """Describes the payload that follows the header on a channel.
 
     Attributes:
-        label: Action and step that the message is for; ``None`` if the sender closes the channel.
+        label: Action and step of the message, or ``None`` if the sender closes the channel.
         shape: Shape of the payload.
         dtype: Dtype of the payload.
-        sequence: Index of the message on its channel, counted from 0.
+        sequence: Index of the message on its channel, from 0.
     """
 
     label: Label | None
@@ -389,7 +389,7 @@ class Header:
 
     @staticmethod
     def decode(numbers: Sequence[int], *, peer: int) -> Header:
-        """Makes a header from integers that ``peer`` sent, and checks each field.
+        """Creates a header from integers sent by ``peer``, and checks each field.
 
         Raises:
             TransportError: The value of a field is invalid.
@@ -406,8 +406,8 @@ class Header:
         )
         if not is_valid or dtype is None:
             raise TransportError(
-                f"header {list(numbers)} from rank {peer} does not have this format; run the same "
-                "version on both ranks"
+                f"header {list(numbers)} from rank {peer} is not valid; run the same version on "
+                "both ranks"
             )
         label = None if kind == _END else Label(step, Action(KINDS[kind], chunk, microbatch))
         return Header(label, tuple(numbers[8 : 8 + dimensions]), dtype, sequence)

@@ -1,9 +1,9 @@
 """Defines how a transport declares which ranks it connects, and how it is opened.
 
-A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` asks each subclass
-which pairs of ranks its transport connects, and ``connect.py`` opens the chosen transports. The
-transports of this package are listed in ``config/transport_specs.py``. The class of your own
-transport can be in any module: pass ``--transport package.module:Class``.
+A transport is declared by a subclass of :class:`TransportKind`. ``select.py`` determines from these
+classes which pairs of ranks each transport connects, and ``connect.py`` opens the chosen
+transports. The transports of this package are listed in ``config/transport_specs.py``. The class of
+your own transport can be in any module: pass ``--transport package.module:Class``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megatron.adaptive.errors import AdaptiveError, ConfigError, TransportError
 from megatron.adaptive.transport.interface import Completions, Endpoint, Transport
 
 Gather = Callable[[Any], list[Any]]
-"""Function that takes this rank's value and returns all values. All ranks must call it."""
+"""Function that takes this rank's value and returns the values of all ranks, which must all call
+it.
+"""
 
 _TRANSPORT = ("name", "completions", "send", "reserve", "describe_links", "flush", "close")
 _COMPLETIONS = ("listen", "put", "poll", "wait")
@@ -32,13 +34,13 @@ _COMPLETIONS = ("listen", "put", "poll", "wait")
 
 @dataclass(frozen=True, kw_only=True)
 class Payloads:
-    """Describes a job's messages, as far as known before the first is sent. Equal on all ranks.
+    """Describes a job's messages, as far as known in advance. Must be equal on all ranks.
 
     Attributes:
-        shape: Shape of the largest message; ``None`` if unknown.
+        shape: Shape of the largest message, or ``None`` if unknown.
         dtype: Dtype of the messages.
         varies: Whether some messages are smaller than ``shape``.
-        in_flight: Maximum number of a channel's messages that the receiver keeps at a time.
+        in_flight: Maximum number of messages of a channel that the receiver keeps at a time.
     """
 
     shape: tuple[int, ...] | None
@@ -48,7 +50,7 @@ class Payloads:
 
     @property
     def nbytes(self) -> int | None:
-        """Returns the size of the largest message in bytes; ``None`` if unknown."""
+        """Returns the size of the largest message in bytes, or ``None`` if unknown."""
         if self.shape is None:
             return None
         return torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -56,13 +58,13 @@ class Payloads:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Holds the facts about a rank that determine which transports the rank can use.
+    """The facts about a rank that determine which transports the rank can use.
 
     Attributes:
-        device: Device on which the rank computes.
+        device: Device that the rank computes on.
         own_gpu: Whether the device is a GPU that no other rank uses.
-        address: Network address of the rank; ``None`` if it has no address.
-        module: Module of the C++ extension; ``None`` if the extension is missing.
+        address: Network address of the rank, or ``None`` if it has no address.
+        module: Module of the C++ extension, or ``None`` if the extension is missing.
         rdma_ports: Active RDMA ports of the rank's machine, such as ``mlx5_0:1``.
         no_rdma: Reason why there are no active RDMA ports.
     """
@@ -77,20 +79,22 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """Holds the arguments with which a transport opens its channels.
+    """The arguments for opening the channels of a transport.
 
     Attributes:
         rank: Global rank of this process.
         peers: Global ranks that exchange messages with this rank over this transport. A rank
-            without peers still takes part in collective calls.
-        members: Global ranks of this rank's pipeline, which send messages only to each other.
+            without peers still participates in collective calls.
+        members: Global ranks of this rank's pipeline, which only send messages to each other.
         gather: Function that exchanges values between all ranks of the job.
-        accelerator: Device of this rank, on which received tensors are placed.
+        accelerator: Device of this rank, which received tensors are placed on.
         payloads: Shape, dtype and number of the messages, as far as known.
-        describe: Function that returns a rank's display name for error messages.
-        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
+        describe: Function that returns the name of a rank for error messages.
+        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+            messages.
         options: Transport settings of the user.
-        completions: Queue for received messages; ``None`` if the transport makes its own.
+        completions: Queue for received messages, or ``None`` if the transport creates its own
+            queue.
     """
 
     rank: int
@@ -108,40 +112,40 @@ class Opening:
 class TransportKind:
     """Declares a transport: which ranks it connects, and how its channels are opened.
 
-    Subclasses define :meth:`open` at least.
+    Subclasses must define at least :meth:`open`.
 
     Attributes:
-        name: Name of the transport, as on the command line.
-        reason: Reason for choosing this transport, for the log; empty to log no reason.
+        name: Name of the transport on the command line.
+        reason: Reason for choosing this transport in the log, or empty to log no reason.
     """
 
     name: str = ""
     reason: ClassVar[str] = ""
 
     def lacks(self, facts: RankFacts) -> str | None:
-        """Returns the reason why a rank cannot use the transport; ``None`` if it can."""
+        """Returns the reason why a rank cannot use the transport, or ``None`` if it can."""
         return None
 
     def is_candidate(self, first: Endpoint, second: Endpoint) -> bool:
         """Returns whether ``--transport auto`` tries this transport for two ranks.
 
-        Swapping the two ranks must give the same result.
+        Swapping the two ranks must not change the result.
         """
         return True
 
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
-        """Returns the reason why the transport cannot connect two ranks; ``None`` if it can.
+        """Returns the reason why the transport cannot connect two ranks, or ``None`` if it can.
 
-        Called only for ranks that can use the transport. Swapping the two ranks must not change
-        whether the result is ``None``.
+        This is only called for ranks that can use the transport. Swapping the two ranks must not
+        change whether the result is ``None``.
         """
         return None
 
     def open(self, opening: Opening) -> Transport | None:
-        """Opens this rank's channels. Collective over all ranks of the job.
+        """Opens this rank's channels. All ranks of the job must call this method.
 
         Returns:
-            An object with all members of ``interface.Transport``; ``None`` for a rank without
+            Object with all members of ``interface.Transport``, or ``None`` for a rank without
             peers.
         """
         raise NotImplementedError
@@ -149,7 +153,7 @@ class TransportKind:
 
 @lru_cache(maxsize=64)
 def transport_kind(name: str) -> TransportKind:
-    """Returns the object that declares a transport.
+    """Returns the declaration of a transport.
 
     Args:
         name: Name of a transport of this package or of an entry point, or
@@ -171,21 +175,21 @@ def transport_kind(name: str) -> TransportKind:
 
 
 class _OpeningError(TransportError):
-    """Raised on each rank if any rank failed to open a user's transport."""
+    """Raised on all ranks if any rank failed to open a user's transport."""
 
 
 def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
     """Opens a user's own transport, and checks that it has all members of the interface.
 
-    Collective over all ranks of the job. An error on one rank is raised on all ranks, unless other
-    ranks are waiting for that rank outside of ``opening.gather``.
+    All ranks of the job must call this function. An error on one rank is raised on all ranks,
+    unless other ranks are waiting for that rank outside of ``opening.gather``.
 
     Args:
-        kind: Object that declares the transport.
+        kind: Declaration of the transport.
         opening: Argument for the transport's method ``open``.
 
     Raises:
-        TransportError: The transport of a rank could not be opened, or lacks a member.
+        TransportError: The transport of a rank could not be opened, or a member is missing.
     """
 
     def exchange(value: Any, failure: str | None = None) -> list[Any]:
@@ -212,7 +216,7 @@ def open_own(kind: TransportKind, opening: Opening) -> Transport | None:
 
 
 def _what_lacks(transport: Any, peers: Sequence[int]) -> str | None:
-    """Returns a string about missing members of a user's transport; ``None`` if none is missing."""
+    """Returns a text about the missing members of a user's transport, or ``None``."""
     if transport is None and not peers:
         return None
     missing = [name for name in _TRANSPORT if not hasattr(transport, name)]

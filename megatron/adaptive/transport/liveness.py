@@ -1,6 +1,7 @@
-"""Detects that another rank of the job has died, and ends this rank if its main thread hangs.
+"""Detects that another rank of the job has died, and stops this rank if its main thread hangs.
 
-The main thread may wait forever in a collective with the dead rank, so two other threads watch:
+The main thread may wait forever in a collective with the dead rank, so two other threads watch the
+ranks:
 
 ::
 
@@ -10,7 +11,7 @@ The main thread may wait forever in a collective with the dead rank, so two othe
                              a loss, and a beat per machine                the grace _exit(1)
 
 A pidfd is a file descriptor for a process, which becomes readable when the process exits. The store
-is the key-value store of the job. This module does not find out why a process exited, and does not
+is the key-value store of the job. This module does not determine why a process exited, and does not
 restart anything.
 """
 
@@ -40,28 +41,28 @@ from megatron.adaptive.errors import PeerLostError
 
 _Answer = TypeVar("_Answer")
 _PERIOD_S = 2.0
-# Interval in seconds at which the states of this machine's ranks are read from /proc.
+# Interval in seconds for reading the states of this machine's ranks from /proc.
 _LOOK_S = 1.0
-# Extra time in seconds before a silent rank counts as lost. A channel may notice the silence itself
-# in this time, and it gives a better error message.
+# Additional time in seconds before a silent rank is considered lost. A channel may notice the
+# silence in this time, and its error message is better.
 _MARGIN_S = 1.0
 # Maximum time in seconds to wait for a reply of the store. If it is too short for a busy store, a
-# rank that left normally counts as lost. If it is too long, the launcher kills a surviving rank
-# before the rank has written its error line.
+# rank that left normally is considered lost. If it is too long, the launcher kills a surviving rank
+# before that rank has written its error line.
 _ASK_S = 2.0
 _LEAVE_S = 5.0
 _LOST = "lost"
-# Value used in place of a set of silent ranks if the store does not reply. Rank 0 or the launcher
-# serves the store.
+# Replaces a set of silent ranks if the store does not reply. Rank 0 or the launcher serves the
+# store.
 _STORE = frozenset({-1})
 # Prefix of a notice that the user has already seen, so that it is not shown again.
 _SHOWN = "told: "
 
 
 def here(pp_rank: int) -> dict[str, Any]:
-    """Returns this process's host, process id, pipeline rank and machine, for :class:`Watcher`.
+    """Returns this process's host, process ID, pipeline rank and machine, for :class:`Watcher`.
 
-    ``machine`` is equal for ranks that can see each other's process ids and sockets. Containers on
+    ``machine`` is equal for ranks that can see each other's process IDs and sockets. Containers on
     one host may have the same host name, but cannot see each other's processes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -75,10 +76,10 @@ def here(pp_rank: int) -> dict[str, Any]:
 
 
 def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
-    """Returns a rank's display name for messages.
+    """Returns the name of a rank for messages.
 
     Args:
-        places: Location of each global rank, as :func:`here` returned it on that rank.
+        places: Location of each global rank, as returned by :func:`here` on that rank.
         rank: Global rank.
     """
     location = places[rank]
@@ -91,34 +92,35 @@ def describe(places: Sequence[Mapping[str, Any]], rank: int) -> str:
 class Watcher:
     """Watches all other ranks until :meth:`leave`, :meth:`report` or :meth:`close` is called.
 
-    Methods may be called from any thread.
+    Methods can be called from any thread.
 
-    A rank that exits without having called :meth:`leave` counts as lost. The line
-    ``error: rank ...`` is then written to stderr at once, ``on_lost`` is called once with the same
-    text, and after ``grace_s`` seconds this process exits with status 1. Neither :meth:`close` nor
-    a SIGTERM handler can prevent this exit.
+    A rank that exits without calling :meth:`leave` is considered lost. The line ``error: rank ...``
+    is then written to stderr immediately, ``on_lost`` is called once with the same text, and after
+    ``grace_s`` seconds this process exits with status 1. Neither :meth:`close` nor a SIGTERM
+    handler can prevent this exit.
 
-    A rank of this machine that is stopped by SIGSTOP for ``silent_s`` counts as lost too. When this
-    process exits because of a loss, it kills the stopped ranks, because they would not react to the
-    launcher's request to exit.
+    A rank of this machine that is stopped by SIGSTOP for ``silent_s`` is also considered lost. When
+    this process exits because of a lost rank, it kills the stopped ranks, because they would not
+    react to the launcher's request to exit.
 
     Args:
-        places: Location of each global rank, as returned by :func:`here`. It has ``host``, ``pid``
-            and ``pp_rank``, and ``machine`` if known.
+        places: Location of each global rank, as returned by :func:`here`. It contains ``host``,
+            ``pid`` and ``pp_rank``, and ``machine`` if known.
         rank: Global rank of this process.
         store: Key-value store that all ranks of the job share. With ``None``, only the ranks of
-            this machine are watched, and a rank that exits before this rank calls :meth:`leave`
-            counts as lost.
-        on_lost: Function that a thread of the watcher calls after a loss. It must not block. It
-            lets the main thread react, if the main thread still runs.
+            this machine are watched, and a rank that exits before this rank calls :meth:`leave` is
+            considered lost.
+        on_lost: Function that a thread of the watcher calls when a rank is lost. It must not block.
+            It lets the main thread react, if the main thread is still running.
         grace_s: Time in seconds from the call of ``on_lost`` until the process exits.
-        silent_s: Time in seconds after which a machine without a sign of life counts as lost. A
-            process counts as lost if it stays stopped for this time.
-        is_launchers_store: Whether the launcher serves the store; otherwise rank 0 does.
+        silent_s: Time in seconds without a heartbeat after which a machine is considered lost. A
+            process is considered lost if it stays stopped for this time.
+        is_launchers_store: Whether the launcher serves the store instead of rank 0.
 
     Attributes:
-        on_lost: Function that is called after a loss. May be set to another function at any time.
-        position: Text about this rank's progress, for error messages, such as ``iteration 7``.
+        on_lost: Function that is called when a rank is lost. It can be set to another function at
+            any time.
+        position: Text about this rank's progress for error messages, such as ``iteration 7``.
     """
 
     def __init__(
@@ -156,23 +158,24 @@ class Watcher:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> PeerLostError | None:
-        """Waits up to ``timeout_s`` seconds for the loss of a rank. Returns the error, or ``None``.
+        """Waits up to ``timeout_s`` seconds for a lost rank. Returns the error, or ``None``.
 
-        When a connection breaks, the main thread calls this method to learn which rank was lost.
-        The error message has already been written to stderr.
+        When a connection breaks, the main thread calls this method to determine which rank was
+        lost. The error message has already been written to stderr.
         """
         self._decided.wait(timeout_s)
         return self._lost
 
     def report(self, reason: str, *, is_shown: bool = False) -> None:
-        """Informs the other ranks that this rank exits because of ``reason``; takes at most 2 s.
+        """Informs the other ranks that this rank exits because of ``reason``. Takes at most 2 s.
 
-        Only the first notice of a job is kept, so the notice of a rank that fails as a consequence
-        is ignored. After this call, this rank stops watching.
+        Only the first notice of a job is kept, so notices of ranks that fail as a consequence are
+        ignored. After this call, this rank stops watching.
 
         Args:
             reason: Reason for the exit. Only its first line is sent.
-            is_shown: Whether the user has already seen the reason. Other ranks then exit silently.
+            is_shown: Whether the user has already seen the reason. If so, other ranks exit
+                silently.
         """
         if self._silence() and self._board is not None:
             line = (reason.splitlines() or [""])[0]
@@ -181,7 +184,7 @@ class Watcher:
         self._local.kill_stopped()
 
     def leave(self) -> None:
-        """Marks this rank as done, so that its exit is not a loss. To be called after all barriers.
+        """Marks this rank as finished, so that it may exit. Must be called after all barriers.
 
         The call returns when the store has recorded the mark. Rank 0, whose process may run the
         store, also waits up to 5 s until all ranks have left.
@@ -190,7 +193,7 @@ class Watcher:
             self._board.leave(wait_for_all=self._rank == 0)
 
     def close(self) -> None:
-        """Stops watching and stops the threads, unless a loss already makes the process exit."""
+        """Stops watching and stops the threads, unless the process is already exiting."""
         self._silence()
         if self._lost is not None:
             return
@@ -202,7 +205,7 @@ class Watcher:
             self._thread.join(1.0)
 
     def _silence(self) -> bool:
-        """Ignores losses from now on; returns False if a rank was already lost."""
+        """Ignores lost ranks from now on; returns False if a rank was already lost."""
         with self._lock:
             self._quiet = True
             return self._lost is None
@@ -234,12 +237,11 @@ class Watcher:
             self._lose(notice or self._fact(gone - left), publish=notice is None)
 
     def _hear(self, ranks: AbstractSet[int], news: str) -> None:
-        """Handles a notice from the store, or the silence of ranks.
+        """Handles a notice from the store, or silent ranks.
 
         Args:
-            ranks: Ranks that give no sign of life; empty for a notice. ``_STORE`` if the store does
-                not reply.
-            news: Text of the notice, or reason why the ranks count as lost.
+            ranks: Silent ranks, or empty for a notice. ``_STORE`` if the store does not reply.
+            news: Text of the notice, or the reason why the ranks are considered lost.
         """
         if ranks == _STORE and self._is_launchers_store:
             self._lose(f"the launcher that serves the job's store is gone: {news}", publish=False)
@@ -251,10 +253,10 @@ class Watcher:
             self._lose(news, publish=False)
 
     def _lose(self, fact: str, *, publish: bool) -> None:
-        """Announces that a rank is lost, and exits this process after the grace time.
+        """Announces that a rank is lost, and exits this process after the grace period.
 
         Args:
-            fact: Text that says which rank was lost and how.
+            fact: Text that contains which rank was lost, and how.
             publish: Whether to inform the other ranks through the store.
         """
         is_shown = fact.startswith(_SHOWN)
@@ -268,8 +270,8 @@ class Watcher:
                 f"{f' in {self.position}' if self.position else ''}; "
                 "the job cannot continue without it; restart it from the last checkpoint"
             )
-        # This thread may never run again, if another thread holds the GIL or the interpreter hangs
-        # at exit. Then the C thread of faulthandler ends the process.
+        # This thread may never run again if another thread holds the GIL or the interpreter hangs
+        # at exit. The C thread of faulthandler then ends the process.
         faulthandler.dump_traceback_later(self._grace_s + 5.0, exit=True, file=2)
         if not is_shown:
             _write_line(f"error: {self._lost}")
@@ -293,9 +295,9 @@ class _Local:
     """Watches the processes of this machine. Only `kill_stopped` is thread-safe.
 
     Args:
-        pids: Process ids of the ranks to watch, by global rank.
-        wake: File descriptor that becomes readable to end a wait.
-        stopped_s: Time in seconds after which a stopped process counts as lost.
+        pids: Process IDs of the ranks to watch, by global rank.
+        wake: File descriptor that becomes readable to interrupt a wait.
+        stopped_s: Time in seconds after which a stopped process is considered lost.
 
     Attributes:
         stopped_s: Argument ``stopped_s``, rounded up to a multiple of the polling interval.
@@ -304,8 +306,8 @@ class _Local:
     def __init__(self, pids: Mapping[int, int], wake: int, stopped_s: float) -> None:
         self._wake = wake
         self._pids = {rank: (pid, _started(pid)) for rank, pid in pids.items()}
-        # Count polls instead of time. While this process itself is stopped, time passes, but other
-        # processes may be running.
+        # Count polls instead of time, because time passes while this process itself is stopped,
+        # although other processes may be running.
         self.stopped_s = math.ceil(stopped_s / _LOOK_S) * _LOOK_S
         self._looks = dict.fromkeys(pids, 0)
         self._look_s = time.monotonic()
@@ -314,7 +316,7 @@ class _Local:
         self._watched: dict[int, int] = {}
         for rank, pid in pids.items():
             # If there is no pidfd (old kernel, sandbox, process that has exited), polling /proc
-            # shows the exit.
+            # detects the exit.
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
                 self._watched[fd] = rank
@@ -324,7 +326,7 @@ class _Local:
         """Waits until a process exits, for at most one polling interval.
 
         Returns:
-            Ranks whose processes have exited, and ranks that have been stopped for too long;
+            Ranks whose processes have exited, and ranks that have been stopped for too long, or
             ``None`` if the watcher was closed.
         """
         gone: set[int] = set()
@@ -377,15 +379,15 @@ class _Board:
         adaptive/left/<r>   rank r is done
         adaptive/beat/<m>   counter that each rank of machine m increments every 2 s
 
-    While ranks may die, only calls to which the store replies immediately are used. The blocking
-    ``wait`` is used only at the end, when all ranks leave.
+    While ranks may die, only calls that the store replies to immediately are used. The blocking
+    ``wait`` is only used at the end, when all ranks leave.
 
     Args:
         store: Key-value store of the job.
-        machines: Identifier of each global rank's machine.
+        machines: Identifier of the machine of each global rank.
         rank: Global rank of this process.
-        silent_s: Time in seconds after which a machine without a sign of life counts as lost.
-        hear: Function to call for silent ranks and for notices: ``Watcher._hear``.
+        silent_s: Time in seconds without a heartbeat after which a machine is considered lost.
+        hear: Function to call for silent ranks and for notices, which is ``Watcher._hear``.
     """
 
     def __init__(
@@ -414,12 +416,12 @@ class _Board:
         self._thread.start()
 
     def busy_for_s(self) -> float:
-        """Returns how long the store has not replied to a call, in seconds; 0 without a call."""
+        """Returns the seconds since an unanswered call to the store, or 0 if there is none."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def ask(self, ranks: Iterable[int]) -> tuple[set[int], str | None] | None:
-        """Returns which ``ranks`` left, and the notice of a loss; ``None`` without a reply."""
+        """Returns which ``ranks`` left, and the notice of a lost rank; ``None`` without a reply."""
 
         def look(store: dist.Store) -> tuple[set[int], str | None]:
             return {r for r in ranks if store.check([f"left/{r}"])}, _notice(store)
@@ -436,10 +438,10 @@ class _Board:
         self._call(put, _ASK_S)
 
     def leave(self, *, wait_for_all: bool) -> None:
-        """Marks this rank as done, and with ``wait_for_all`` waits until all ranks are marked."""
+        """Marks this rank as finished. With ``wait_for_all``, waits until all ranks are marked."""
 
         def mark(store: dist.Store) -> None:
-            # Use add(), because unlike set() it returns only after the store has recorded the
+            # Use add() because, unlike set(), it only returns after the store has recorded the
             # value.
             store.add(f"left/{self._rank}", 1)
             if wait_for_all:
@@ -449,7 +451,7 @@ class _Board:
         self._call(mark, _LEAVE_S + 1.0)
 
     def close(self) -> None:
-        """Stops the thread that talks to the store."""
+        """Stops the thread that communicates with the store."""
         self._jobs.put(None)
         self._thread.join(1.0)
 
@@ -496,14 +498,14 @@ class _Board:
             self._hear(_STORE, f"the job's store does not answer: {reason}")
 
     def _tick(self, store: dist.Store) -> None:
-        """Sends a sign of life (beat), and reads the notice and the other machines' beats."""
+        """Sends a heartbeat, and reads the notice and the heartbeats of other machines."""
         store.add(f"beat/{self._own_machine}", 1)
         notice = _notice(store)
         if notice is not None:
             self._busy_since = None
             self._hear(set(), notice)
-        # Measure silence in beats of this rank instead of time. If this process was stopped, time
-        # has passed although no other machine was silent.
+        # Measure silence in heartbeats of this rank instead of time. If this process was stopped,
+        # time has passed although no other machine was silent.
         for machine, ranks in enumerate(self._ranks):
             if machine == self._own_machine:
                 continue
@@ -524,13 +526,13 @@ def _notice(store: dist.Store) -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time from /proc, which identifies a process; ``None`` after its exit."""
+    """Returns the start time from /proc, which identifies a process, or ``None`` after its exit."""
     fields = _status(pid)
     return None if fields[0] in "ZX" else fields[19]
 
 
 def _status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name; only ``X`` after the process's exit."""
+    """Returns the fields of /proc/PID/stat after the name, or only ``X`` after its exit."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,19 +1,20 @@
 """Sends tensors with the C++ extension, over shared memory, RDMA verbs or TCP.
 
-One ``_C.Node`` per process and job owns the channels to all peers and the common queue of received
-messages. A message is copied from the caller's memory at once if the channel has a free slot;
-otherwise the tensor is kept until a slot is free::
+One ``_C.Node`` per process and job owns the channels to all peers, and the common queue of received
+messages. A message is immediately copied from the caller's memory if the channel has a free slot;
+otherwise, the tensor is kept until a slot is free::
 
     send()      tensor ──copy──> slot of the channel ──> peer
     reserve()            slot ─────── send() ──────────> peer     computed in place, no copy
     take()               slot <──────────────────────── peer      a view, no copy
 
-A received message is a tensor in a slot, a piece of the channel's own memory. The slot returns to
-the sender when the last view of the tensor is released, in any order and from any thread. If a
-receiver holds nearly all slots of a channel, the next messages are copied out of their slots, so
-that the sender is not blocked forever.
+A received message is a tensor in a slot, which is a part of the channel's own memory. The slot
+returns to the sender when the last view of the tensor is released, in any order and from any
+thread. If a receiver holds nearly all slots of a channel, the next messages are copied out of their
+slots, so that the sender is not blocked forever.
 
-``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes a message's bytes.
+``staging.py`` handles GPU tensors; ``docs/reference/transport.md`` describes the format of a
+message.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _CLOSE_S = 30.0
 _DROP_AFTER_S = 0.1
 _STOP = object()
 
-# The private function of torch skips the checks of torch.utils.dlpack, which are not needed here:
-# arguments are always DLPack capsules.
+# This private function of torch skips the checks of torch.utils.dlpack, which are not necessary
+# because the arguments are always DLPack capsules.
 _from_dlpack: Callable[[Any], torch.Tensor] = getattr(
     torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack
 )
@@ -67,7 +68,8 @@ def make_tensors_with(module: ModuleType, table: Any) -> None:
 
     Args:
         module: Python module of the C++ extension.
-        table: Capsule with torch's table of functions; ``None`` for an older torch without a table.
+        table: Capsule with torch's table of functions, or ``None`` for an older torch without a
+            table.
     """
     module.use_torch(table, _from_dlpack)
 
@@ -83,14 +85,14 @@ class NativeTransport:
     """Sends and receives over channels of the C++ extension. ``connect.py`` opens the channels.
 
     Args:
-        node: Object ``_C.Node`` of the C++ extension, whose channels are open.
+        node: ``_C.Node`` object of the C++ extension, whose channels are open.
         kinds: Transport to each peer, by global rank: ``shm``, ``rdma`` or ``tcp``.
-        device: Device on which received tensors are placed.
-        describe: Function that returns a peer's display name for error messages.
-        least_free: Number of slots per channel that the receiver must leave free for the sender.
-        make_staging: Function that makes the object that copies between GPU and host. Its argument
-            is a function that sends host tensors. The default is :class:`Staging` on a GPU, and no
-            such object on a CPU.
+        device: Device that received tensors are placed on.
+        describe: Function that returns the name of a peer for error messages.
+        least_free: Number of slots per channel that the receiver must keep free for the sender.
+        make_staging: Function that creates the object that copies between GPU and host. Its
+            argument is a function that sends host tensors. By default, a :class:`Staging` is
+            created on a GPU, and no such object on a CPU.
     """
 
     def __init__(
@@ -145,8 +147,8 @@ class NativeTransport:
             if reserved_for == peer and settled(tensor) is tensor:
                 self._node.commit(peer, token, *tag, tensor.shape)
                 return
-            # Copy the tensor: its slot belongs to another channel, or holds the elements in another
-            # order.
+            # Copy the tensor, because its slot belongs to another channel, or contains the elements
+            # in a different order.
             tensor = tensor.clone()
         tensor = settled(tensor)
         self._node.send(
@@ -155,8 +157,8 @@ class NativeTransport:
             tensor.shape,
             tensor.data_ptr(),
             tensor.nbytes,
-            # Keep the storage alive instead of the tensor, because the tensor's owner may give the
-            # tensor another storage before the send.
+            # Keep the storage alive instead of the tensor, because the owner of the tensor may
+            # replace its storage before the send.
             tensor.untyped_storage(),
         )
 
@@ -216,7 +218,8 @@ class NativeTransport:
 def _arrival_class(module: ModuleType) -> type[Any]:
     """Returns the class of received messages whose payload is in memory of the channel.
 
-    The extension makes the objects of this class and implements most methods of :class:`Arrival`.
+    The extension creates the objects of this class, and implements most methods of
+    :class:`Arrival`.
     """
 
     # mypy does not know the base class, which the extension defines at run time.
@@ -228,14 +231,14 @@ def _arrival_class(module: ModuleType) -> type[Any]:
             return _label_of(self)
 
         def _take(self) -> torch.Tensor:
-            """Returns the payload, in cases that the extension's own method does not handle."""
+            """Returns the payload in cases that the extension's own method does not handle."""
             tensor = _viewed(self, self.tensor())
             return tensor.clone() if self.free_slots < self.least_free else tensor
 
         def settle(self) -> None:
             """Copies the payload out of its slot if few slots are free.
 
-            The payload may be taken much later, and the sender may need the slot earlier.
+            The payload may be taken much later, but the sender may need the slot earlier.
             """
             native: Any = self
             if native.free_slots < native.least_free:
@@ -245,16 +248,12 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """Represents a received message for a GPU. Its payload is in GPU memory or host memory.
+    """A received message for a GPU, whose payload is in GPU memory or host memory.
 
-    Args:
-        native: Message as an object of the C++ extension (``_C.Arrival``).
-        staging: Object that copies between the GPU and the channel.
-        least_free: Minimum number of free slots. If fewer are free, the payload is copied out of
-            its slot.
+    native: Message as an object of the C++ extension (``_C.Arrival``).
     """
 
-    # The attributes of Arrival are properties here: most of them are never read, so computing all
+    # The attributes of Arrival are properties here. Most of them are never read, so computing all
     # of them in advance would waste time.
     __slots__ = ("_copied", "_least_free", "_native", "_settled", "_staging")
 
@@ -271,7 +270,7 @@ class DeviceArrival(Arrival):
     arrived_ns = property(lambda self: self._native.arrived_ns)
 
     def take(self) -> torch.Tensor:
-        """Returns the payload on the GPU; usually a view of the slot if that is in GPU memory."""
+        """Returns the payload on the GPU, usually as a view of a slot in GPU memory."""
         if self._copied is not None:
             return self._copied()
         native = self._native
@@ -311,7 +310,7 @@ def _label_of(native: Any) -> Label:
 
 @lru_cache(maxsize=1 << 16)
 def _action(kind: int, chunk: int, microbatch: int) -> Action:
-    """Returns an action from a cache, because making an action takes as long as a small send."""
+    """Returns an action from a cache, because creating an action takes as long as a small send."""
     if kind >= len(KINDS):
         raise TransportError(
             f"a message of kind {kind} arrived, which is not an input of an action; run the same "
@@ -325,9 +324,9 @@ class NativeQueue:
 
     Args:
         node: Object of the C++ extension that receives the messages (``_C.Node``).
-        staging: Object that copies between GPU and channels; ``None`` for a CPU.
-        least_free: Minimum number of free slots of a channel. If fewer are free, payloads are
-            copied out of their slots.
+        staging: Object that copies between GPU and channels, or ``None`` for a CPU.
+        least_free: Minimum number of free slots of a channel, below which payloads are copied out
+            of their slots.
     """
 
     def __init__(self, node: Any, staging: Staging | None = None, least_free: int = 2) -> None:
@@ -337,7 +336,7 @@ class NativeQueue:
         self._node = node
         self._wait = node.wait_until
         self._arrival = module.Arrival
-        # Class of the items that can be returned unchanged, without calling _open().
+        # Class of the items that can be returned as is, without calling _open().
         self._ready: type | None = None
         if staging is None:
             self._ready = _arrival_class(module)
@@ -348,8 +347,8 @@ class NativeQueue:
     def listen(self, listener: Listener) -> None:
         """Calls ``listener`` with each item that arrives from now on.
 
-        A new thread takes the items from the node, and passes them to the listener and then to the
-        thread that waits for items.
+        A new thread takes the items from the node, and passes them first to the listener and then
+        to the thread that waits for items.
         """
         forwarded = CompletionQueue()
         forwarded.listen(listener)
@@ -358,8 +357,8 @@ class NativeQueue:
             target=self._forward, args=(forwarded,), name="arrivals", daemon=True
         )
         self._thread.start()
-        # Stop the thread at exit: a daemon thread that returns from C++ after the interpreter has
-        # been finalized would crash the process.
+        # Stop the thread at exit, because a daemon thread that returns from C++ after the
+        # interpreter has been finalized would crash the process.
         atexit.register(_stop, weakref.ref(self))
 
     def put(self, item: Item | Exception) -> None:
@@ -375,10 +374,10 @@ class NativeQueue:
     def wait(self, deadline_s: float) -> Item | None:
         if self._forwarded is not None:
             return self._forwarded.wait(deadline_s)
-        # Pass the deadline on unchanged: in a virtual machine, reading the clock in Python may take
+        # Pass the deadline on unchanged. In a virtual machine, reading the clock in Python may take
         # as long as sending a message.
         item: Item | None = self._wait(deadline_s)
-        # Check the type here to save a call to _open(), which takes as long as this whole method.
+        # Check the type here to save a call of _open(), which takes as long as this whole method.
         return item if type(item) is self._ready else self._open(item)
 
     def stop(self) -> None:
@@ -390,10 +389,10 @@ class NativeQueue:
             thread.join()
 
     def _open(self, item: Any) -> Item | None:
-        """Converts an item of the node for the executor. Raises the item if it is an error."""
+        """Converts an item of the node for the executor, or raises it if it is an error."""
         if self._staging is not None and type(item) is self._arrival:
             return DeviceArrival(item, self._staging, self._least_free)
-        # Any other item was put into the queue by a Python thread.
+        # All other items were added to the queue by a Python thread.
         if isinstance(item, Exception):
             raise item
         other: Item | None = item

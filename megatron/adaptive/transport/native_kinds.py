@@ -1,8 +1,7 @@
 """Declares the transports of the C++ extension: shared memory, RDMA and TCP.
 
 The extension's node opens all native channels of a rank, so ``connect.py`` opens them together.
-Each class declares which ranks a transport connects, and with which options its channels are
-opened.
+Each class declares which ranks a transport connects, and the options for opening its channels.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _ACTIVE = "ACTIVE"
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChannels:
-    """Holds the values from which the options of a rank's native channels are computed.
+    """The values from which the options of a rank's native channels are computed.
 
     Attributes:
         size: Number and size of a channel's slots.
         seed: Random bytes that all ranks of the job share.
         endpoint: Endpoint of this rank.
         settings: Transport settings of the user.
-        device: Device on which received tensors are placed.
+        device: Device that received tensors are placed on.
     """
 
     size: ChannelSize
@@ -44,10 +43,10 @@ class NativeChannels:
 
 
 class NativeKind(TransportKind):
-    """Declares a transport of the C++ extension. ``connect.py`` opens all such transports together.
+    """Declares a transport of the C++ extension. ``connect.py`` opens all of these together.
 
     Attributes:
-        link: Kind of socket over which two ranks set up their channel, ``unix`` or ``tcp``.
+        link: Kind of socket with which two ranks set up their channel, ``unix`` or ``tcp``.
     """
 
     link: ClassVar[Literal["unix", "tcp"]]
@@ -67,7 +66,7 @@ class NativeKind(TransportKind):
 
 
 class ShmKind(NativeKind):
-    """Declares shared memory, which connects ranks on one machine that belong to the same user."""
+    """Declares shared memory, which connects ranks of the same user on the same machine."""
 
     link = "unix"
     reason = "same machine"
@@ -78,8 +77,8 @@ class ShmKind(NativeKind):
     def why_not(self, first: Endpoint, second: Endpoint) -> str | None:
         if first.machine != second.machine:
             return (
-                f"rank {first.rank} on {first.host} and rank {second.rank} on {second.host} do not "
-                "see each other's processes"
+                f"rank {first.rank} on {first.host} and rank {second.rank} on {second.host} do "
+                "not see each other's processes"
             )
         if first.user != second.user:
             return (
@@ -119,8 +118,8 @@ class RdmaKind(NativeKind):
         settings = channels.settings
         options = super().channel_options(channels)
         options["num_qps"] = settings.rdma_queue_pairs
-        # If no device is set, the extension uses the RDMA device that has the network address of
-        # the link.
+        # If no device is set, the extension uses the RDMA device with the network address of the
+        # link.
         if settings.rdma_device is not None:
             name, _, port = channels.endpoint.ports[0].partition(":")
             options |= {"device": name, "port": int(port)}
@@ -156,7 +155,7 @@ class TcpKind(NativeKind):
 
 
 def _pci_address(device: torch.device) -> str:
-    """Returns the PCI address of a GPU as Linux writes it; empty if torch does not provide it."""
+    """Returns the PCI address of a GPU in Linux's format, or an empty string if unknown."""
     properties: Any = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return ""
@@ -171,8 +170,8 @@ def rdma_ports(module: ModuleType, device_name: str | None) -> tuple[tuple[str, 
 
     Args:
         module: Python module of the C++ extension.
-        device_name: Name of the RDMA device or port to use; ``None`` for any device. Examples are
-            ``mlx5_0`` and ``mlx5_0:1``.
+        device_name: Name of the RDMA device or port to use, such as ``mlx5_0`` or ``mlx5_0:1``, or
+            ``None`` for any device.
     """
     try:
         devices = module.rdma_devices()

@@ -1,9 +1,9 @@
 """Sends tensors over NCCL: payloads directly between GPUs, headers over gloo.
 
-NCCL has no tags: it matches the operations of both ends in the order in which they are posted. A
-posted operation occupies the GPU, waiting in a loop, until the other end has posted its own.
+NCCL has no tags, and matches the operations of both ends in the order in which they are posted. A
+posted operation occupies the GPU in a busy loop until the other end has posted its operation.
 Therefore each channel (one direction between two ranks) has its own communicator, with one thread
-and one stream at each end. An end posts an operation only when the operation can run at once::
+and one stream at each end. An end only posts an operation that can run immediately::
 
     sender                                            receiver
       executor: send() ── event ──┐
@@ -13,11 +13,11 @@ and one stream at each end. An end posts an operation only when the operation ca
               sleeps until the send is done                   arrival ──> queue of the executor
               releases the tensor
 
-No compute stream waits for a message, so a late rank delays only the ranks that need its result,
-and not its tensor-parallel neighbours. An arrival is announced only when its data has arrived, so a
+No compute stream waits for a message, so a late rank only delays the ranks that need its result,
+but not its tensor-parallel neighbours. An arrival is only announced when its data has arrived, so a
 run-time scheduling rule only sees inputs that can be used. The memory of a message is released when
-its send is done. A channel therefore keeps the memory of the messages that are being sent, and of
-one more message.
+its send has finished. So a channel keeps the memory of the messages that are being sent, and of one
+more message.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _FIRST = -1
 """Priority of the CUDA streams for messages. Compute streams have a lower priority.
 
 CUDA maps streams to a few hardware queues. A kernel that cannot start yet blocks kernels of other
-streams in the same queue. Streams of different priorities use different queues, so no message waits
-behind a computation.
+streams in the same queue. Streams of different priorities use different queues, so messages do not
+wait for computations.
 """
 
 
@@ -75,16 +75,17 @@ class NcclTransport(GlooTransport):
     """Sends and receives tensors over NCCL, with a communicator per peer and direction.
 
     Args:
-        group: Gloo process group of the pipeline's ranks, which is used only for headers.
-        outgoing: Communicator for messages to each peer. The lower of the two ranks has index 0 in
+        group: Gloo process group of the pipeline's ranks, which is only used for headers.
+        outgoing: Communicator for messages to each peer. The lower rank of the pair has index 0 in
             the communicator.
         incoming: Communicator for messages from each peer.
         streams: Object that provides streams of the device.
-        peers: Global ranks with which this rank exchanges messages.
-        device: Device on which received tensors are placed.
-        describe: Function that returns a peer's display name for error messages (host, stage).
-        timeout_s: Maximum time in seconds that a send waits for a peer that receives no messages.
-        completions: Queue for received messages and failures; ``None`` to make a new queue.
+        peers: Global ranks that this rank exchanges messages with.
+        device: Device that received tensors are placed on.
+        describe: Function that returns the name of a peer for error messages, with host and stage.
+        timeout_s: Maximum time in seconds that a send waits for a peer that does not receive
+            messages.
+        completions: Queue for received messages and failures, or ``None`` to create a new queue.
     """
 
     name = "nccl"
@@ -173,7 +174,7 @@ class NcclTransport(GlooTransport):
         self._senders[peer].do(functools.partial(self._deliver, peer, header, payload, computed))
 
     def _deliver(self, peer: int, header: Header, payload: torch.Tensor, computed: Moment) -> None:
-        """Sends a message, and blocks the channel's thread until the send is done."""
+        """Sends a message, and blocks the channel's thread until the send has finished."""
         if peer in self._failures:
             return
         computed.synchronize()
@@ -201,7 +202,7 @@ class NcclTransport(GlooTransport):
 
     def _receive_payload(self, peer: int, sequence: int, header: Header) -> torch.Tensor:
         """Waits for the payload that belongs to a header, and returns it."""
-        # Allocate the payload in this thread's own stream, so that the receive need not wait for
+        # Allocate the payload in this thread's own stream, so that the receive does not wait for
         # earlier computations.
         payload = torch.empty(header.shape, dtype=header.dtype, device=self._device)
         if payload.numel():
@@ -219,31 +220,32 @@ def free(group: Any, *, is_idle: bool) -> None:
 
     Args:
         group: Communicator to free.
-        is_idle: Whether no operation is pending. If false, pending operations are aborted, because
+        is_idle: Whether no operation is pending. If not, pending operations are aborted, because
             they would never complete.
     """
-    # An older torch has neither method, but frees a communicator when its last reference is gone.
+    # An older torch has neither method, but frees a communicator when its last reference is
+    # released.
     end = getattr(group, "shutdown" if is_idle else "abort", None)
     if end is not None:
         end()
 
 
-# The transport uses the device only through the protocol Streams, so that tests can run its threads
+# The transport only uses the device through the protocol Streams, so that tests can run its threads
 # without a GPU.
 
 
 class Moment(Protocol):
-    """Marks a point in a stream: the end of all work that was submitted before the mark."""
+    """A point in a stream, which is the end of all work submitted before it."""
 
     def synchronize(self) -> None:
-        """Blocks until the device has reached this point, without holding Python's global lock."""
+        """Blocks until the device has reached this point, without holding the GIL."""
 
 
 class Streams(Protocol):
-    """Provides the streams of a device. Any thread may call its methods."""
+    """Provides the streams of a device. Methods can be called from any thread."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which this device and a new stream of the device are current."""
+        """Returns a context manager that makes this device and a new stream of it current."""
 
     def mark(self) -> Moment:
         """Marks the end of all work submitted so far to the calling thread's current stream."""
@@ -282,7 +284,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Replaces streams on a CPU, where work is done when the call returns."""
+    """Replaces streams on a CPU, where work has finished when the call returns."""
 
     def private(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -295,7 +297,7 @@ class HostStreams:
 
 
 class _Passed:
-    """Marks a point in a stream that has been reached already."""
+    """A point in a stream that has already been reached."""
 
     def synchronize(self) -> None:
         """Returns immediately."""
@@ -339,33 +341,34 @@ class NcclKind(TransportKind):
         return CudaStreams(opening.accelerator.device)
 
     def pair_group(self, opening: Opening, store: dist.Store, index: int) -> Any:
-        """Makes a communicator of two ranks, which find each other through a store.
+        """Creates a communicator of two ranks, which connect through a store.
 
-        No other rank takes part. The two ranks connect when the first message is sent, and then
-        hold one NCCL communicator.
+        No other rank is involved. The two ranks connect when the first message is sent, and then
+        share an NCCL communicator.
 
         Args:
-            opening: Settings with which the transport is opened.
+            opening: Settings for opening the transport.
             store: Store that only the two ranks use.
-            index: Index of this rank in the communicator, 0 for the lower of the two ranks.
+            index: Index of this rank in the communicator, which is 0 for the lower rank of the
+                pair.
         """
-        # A high-priority stream has its own hardware queue, so messages do not wait behind kernels.
+        # A high-priority stream has its own hardware queue, so messages do not wait for kernels.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = datetime.timedelta(seconds=max(opening.timeout_s, OPEN_S))
         return dist.ProcessGroupNCCL(store, index, 2, options)
 
     def _channels(self, opening: Opening) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Makes a communicator for each channel to or from this rank. Collective over all ranks.
+        """Creates a communicator for each channel to or from this rank. All ranks must call this.
 
         All ranks connect their pairs in the same order, in rounds in which no rank occurs twice. So
-        ranks cannot wait for each other in a cycle, and the pairs of a round connect at the same
-        time.
+        ranks cannot deadlock, and the pairs of a round connect at the same time.
 
         Returns:
-            Communicators for messages to each peer, and for messages from each peer, by peer.
+            Communicators for messages to each peer, and communicators for messages from each peer,
+            by peer.
 
         Raises:
-            TransportError: A channel could not be opened. Raised on all ranks.
+            TransportError: A channel could not be opened. The error is raised on all ranks.
         """
         me = dist.get_rank()
         gathered = opening.gather((list(opening.peers), secrets.token_hex(_SEED_BYTES)))
@@ -399,7 +402,7 @@ class NcclKind(TransportKind):
         )
 
     def _open_channel(self, opening: Opening, store: dist.Store, sender: int, receiver: int) -> Any:
-        """Makes the communicator of a one-way channel and connects it with a first message."""
+        """Creates the communicator of a one-way channel, and connects it with a first message."""
         me = dist.get_rank()
         index = int(me == max(sender, receiver))
         group = self.pair_group(opening, dist.PrefixStore(f"{sender}-{receiver}", store), index)

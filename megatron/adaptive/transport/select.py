@@ -9,7 +9,7 @@
                       else tcp
       no extension    gloo
 
-Each transport declares which ranks it connects (``kind.py``). This file asks the transports in the
+Each transport declares which ranks it connects (``kind.py``). This file tries the transports in the
 order of ``config/transport_specs.py``. It also writes the reason for each choice to the log, and
 computes the memory of a channel. Both ranks of a pair call the same function with the same
 endpoints, so they choose the same transport without negotiation. ``connect.py`` opens the channels.
@@ -28,8 +28,8 @@ from megatron.adaptive.transport.kind import transport_kind
 
 DEFAULT_SLOT_BYTES = 1 << 20
 _DEFAULT_SLOTS = 8
-# Number of slots that a receiver keeps free, and number of slots that a sender may reserve before
-# it sends.
+# Number of slots that a receiver keeps free, and number of slots that a sender may reserve in
+# advance.
 _FREE_SLOTS = 2
 _RESERVABLE_SLOTS = 2
 _LEAST_SLOTS = 4
@@ -41,7 +41,7 @@ _LARGEST_SLOT_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Holds the transport that was chosen for a pair of ranks, and the reason.
+    """The transport that was chosen for a pair of ranks, and the reason.
 
     Attributes:
         kind: Name of the transport: ``shm``, ``rdma``, ``tcp``, ``nccl`` or ``gloo``.
@@ -53,7 +53,7 @@ class Choice:
 
 
 def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
-    """Returns the reason why ``kind`` cannot connect two ranks; ``None`` if it can."""
+    """Returns the reason why ``kind`` cannot connect two ranks, or ``None`` if it can."""
     for end in (first, second):
         lack = end.lacks.get(kind)
         if lack is not None:
@@ -62,20 +62,20 @@ def why_not(kind: str, first: Endpoint, second: Endpoint) -> str | None:
 
 
 def candidates(end: Endpoint, other: Endpoint) -> tuple[str, ...]:
-    """Returns the transports to try for a pair, best first. The last of them always works."""
+    """Returns the transports to try for a pair, best first. The last transport always works."""
     return tuple(name for name in by_preference() if transport_kind(name).is_candidate(end, other))
 
 
 def choose(first: Endpoint, second: Endpoint, forced: str | None = None) -> Choice:
-    """Chooses the transport for a pair of ranks. Swapping the two ranks gives the same result.
+    """Chooses the transport for a pair of ranks. Swapping the ranks does not change the result.
 
     Args:
         first: Endpoint of one rank.
         second: Endpoint of the other rank.
-        forced: Transport that the user requires; ``None`` to choose the best transport.
+        forced: Transport that the user requires, or ``None`` to choose the best transport.
 
     Raises:
-        SetupError: The required transport cannot connect the pair. The message gives the reason.
+        SetupError: The required transport cannot connect the pair. The message contains the reason.
     """
     if first.rank > second.rank:
         first, second = second, first
@@ -118,10 +118,10 @@ def rounds_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
     The order consists of rounds in which no rank occurs twice. Each pair is in the first round that
     contains neither of its ranks. A chain or ring of ranks of any length takes two or three rounds.
-    A rank that connects its own pairs in this order waits only for pairs of earlier rounds.
+    A rank that connects its pairs in this order only waits for pairs of earlier rounds.
 
     Args:
-        pairs: Pairs of ranks that must be connected, the lower rank first.
+        pairs: Pairs of ranks to connect, with the lower rank first.
     """
     rounds: list[list[tuple[int, int]]] = []
     for pair in sorted(pairs):
@@ -157,9 +157,9 @@ class ChannelSize:
 
     @property
     def least_free(self) -> int:
-        """Returns the number of slots that a receiver must leave free, including reserved slots.
+        """Returns the number of slots that a receiver must keep free, including reserved slots.
 
-        With fewer free slots there could be a deadlock: the sender waits for a slot, while the
+        With fewer free slots, there could be a deadlock: the sender waits for a slot, while the
         receiver waits for the sender's next message before it returns slots.
         """
         return _FREE_SLOTS + self.reservable
@@ -174,17 +174,18 @@ def size_of_channel(
     """Computes the number of slots of a channel, and their size.
 
     A slot is occupied from the send of its message until the receiver releases the tensor, which
-    for an activation is after its backward pass. No sender waits if there is a slot for every
+    for an activation is after its backward pass. A sender never waits if there is a slot for every
     microbatch in flight, two for messages that are being sent, and two for payloads that are being
-    computed. If these slots take more than 256 MiB or are more than 64, the channel gets as many
-    slots as these limits allow, but at least 4. A receiver that occupies nearly all slots copies
-    the next messages out of their slots, so that the input of its next action can always arrive.
+    computed. If these slots take more than 256 MiB or are more than 64, the channel has the number
+    of slots that these limits allow, but at least 4. A receiver that occupies nearly all slots
+    copies the next messages out of their slots, so that the input of its next action can always
+    arrive.
 
     Args:
-        payload_bytes: Size of the messages in bytes; ``None`` if the size varies.
-        in_flight: Maximum number of messages that the receiver keeps; ``None`` if unknown.
-        slot_bytes: Slot size in bytes that the user chose; ``None`` for the default.
-        slots: Number of slots that the user chose; ``None`` for the default.
+        payload_bytes: Size of the messages in bytes, or ``None`` if the size varies.
+        in_flight: Maximum number of messages that the receiver keeps, or ``None`` if unknown.
+        slot_bytes: Slot size in bytes set by the user, or ``None`` for the default.
+        slots: Number of slots set by the user, or ``None`` for the default.
     """
     if slot_bytes is None:
         slot_bytes = DEFAULT_SLOT_BYTES if payload_bytes is None else payload_bytes

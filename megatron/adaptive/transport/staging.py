@@ -1,21 +1,20 @@
 """Sends GPU tensors through a native channel without synchronizing the GPU.
 
-If a channel connects the memories of two GPUs directly (``cuda-ipc``, described in
+If a channel directly connects the memories of two GPUs (``cuda-ipc``, described in
 ``docs/cuda_ipc.md``), the C++ extension copies the tensors, waits for the copies and returns slots.
-This module then only passes the compute stream to the extension. Otherwise tensors go through
-pinned (page-locked) memory of the host::
+This module then only passes the compute stream to the extension. Otherwise, tensors are copied
+through pinned (page-locked) host memory::
 
     send      compute stream ── event ──> copy stream: tensor ──> slot ── event ──> worker: commit
     receive   slot ──> copy stream: tensor ── event ──> compute stream waits for it
                                                └─────> worker: return the slot
 
 A private stream per direction lets copies overlap with computation. A worker thread per direction
-waits for events of its stream, without holding Python's global lock (GIL), so that the executor
-never waits.
+waits for events of its stream, without holding the GIL, so that the executor never waits.
 
 Slots in shared memory are pinned when the channel is opened, so that the GPU can copy to and from
 them directly. If pinning fails, for example because of a limit on locked memory, copies go through
-buffers of the GPU driver. So do copies for messages over networks. Such copies are slower and
+buffers of the GPU driver, as do copies for messages over networks. These copies are slower and
 block.
 """
 
@@ -40,12 +39,12 @@ class Staging:
     """Copies tensors between a GPU and the channels of a native transport.
 
     Args:
-        node: Object ``_C.Node`` that owns the channels. The executor's thread and a worker thread
-            of this object use the channels in turn.
-        device: GPU to and from which tensors are copied.
-        peers: Global ranks to which this rank has a channel.
+        node: ``_C.Node`` that owns the channels. The executor's thread and a worker thread of this
+            object take turns using the channels.
+        device: GPU to copy tensors to and from.
+        peers: Global ranks that this rank has a channel to.
         send_from_host: Function that sends a host tensor. It copies the tensor into a slot unless
-            the tensor is already in a slot.
+            it is already in a slot.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Staging:
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._pinned: list[int] = []
-        # Peers to which this rank sends from pinned slots.
+        # Peers that this rank sends messages to from pinned slots.
         self._pinned_out: set[int] = set()
-        # Slot size by peer, only for peers whose channel connects two GPUs directly.
+        # Slot size by peer, only for peers whose channel directly connects two GPUs.
         self._slot_bytes: dict[int, int] = {}
         # Guards the node's channels, which the executor's thread and a worker use.
         self._lock = threading.Lock()
@@ -87,7 +86,7 @@ class Staging:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Starts to copy a tensor to the host; a worker then sends the copy to ``peer``."""
+        """Starts copying a tensor to the host; a worker then sends the copy to ``peer``."""
         payload = settled(tensor.detach())
         code, variant = code_of(payload.dtype, payload.dim())
         if peer in self._slot_bytes:
@@ -98,8 +97,8 @@ class Staging:
             with self._lock:
                 host = self._node.reserve_tensor(peer, code, tuple(payload.shape))
         if host is None:
-            # There is no free pinned slot that is large enough. A copy into unpinned memory would
-            # block this thread until the computation is done. So the payload is copied into other
+            # No pinned slot is both free and large enough. A copy into unpinned memory would block
+            # this thread until the computation has finished. So the payload is copied into other
             # pinned memory, from which the worker copies it into a slot.
             host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
         elif variant:
@@ -109,7 +108,7 @@ class Staging:
         with torch.cuda.stream(self._out):
             host.copy_(payload, non_blocking=True)
             done.record()
-        # Prevent the allocator from reusing the payload's memory before the copy is done.
+        # Prevent the allocator from reusing the payload's memory before the copy has finished.
         payload.record_stream(self._out)
 
         def commit() -> None:
@@ -149,20 +148,20 @@ class Staging:
     def lend(self, native: Any) -> Any:
         """Returns a payload in GPU memory as a tensor in its slot, for use in the current stream.
 
-        After the tensor is released, its slot returns to the sender once the stream has done all
-        work that was submitted before the release.
+        After the tensor is released, its slot returns to the sender when the stream has finished
+        all work that was submitted before the release.
         """
         stream = torch.cuda.current_stream(self._device)
         return native.tensor_on(stream.cuda_stream, *self._dlpack_device)
 
     def copy_out(self, take: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Starts to copy a payload in GPU memory out of its slot.
+        """Starts copying a payload in GPU memory out of its slot.
 
         Args:
             take: Function that returns the payload in its slot.
 
         Returns:
-            Function that returns the copy, and that makes the current stream of its caller wait for
+            Function that returns the copy. Calling it makes the caller's current stream wait for
             the copy.
         """
         done = torch.cuda.Event(blocking=True)
@@ -179,13 +178,14 @@ class Staging:
         return reach
 
     def receive(self, host: torch.Tensor) -> torch.Tensor:
-        """Copies a payload from the host to the device and returns it.
+        """Copies a payload from the host to the device, and returns it.
 
-        The current stream waits for the copy. The slot ``host`` is released when the copy is done.
+        The current stream waits for the copy. The slot ``host`` is released when the copy has
+        finished.
         """
         done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._in):
-            # Allocate the tensor in the copy stream, so that the copy need not wait for
+            # Allocate the tensor in the copy stream, so that the copy does not wait for
             # computations.
             tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             tensor.copy_(host, non_blocking=True)
@@ -195,7 +195,8 @@ class Staging:
         tensor.record_stream(current)
 
         def release(host: torch.Tensor = host) -> None:
-            # The argument's default value keeps a reference to the slot until the copy is done.
+            # The default value of the argument keeps a reference to the slot until the copy has
+            # finished.
             done.synchronize()
 
         self._releasing.do(release)
@@ -206,12 +207,12 @@ class Staging:
         make_current(self._device)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all copies are done and sent. Returns False if the timeout passed."""
+        """Waits until all copies have been made and sent. Returns False if the timeout passed."""
         end_s = time.monotonic() + timeout_s
         return self._committing.flush(end_s) and self._releasing.flush(end_s)
 
     def close(self) -> None:
-        """Stops the threads and unpins the slots. No message may be in transfer."""
+        """Stops the threads and unpins the slots. No message may be in flight."""
         self._committing.close()
         self._releasing.close()
         runtime = torch.cuda.cudart()

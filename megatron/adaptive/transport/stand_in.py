@@ -1,15 +1,15 @@
-"""Stands in for the channels of a rank whose peers do not exist, as in ``plan --try``.
+"""Simulates the channels of a rank whose peers do not exist, as in ``plan --try``.
 
-Messages of this rank are not sent to any rank, and its inputs are random numbers, made in the order
-in which the rank needs them::
+Messages of this rank are not sent to any rank, and its inputs are random numbers, created in the
+order in which the rank needs them::
 
     peer that does not exist                        executor
       slots with made numbers ── view of a slot ──>   wait()
       slots that nobody reads <────── copy ────────   send(peer, label, tensor)
 
-Number and size of the slots are as with shared memory. All slots are written at the start, so that
-they occupy the same memory as with shared memory. On a CPU the slots are outside of the C library's
-heap, so that the slots do not influence the size of the heap.
+The number and size of the slots are the same as with shared memory. All slots are written at the
+start, so that they occupy the same memory as with shared memory. On a CPU, the slots are outside of
+the C library's heap, so that they do not affect the size of the heap.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megatron.adaptive.transport.select import size_of_channel
 
 _SIZE = 0.01
 """Standard deviation of the random inputs. It is small enough to keep losses finite, and large
-enough to avoid subnormal numbers, with which CPUs are slow."""
+enough to avoid subnormal numbers, which are slow on CPUs."""
 
 
 class ExpectedInput(NamedTuple):
-    """Describes an input that a rank needs from another rank.
+    """An input that a rank needs from another rank.
 
     Attributes:
         action: Action of this rank that needs the input.
         peer: Global rank that would send the input.
-        length: Number of token positions in the input; ``None`` for the length of the largest
+        length: Number of token positions in the input, or ``None`` for the length of the largest
             message.
     """
 
@@ -59,8 +59,8 @@ class _Slots:
     """Provides the slots of one direction of a channel in turn.
 
     Args:
-        accelerator: Device of this rank, in whose memory the slots are.
-        values: Tensor that is copied into every slot.
+        accelerator: Device of this rank, whose memory contains the slots.
+        values: Tensor to copy into every slot.
         count: Number of slots.
     """
 
@@ -82,12 +82,12 @@ class _Slots:
 class StandIn:
     """Implements :class:`~megatron.adaptive.transport.interface.Transport` without peers.
 
-    The object is also its own completion queue. An input is made when the rank waits for it.
+    The object is also its own completion queue. An input is created when the rank waits for it.
 
     Args:
         accelerator: Device of this rank.
         payloads: Shape and dtype of the messages.
-        peers: Global ranks with which this rank would exchange messages.
+        peers: Global ranks that this rank would exchange messages with.
         options: Settings of the connections.
     """
 
@@ -125,14 +125,14 @@ class StandIn:
         """Sets the inputs of the next step.
 
         Args:
-            step: Step number, counted from 0 as in the executor.
+            step: Index of the step, from 0 as in the executor.
             expected: Inputs of the step, in the order in which the rank's actions need them.
         """
         self._step = step
         self._expected = deque(expected)
 
     def listen(self, listener: Listener) -> None:
-        """Registers a function that is called with errors, the only items that are reported."""
+        """Registers a function to call with errors, which are the only items that are reported."""
         self._errors.listen(listener)
 
     def put(self, item: Item | Exception) -> None:
@@ -140,11 +140,11 @@ class StandIn:
         self._errors.put(item)
 
     def poll(self) -> Item | None:
-        """Returns ``None``, because inputs are made only by :meth:`wait`. Raises a queued error."""
+        """Returns ``None``, because only :meth:`wait` creates inputs. Raises a queued error."""
         return self._errors.poll()
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Returns the next input at once, or ``None`` if the step needs no more inputs."""
+        """Returns the next input immediately, or ``None`` if the step needs no more inputs."""
         error = self._errors.poll()
         if error is not None or not self._expected:
             return error
@@ -154,7 +154,7 @@ class StandIn:
         return HeldArrival(label, entry.peer, tensor.nbytes, lambda: tensor)
 
     def send(self, peer: int, label: Label, tensor: torch.Tensor) -> None:
-        """Copies the tensor into a slot, as shared memory does."""
+        """Copies the tensor into a slot, as with shared memory."""
         slot = self._outgoing[peer].next()
         slot.view(-1)[: tensor.numel()].copy_(tensor.detach().reshape(-1))
 
@@ -167,7 +167,7 @@ class StandIn:
         return {}
 
     def flush(self, timeout_s: float) -> None:
-        """Returns at once, because every send is complete when it returns."""
+        """Returns immediately, because every send is complete when it returns."""
 
     def close(self) -> None:
         """Releases the slots."""

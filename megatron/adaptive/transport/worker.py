@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in a thread, so that a transport need not wait for a device."""
+"""Runs jobs one by one in a thread, so that a transport does not have to wait for a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs one after the other in a thread, and releases each job when it is done.
+    """Runs jobs one by one in a thread, and releases each job when it has finished.
 
     Args:
         name: Name of the thread.
         failed: Function that the thread calls with the error of a failed job, before the next job.
-        within: Function that returns a context manager, for example one that selects device and
+        within: Function that returns a context manager, which for example selects device and
             stream. The thread enters it once, before the first job.
     """
 
@@ -40,23 +40,23 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """Returns the number of jobs that were added and are not finished yet."""
+        """Returns the number of jobs that were added and have not finished yet."""
         return self._added - self._done
 
     def do(self, job: Job) -> None:
-        """Adds a job to the queue. Only one thread may call this method."""
+        """Adds a job to the queue. Must always be called from the same thread."""
         self._added += 1
         self._jobs.put(job)
 
     def flush(self, end_s: float) -> bool:
-        """Waits until all jobs are done.
+        """Waits until all jobs have finished.
 
         Args:
-            end_s: Time at which the wait ends, by ``time.monotonic``.
+            end_s: Deadline of the wait, as a value of ``time.monotonic``.
 
         Returns:
-            True if all jobs are done. False if ``end_s`` passed or :meth:`give_up` was called
-            before.
+            True if all jobs have finished, or False if ``end_s`` passed or :meth:`give_up` was
+            called before.
         """
         with self._moved:
             self._moved.wait_for(
@@ -66,7 +66,7 @@ class Worker:
             return self._done == self._added
 
     def give_up(self) -> None:
-        """Ends every :meth:`flush`, because the jobs may never be done. Any thread may call it."""
+        """Interrupts every :meth:`flush`, because the jobs may never finish. Thread-safe."""
         with self._moved:
             self._is_given_up = True
             self._moved.notify_all()
@@ -75,10 +75,10 @@ class Worker:
         """Stops the thread after the jobs that are in its queue.
 
         Args:
-            limit_s: Maximum time in seconds to wait for the thread; ``None`` for no limit.
+            limit_s: Maximum time in seconds to wait for the thread, or ``None`` for no limit.
 
         Returns:
-            True if the thread has stopped; False if the timeout passed.
+            True if the thread has stopped, or False if the timeout passed.
         """
         self._jobs.put(None)
         self._thread.join(limit_s)
@@ -89,8 +89,8 @@ class Worker:
             with self._within():
                 self._do_jobs(self._do)
         except Exception as error:
-            # The context could not be entered, so jobs have no device or stream. Skip all jobs, so
-            # that no caller waits for them.
+            # The context manager could not be entered, so jobs have no device or stream. Skip all
+            # jobs, so that no caller waits for them.
             self._failed(error)
             self._do_jobs(lambda job: None)
 
