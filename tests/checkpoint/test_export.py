@@ -188,7 +188,7 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     again = f"{start} --load {saved} --train-iters 4 --save {saved}"
     assert _train(tmp_path, again, world_size=1)[0] < losses[0]
     like = ["--config", str(models / "llama")]
-    with pytest.raises(CheckpointError, match="contains adapters; export them with --lora, or"):
+    with pytest.raises(CheckpointError, match="contains adapters; use --lora to export"):
         export_hf([str(saved), "--output", str(tmp_path / "whole"), *like])
     export_hf([str(saved), "--output", str(tmp_path / "whole"), "--merge-lora", *like])
     export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])

@@ -389,7 +389,7 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* has the type I8"),
-        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different types"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different dtypes"),
         (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
         (_edit(lambda t: t.pop(_QUERY)), "no model.layers.0.self_attn.q_proj.weight, and 1 of 39"),
         (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, which the model"),

@@ -59,7 +59,7 @@ def test_every_shape_of_one_model_fits() -> None:
     ],
 )
 def test_another_model_is_refused_with_what_differs(before: str, now: str, text: str) -> None:
-    with pytest.raises(CheckpointError, match="to another model") as caught:
+    with pytest.raises(CheckpointError, match="to a different model") as caught:
         require_same_model(manifest(settings(before)), settings(now), 128, "--load x")
     assert text in str(caught.value)
     assert str(caught.value).count(" in the checkpoint") == 1

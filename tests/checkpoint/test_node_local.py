@@ -80,7 +80,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is not uploaded, because the disks of these nodes lack a part of it"
+    text = "iteration 2 is not uploaded, because the disks of these nodes do not contain all of it"
     assert (text in said) == is_lost
     assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
@@ -124,7 +124,7 @@ def test_training_goes_on_while_the_copy_lags(
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
-        assert f"iteration {iteration} stays on the nodes' own disks, because" in line
+        assert f"iteration {iteration} stays only on the nodes' local disks, because" in line
     # The checkpoint that is being copied is kept in addition to the configured number.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1

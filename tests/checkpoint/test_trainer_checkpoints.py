@@ -317,7 +317,7 @@ def test_a_folder_without_checkpoint_starts_anew_with_a_warning(
         with caplog.at_level(logging.WARNING):
             assert make(load=folder).checkpoints.load() is None
         assert f"--load {folder} {why}; starting from scratch" in caplog.text
-        with pytest.raises(CheckpointError, match=f"{why}; give a folder with a checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{why}; pass a folder with a checkpoint"):
             make(load=folder, exit_on_missing_checkpoint=None).checkpoints.load()
 
 
