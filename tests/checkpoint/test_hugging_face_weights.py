@@ -119,7 +119,9 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     copied = "model.layers.4.embed_tokens.weight"
     shutil.copytree(predicting, tmp_path / "other")
     _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
-    with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
+    with pytest.raises(
+        AdaptiveError, match=f"{copied} with different values than model.embed_tokens"
+    ):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
     # A folder without these layers, as transformers writes it, is a model without them.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
@@ -392,10 +394,10 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different dtypes"),
         (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
         (_edit(lambda t: t.pop(_QUERY)), "no model.layers.0.self_attn.q_proj.weight, and 1 of 39"),
-        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, which the model"),
+        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, but the model"),
         (
             lambda folder: _change(folder, tie_word_embeddings=True),
-            "lm_head.weight with other values than model.embed_tokens.weight",
+            "lm_head.weight with different values than model.embed_tokens.weight",
         ),
         (lambda folder: _change(folder, num_hidden_layers=3), "layers.3.*does not have"),
         (lambda folder: _change(folder, vocab_size=80), "embed_tokens.weight with shape"),

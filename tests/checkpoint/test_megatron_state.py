@@ -90,7 +90,7 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
     }
     load_rng(state)
     (line,) = caplog.messages
-    assert "random states of a GPU, and this rank computes on a CPU" in line
+    assert "random states of a GPU, but this rank computes on a CPU" in line
     assert "--no-load-rng" in line
 
 

@@ -139,8 +139,8 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--load-hf FOLDER", "the text is missing; give --data FILE or --prompt TEXT"),
-        ("--prompt x", "the model is missing; give --load CKPT or --load-hf DIR"),
+        ("--load-hf FOLDER", "the text is missing; pass --data FILE or --prompt TEXT"),
+        ("--prompt x", "the model is missing; pass --load CKPT or --load-hf DIR"),
         ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are fewer than a batch of 1 x 32"),
     ],
 )

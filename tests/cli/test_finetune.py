@@ -142,7 +142,10 @@ def test_an_interrupted_run_continues_with_the_same_samples(
         ),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
         (("--output", "model"), "model exists and is not empty; choose a new folder"),
-        (("--save-interval", "2"), "--save-interval needs a folder; add --checkpoints DIR"),
+        (
+            ("--save-interval", "2"),
+            "--save-interval requires a checkpoint folder; add --checkpoints DIR",
+        ),
         (("--lr", "-1"), "argument --lr: '-1' is not a number from 0 to 1"),
         (("--batch-size", "100"), "samples are left to train on, but a step needs 100"),
     ],

@@ -82,7 +82,7 @@ def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture
 def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out
-    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples for a step")
+    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples per step")
     assert re.search(
         r"tp +dp +pp +batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
     )
@@ -296,7 +296,7 @@ def test_the_front_is_written_and_drawn(
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
         ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),
         (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
-        ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
+        ("--model gpt2 --global-batch-size 8 --budget 1", "also set --tokens"),
         (
             "--model gpt2 --global-batch-size 8 --tp 4",
             "--tp 4 must divide the number of GPUs of a node",
@@ -304,16 +304,16 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 does not divide heads"),
         (
             "--model gpt2 --global-batch-size 8 --tp 0",
-            "--tp must be different positive integers, as in 1,2,4, got 0",
+            "--tp must be a list of different positive integers, such as 1,2,4, got 0",
         ),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not support bf16"),
         (
             "--model gpt2 --global-batch-size 8 --schedules 2f2b",
-            "--schedules must be from .*, got 2f2b",
+            "--schedules must be a list of names from .*, got 2f2b",
         ),
         (
             "--model gpt2 --global-batch-size 8 --schedules forward-only",
-            "--schedules must be from .*, got forward-only",
+            "--schedules must be a list of names from .*, got forward-only",
         ),
         ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),
         ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),

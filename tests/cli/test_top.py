@@ -106,7 +106,7 @@ def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no run has written to this folder yet; give the folder"):
+    with pytest.raises(TraceError, match="no run has written to this folder yet; pass the folder"):
         main([str(tmp_path), "--once"])
 
 

@@ -162,7 +162,8 @@ def test_measurements_of_another_device_are_left_out_by_name(
     capfd.readouterr()
     assert main([*command, "--rank", "1"]) == 0
     assert (
-        "rank 0 was tried on A100-40, not on cpu; its values are omitted" in capfd.readouterr().err
+        "rank 0 was tried on A100-40, not on cpu; the values from that trial are omitted"
+        in capfd.readouterr().err
     )
     (measured,) = json.loads(path.read_text(encoding="utf-8"))["tried"]["ranks"]
     assert (measured["rank"], measured["device"]) == (1, "cpu")
@@ -175,7 +176,7 @@ def test_measurements_of_another_device_are_left_out_by_name(
         ({}, ["--world-size", "4"], r"--world-size must be 2 for .*, got 4"),
         ({"placement": [{"nodes": 2, "processes_per_node": 2}]}, [], "placement has 4 processes"),
         ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
-        ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal widths"),
+        ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal data-parallel sizes"),
         ({"partition": [1, 2]}, [], "layers 1-2 add up to 3"),
         ({"tried": {"ranks": [{"rank": 0}]}}, [], "try the plan again"),
     ],
@@ -224,7 +225,7 @@ def test_ranks_that_hang_while_links_are_measured_are_ended(
     plan: Any = None
     assert try_plan._measure_links(trial, plan) == {}
     assert time.monotonic() - begin_s < 20
-    assert "links between two ranks were not measured: they took more than 1 s" in (
+    assert "links between two ranks were not measured: the ranks took more than 1 s" in (
         capsys.readouterr().err
     )
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -103,7 +103,7 @@ def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ("change", "text"),
     [
         ({"--cluster": None}, "need --cluster too"),
-        ({"--model": "gpt2"}, "give the model that was trained"),
+        ({"--model": "gpt2"}, "pass the model that was trained"),
         ({"cluster": CLUSTER.replace("gpus_per_node: 4", "gpus_per_node: 1")}, "had more ranks"),
         ({"rank": 1}, "rank 1 has no trace"),
     ],

@@ -237,7 +237,7 @@ def test_what_cannot_work_ends_the_job_with_the_reason(
 
 
 def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the folder of its checkpoints"):
+    with pytest.raises(ConfigError, match="pass the folder of its checkpoints"):
         main([str(SCRIPT)])
     for arguments, text in (
         (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py trains a Pipeline, "),

@@ -129,7 +129,7 @@ def test_two_runs_that_wait_in_one_folder(pods: list[Node], tmp_path: Path) -> N
     start(pods[1], "run_master.sh", conf)
     status, said = finish(pods[1])
     assert status == 2
-    reason = f"waits for its workers at {pods[0].address}:29500"
+    reason = f"is waiting for its workers at {pods[0].address}:29500"
     assert reason in said.splitlines()[-1]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["master.json"]
 

@@ -186,7 +186,7 @@ def test_mistakes(large: Path, tmp_path: Path) -> None:
         (large / f"{name}.out").unlink()
     with pytest.raises(SetupError, match="job pods-2 has no logs in .*--log-dir"):
         command.main([str(large)])
-    with pytest.raises(SetupError, match="job 99: Slurm does not know it"):
+    with pytest.raises(SetupError, match="job 99: Slurm does not know this job"):
         command.main(["99", "--log-dir", str(tmp_path)])
     with pytest.raises(ConfigError, match="report: .*--colour"):
         command.main(["99", "--colour"])

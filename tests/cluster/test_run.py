@@ -41,11 +41,11 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
         (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB from 1e-06 to 1e+06"),
         (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 to 1,000,000"),
-        (["--status"], "the folder of checkpoints"),
+        (["--status"], "pass the job's checkpoint folder"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
-        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "--unequal needs the planner"),
+        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "--unequal requires the planner"),
         (
             ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
             "the job chooses the ranks of its stages",

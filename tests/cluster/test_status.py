@@ -155,7 +155,7 @@ def test_a_node_whose_samples_stopped_is_lost(folder: Path, shown: Shown) -> Non
     status = read(folder)
     assert (list(status.lost), status.has_errors) == (["n1"], True)
     code, text = shown()
-    assert (code, "LOST: node n1: no sign of it for 60 s" in text) == (1, True)
+    assert (code, "LOST: node n1: it has sent no sample for 60 s" in text) == (1, True)
     write(folder, {"ended": "all iterations are done"})  # a finished job has no lost nodes
     status = read(folder)
     assert (status.lost, status.is_over) == ({}, True)
@@ -171,7 +171,7 @@ def test_nodes_of_an_earlier_start_do_not_count(folder: Path, shown: Shown) -> N
     assert (status.lost, status.has_errors) == ({}, False)
     code, text = shown()
     assert code == 0
-    assert "--- n1: took part in an earlier start of the job only" in text
+    assert "--- n1: took part only in an earlier start of the job" in text
 
 
 def test_following_ends_with_the_job(

@@ -417,7 +417,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     logs = ["--log-dir", str(conf.parent / "logs")]
     done = adaptive(lab, "job", "status", "4711", *logs)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
+    assert done.stderr.startswith("error: job 4711: Slurm does not know this job, and ")
     command = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
     job = lab.output(*NOBODY, *command).partition(";")[0]
     done = adaptive(lab, "job", "status", job, *logs)
@@ -476,7 +476,7 @@ def test_what_slurm_does_not_have_is_named(settings: str, lab: Lab, conf: Path) 
     changes = [word for change in settings.split() for word in ("--set", change)]
     done = adaptive(lab, "job", "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
+    assert done.stderr.startswith("error: Slurm rejected the job (sbatch: "), done.stderr
     assert all(word.partition("=")[0] in done.stderr for word in changes[1::2] if word[0] != "D")
     assert len(done.stderr.splitlines()) == 1
 

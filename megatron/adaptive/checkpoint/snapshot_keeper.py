@@ -376,11 +376,7 @@ class SnapshotKeeper:
                             stream.send(message["step"], message["slot"])
                     except OSError as error:
                         name = "" if buddy is None else f" {buddy.name}"
-                        answer = {
-                            (
-                                "node{name} does not accept copies: {error}"
-                            ): f"node{name} does not take copies: {error}"
-                        }
+                        answer = {"failed": f"node{name} does not accept copies: {error}"}
                 connection.send(json.dumps(answer).encode())
         finally:
             if stream is not None:
