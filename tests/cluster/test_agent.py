@@ -47,7 +47,7 @@ def test_a_node_of_an_older_version_is_refused() -> None:
     answer = asyncio.run(join())
     assert answer is not None
     assert answer["what"] == "refused"
-    assert "runs another version than this node" in answer["why"]
+    assert "runs a different version than this node" in answer["why"]
 
 
 def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
         finally:
             listener.close()
 
-    with pytest.raises(SetupError, match=r"at 127\.0\.0\.1 runs another version than this node"):
+    with pytest.raises(
+        SetupError, match=r"at 127\.0\.0\.1 runs a different version than this node"
+    ):
         asyncio.run(join())
 
 
@@ -106,5 +108,5 @@ def test_ranks_start_without_checks_and_unknown_orders(
     (line,) = (line for line in said.splitlines() if "error" in line)
     assert line.endswith(
         "node a: the manager's request to start restore-1/a contains 'is_restore', which this "
-        "node does not know; install the same version on all nodes"
+        "node does not support; install the same version on all nodes"
     )

@@ -49,7 +49,7 @@ def test_a_file_names_hosts_with_slots_and_nodes_on_one_host(tmp_path: Path) -> 
         ("a slots=two\n", "got two"),
         ("a 8\n", "'8' is not allowed; only slots=N and name=NAME may follow the host"),
         ("a gpus=8\n", "'gpus=8'"),
-        ("-oProxyCommand=x\n", "is not a valid name of a host"),
+        ("-oProxyCommand=x\n", "is not a valid name for a host"),
         ("a name=../b\n", "'../b' is not a valid name"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the folder of checkpoints of a job"):
+    with pytest.raises(ConfigError, match="pass the checkpoint folder of a job"):
         main(["--status", str(tmp_path)])
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "state.json").write_text("{")

@@ -437,7 +437,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
 def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
     where = ["--set", "SLURM_PARTITION=v100"]
     name = submit(lab, conf, *where, "--set", "MASTER_ADDR=nowhere")
-    assert "error: MASTER_ADDR=nowhere does not resolve on n" in finish(lab, conf, name)
+    assert "error: MASTER_ADDR=nowhere cannot be resolved on n" in finish(lab, conf, name)
     hosts = conf.parent / "hosts"
     hosts.write_text((lab.folder / "hosts").read_text().replace("10.66.0.13 n3", "127.0.1.1 n3"))
     assert lab.run(["mount", "--bind", str(hosts), "/etc/hosts"], on="n4").returncode == 0
