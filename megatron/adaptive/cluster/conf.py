@@ -69,9 +69,17 @@ SETTINGS = _specs(
         "PARTITION": (str, "", "number of layers of each stage, such as 0-11-8-8"),
         "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
         "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
-        "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the model's copies"),
+        "DISTRIBUTED_OPTIMIZER": (
+            bool,
+            "false",
+            "shard the optimizer state over the model's copies",
+        ),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
-        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside of matrix multiplications"),
+        "SEQUENCE_PARALLEL": (
+            bool,
+            "false",
+            "split the sequence outside of matrix multiplications",
+        ),
         "SEQUENCE_SLICES": (str, "", "number of slices into which each sequence is cut, or auto"),
         "ACTIVATION_CAP": (
             _Cap,
