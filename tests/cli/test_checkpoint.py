@@ -1,4 +1,4 @@
-"""Tests that ``checkpoint`` lists a folder and finds damaged files, without torch."""
+"""Tests that ``checkpoint`` lists checkpoints and finds damaged files, without torch."""
 
 from __future__ import annotations
 

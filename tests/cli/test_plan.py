@@ -1,4 +1,4 @@
-"""Tests the plan command: output, files, runs that use them, and error messages."""
+"""Tests ``plan``: its output, its files, runs that use these files, and error messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_discovered_cluster_is_one_to_plan_for(
         files[-1].write_text(json.dumps({"host": host, "node": node, "checks": []}))
     assert main(["--discover", *map(str, files)]) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct it")
+    assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct this")
     cluster_file = tmp_path / "found.json"
     cluster_file.write_text(printed.out)
     assert run(cluster_file, f"{PLAN} --tp 1 --top 1") == 0
@@ -196,7 +196,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     said = capsys.readouterr().out
     seen = json.loads(plan.read_text())["prediction"]
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
-    # 6 operations for each parameter and token, plus the attention scores.
+    # A parameter takes 6 operations per token; attention scores take more operations.
     model = preset("gpt2-medium")
     least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
     assert least < seen["mfu"] < 1.3 * least
@@ -356,7 +356,7 @@ def test_a_measured_profile_counts_and_one_of_another_model_is_refused(
     assert run(cluster, f"{PLAN} --tp 1 --pp 1 --micro-batch-sizes 1 --profile {path}") == 0
     said = capsys.readouterr().out
     assert "not measured" not in said
-    # Two replicas, each with 4 microbatches of 14 layers that take 3 ms.
+    # Two replicas each have 4 microbatches of 14 layers that take 3 ms.
     match = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
     assert match is not None
     seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1)
@@ -389,7 +389,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
-    # The trainer's own layers split backwards, also with kernels, the default on GPUs.
+    # The trainer's own layers can split backward passes, also with kernels (the default on GPUs).
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}

@@ -1,4 +1,4 @@
-"""Tests ``python -m megatron.adaptive transport --check``: table, choice, and bad input."""
+"""Tests ``transport --check``: its table, its choice, and bad input."""
 
 from __future__ import annotations
 
