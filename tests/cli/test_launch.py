@@ -43,7 +43,7 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """Yields a function ``(script_text, ranks)`` that starts a launcher, which is killed at the end.
+    """Yields a function ``(script_text, ranks)`` that starts a launcher, which is finally killed.
 
     With ``is_forked=True``, the launcher is forked from a process that has imported torch. This is
     for tests that neither inspect the launcher's process nor send signals to it.

@@ -21,7 +21,7 @@ LIMIT_S = 120.0
 
 
 def make_agent(port: int, folder: Path, script: str = "") -> Agent:
-    """Returns an agent of a node ``a`` whose ranks run a script."""
+    """Returns an agent of a node ``a`` whose ranks run the given script."""
     path = folder / "train.py"
     path.write_text(script)
     work = NodeWork(script=str(path), arguments=(), checkpoints=str(folder))
@@ -51,7 +51,7 @@ def test_a_node_of_an_older_version_is_refused() -> None:
 
 
 def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    """Checks that a node refuses an older manager, whose messages differ."""
+    """Checks that a node rejects an older manager, whose messages differ."""
 
     async def join() -> None:
         async def welcome(link: Connection) -> None:
@@ -76,7 +76,7 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
 def test_ranks_start_without_checks_and_unknown_orders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that device checks that hang disturb no ranks, and that unknown orders fail."""
+    """Checks that hanging device checks do not disturb ranks, and that unknown orders fail."""
 
     async def run() -> list[int]:
         members = Membership(None, None, "127.0.0.1", SECRET)

@@ -1,4 +1,4 @@
-"""Tests conf.sh and plan files: their meaning, and error messages with value and rule."""
+"""Tests that ``conf.sh`` and plan files are read correctly, and that errors name value and rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Returns a function that writes a conf.sh into a folder with a space in its name."""
+    """Returns a function that writes a ``conf.sh`` to a folder with a space in its name."""
 
     def make(text: str) -> Path:
         path = tmp_path / "my run" / "conf.sh"

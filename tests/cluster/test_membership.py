@@ -120,7 +120,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Checks that IPv4 and IPv6 use one socket; two sockets would have two different ports."""
+    """Checks that IPv4 and IPv6 use the same socket. Two sockets would have different ports."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # for the exiting agent, and for a probe
+        for _ in range(2):  # for the agent that exits, and for a probe
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))

@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """Returns a node's version of an order that also names a program and a foreign folder."""
+    """Returns a node's version of an order that also contains a program and a foreign folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},
