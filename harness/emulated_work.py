@@ -1,7 +1,7 @@
 """Emulates one rank's stages: actions sleep for a random duration and check their inputs.
 
 All runtimes call :class:`RankWork`, so that they do the same work. :class:`EmulatedRank` runs this
-work with the project's own schedules, over real channels. Messages are ``[16] float64``: ::
+work with the project's own schedules, over real channels. Messages are ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
@@ -28,8 +28,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
 """Durations of all actions in seconds, ``[kind][stage][microbatch]`` or ``[kind][stage][slice]``.
-"""
-_AT_ONCE_S = 0.001
+"""Durations in seconds of all actions, ``[kind][stage][microbatch or slice]``."""
 
 
 class WorkError(Exception):

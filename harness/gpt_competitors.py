@@ -19,8 +19,7 @@ WARMUPS = 2
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 Function = Callable[[Any], list[Any]]
 """Function that runs the microbatches of a step, completes their gradients, and returns the losses.
-"""
-
+"""Function that runs a step's microbatches, completes the gradients, and returns the losses."""
 
 @dataclass(frozen=True)
 class Job:
@@ -66,8 +65,7 @@ class CompetingRank(TrainingRank):
 
         Returns:
             ``times``: list of seconds per round for each competitor, with ``None`` for rounds in
-                which it did not run. ``differences``: the result of :meth:`compare`.
-            in which it did not run. ``differences``: the result of :meth:`compare`.
+            which it did not run. ``differences``: the result of :meth:`compare`.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):

@@ -212,9 +212,8 @@ class TrainingRank(GptRank):
             name: Name of the feature, used as ``NAME`` in the result.
 
         Returns:
-            ``NAME_s`` and ``plain_s``: mean seconds of each round. ``NAME_cpu_s`` and
-                ``plain_cpu_s``: CPU seconds, summed over all ranks.
-            ``plain_cpu_s``: processor seconds, summed over all ranks.
+            ``NAME_s`` and ``plain_s``: mean seconds of each round.
+            ``NAME_cpu_s`` and ``plain_cpu_s``: CPU seconds, summed over all ranks.
         """
         import torch
         import torch.distributed as dist

@@ -1,8 +1,7 @@
 """Creates small models with adapters, and trains them with PEFT to get reference results.
 
 Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to a folder with its name. Runs in
-    a separate process, because the tests' GPU stand-in changes how transformers loads models.
-process, because the GPU stand-in of the tests changes how transformers loads models.
+a separate process, because the tests' GPU stand-in changes how transformers loads models.
 """
 
 from __future__ import annotations

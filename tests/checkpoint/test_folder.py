@@ -82,7 +82,7 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes a checkpoint in a process that is killed at some file operation, if it gets there."""
+    """Writes a checkpoint in a process killed at a file operation; returns whether it died."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = moment

@@ -1,12 +1,9 @@
 """Runs a user's script with a Pipeline. Each rank reports samples and loss of every step.
 
 The arguments are the number of steps, the samples per step, a folder for results, and a JSON object
-    of options. The loop uses the options ``folder``, ``save_interval`` and ``async_save``.
-    ``state`` adds a learning rate scheduler, ``late`` slows down some pieces, and ``wrong`` does
-    something that a job must reject. All other options are arguments of the Pipeline.
-The loop reads ``folder``, ``save_interval`` and ``async_save``; ``state`` adds a learning rate
-scheduler, ``late`` slows pieces down, and ``wrong`` does something that a job must refuse. All
-other options are arguments of the Pipeline.
+of options. The loop uses the options ``folder``, ``save_interval`` and ``async_save``. ``state``
+adds a learning rate scheduler, ``late`` slows down some pieces, and ``wrong`` does something that a
+job must reject. All other options are arguments of the Pipeline.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
         for name in _GROUP_KEYS.intersection(group_here, group_saved):
             group_saved[name] = group_here[name]
-    # Load param_state separately, because megatron-core would expect the step of torch's Adam in it.
+    # Load param_state separately, because megatron-core would expect the step of Adam in it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
     with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)

@@ -9,17 +9,12 @@
     index.json           the same as JSON, with the positions of the raw bytes and plain values
 
 This module writes all checkpoints: those of the trainer, which megatron-core reads as
-    ``torch_dist``, those of a ``Pipeline``, and those made from in-memory snapshots. Torch and
-    Megatron-LM locate a checkpoint's tensors through ``.metadata``; this program uses
-    ``index.json`` (``checkpoint.reader``). The training process itself writes the files.
-    megatron-core's writer would start processes by ``spawn`` and ``fork`` for each save, which
-    takes seconds and copies the sockets and memory mappings of the pipeline's channels into the
-    child processes.
-``torch_dist``, those of a ``Pipeline``, and checkpoints made from snapshots in memory. Torch and
-Megatron-LM find the tensors of a checkpoint through ``.metadata``, this program through
+``torch_dist``, those of a ``Pipeline``, and those made from in-memory snapshots. Torch and
+Megatron-LM locate a checkpoint's tensors through ``.metadata``; this program uses
 ``index.json`` (``checkpoint.reader``). The training process itself writes the files.
-megatron-core's writer would start processes by ``spawn`` and ``fork`` at each save. That takes
-seconds, and copies the sockets and memory mappings of the pipeline's channels into the children.
+megatron-core's writer would start processes by ``spawn`` and ``fork`` for each save, which
+takes seconds and copies the sockets and memory mappings of the pipeline's channels into the
+child processes.
 
 Ranks agree on which rank writes which parts only when the layout of some rank's state has changed.
 Otherwise a checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters

@@ -147,8 +147,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
 
     Returns:
         Exit status: the result of ``main``, 2 after an :class:`AdaptiveError`, 130 after Ctrl-C, or
-            141 if the program that reads the output, such as ``head``, has closed the pipe.
-        141 if the reader of the output has closed the pipe, as ``head`` does.
+        141 if the program that reads the output, such as ``head``, has closed the pipe.
     """
     open_streams()
     try:

@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         Exit status of the job: 0, the status of the rank that failed first, or 128 + N after signal
-            N.
-        signal N.
+        N.
     """
     # Ranks inherit this setting. Otherwise, SIGUSR1 would kill ranks that have not installed their
     # handlers yet.

@@ -15,8 +15,6 @@ in the job, and each change of layout requires restarting the ranks. The interva
 only when the node joins again, not when it passes.
 
 Only the manager excludes nodes: ranks report figures, and a node cannot exclude itself. If another
-    manager takes over the job, it does not know which nodes were excluded, and uses all nodes
-    again.
 manager takes over the job, it does not know which nodes were excluded, and uses all nodes again.
 """
 
