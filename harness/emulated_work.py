@@ -27,7 +27,6 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
-"""Durations of all actions in seconds, ``[kind][stage][microbatch]`` or ``[kind][stage][slice]``.
 """Durations in seconds of all actions, ``[kind][stage][microbatch or slice]``."""
 
 

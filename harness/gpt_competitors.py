@@ -18,8 +18,8 @@ from harness.report import Row
 WARMUPS = 2
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 Function = Callable[[Any], list[Any]]
-"""Function that runs the microbatches of a step, completes their gradients, and returns the losses.
 """Function that runs a step's microbatches, completes the gradients, and returns the losses."""
+
 
 @dataclass(frozen=True)
 class Job:
