@@ -28,6 +28,7 @@ from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
 """Durations in seconds of all actions, ``[kind][stage][microbatch or slice]``."""
+_AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
