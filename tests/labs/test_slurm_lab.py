@@ -230,7 +230,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     first, second = iterations(text)
     assert second[0] == first[-1] + 1
     assert "training ends: signal SIGUSR1" in text
-    assert "the time was nearly over: the run continues in the same job" in text
+    assert "the time limit was near: the run continues in the same job" in text
     assert [path.name for path in conf.parent.glob("logs/[0-9]*") if path.is_dir()] == [str(job)]
     lab.output("scancel", str(job))
     finish(lab, conf, job)

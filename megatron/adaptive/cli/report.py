@@ -81,7 +81,7 @@ def _newest_job(logs: Path) -> str:
 
 
 MAX_POINTS = 5000
-"""Maximum number of points in a curve. A longer curve is drawn with evenly spaced points."""
+"""Maximum number of points in a curve. A longer curve is thinned to evenly spaced points."""
 
 MAX_MESSAGES = 200
 """Maximum number of distinct warnings and errors to show per node."""

@@ -81,7 +81,7 @@ export MASTER_PORT=${port:-$((%FIRST% + SLURM_JOB_ID % %PORTS%))}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): logs in $run"
 
-# Nodes of the job whose slurmd does not answer.
+# Prints the nodes of the job whose slurmd does not answer.
 lost() {
   local host port
   port=$(scontrol show config | awk '$1 == "SlurmdPort" { sub(/-.*/, "", $3); print $3 }')
@@ -94,13 +94,13 @@ status=0
 %SRUN% "$python" -m megatron.adaptive job node slurm "$settings" "$run" || status=$?
 again=''
 if ((status == %EARLY%)); then
-  again='the time was nearly over'
+  again='the time limit was near'
 elif ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
-  again='another job takes the nodes'
+  again='a job with higher priority preempted this job'
 elif ((status)); then
   gone=$(lost)
   if [[ -n $gone ]]; then
-    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or was cut off" >&2
+    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or has no network" >&2
     again='a node was lost'
   fi
 fi
@@ -111,7 +111,7 @@ _REQUEUE = """if [[ -n $again ]]; then
 fi
 """
 _END = """if [[ -n $again ]]; then
-  echo "$again: the job ends, as REQUEUE=false says"
+  echo "$again: the job ends because of REQUEUE=false"
 fi
 """
 

@@ -284,7 +284,7 @@ def _show(
         argv: Arguments of the command line.
         formats: Default of ``--format``: names of file formats, separated by commas, or ``all``.
         report: Whether to print the figures.
-        events: Additional view to write, only for the drawn replica; ``None`` to write no such
+        events: Additional view to write, only for the shown replica; ``None`` to write no such
             view.
     """
     _add_output_arguments(parser, formats, report)
@@ -349,7 +349,7 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
         "iterations that figures and curves cover, or a single iteration; the last complete "
-        "iteration is drawn (default: all complete iterations)"
+        "iteration is shown (default: all complete iterations)"
     )
     parser.add_argument("--iterations", "--iteration", type=_range, metavar="A-B", help=several)
     return parser
@@ -427,7 +427,7 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report as data: figures of the drawn step and of each traced rank.
+    """Returns the report as data: figures of the shown step and of each traced rank.
 
     ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
     the population standard deviation of the durations for each kind of action.

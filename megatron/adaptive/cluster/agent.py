@@ -50,7 +50,7 @@ class Agent:
             for the manager.
         slots: Number of processes on this node; ``None`` for one per GPU.
         keeper: Object that stores snapshots of the training state; ``None`` to create a keeper that
-            lives as long as this process.
+            exists as long as this process.
         silence_s: Seconds without a message after which the manager is considered lost.
     """
 
