@@ -173,7 +173,7 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the first stage's forward, or of the last stage's backward."""
+        """Returns the input of the first forward or backward pass of a microbatch."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor

@@ -121,7 +121,7 @@ def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
         address = f"--master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
         with pytest.raises(AdaptiveError, match="so it is not a torch store"):
             launch.main([*f"--nnodes 2 --node-rank 1 {address}".split(), str(script)])
-    # Another attempt could not succeed.
+    # The launcher does not retry, because another attempt would fail too.
     assert "waiting for node 0" not in capsys.readouterr().err
 
 

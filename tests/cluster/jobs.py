@@ -52,7 +52,7 @@ def command(
 
 
 class JobFolder:
-    """Reads the files of a job from outside.
+    """Reads the files of a job that another process runs.
 
     Args:
         checkpoints: Checkpoint folder of the job.

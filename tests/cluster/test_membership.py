@@ -139,7 +139,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
 def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks this while nodes that look for another manager are still connected."""
+    """Checks a manager to which nodes that look for another manager are still connected."""
     asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
 
@@ -172,7 +172,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Checks that the manager restarts its own agent after it was killed or given up."""
+    """Checks that the manager restarts its own agent if the agent was killed or released."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

@@ -93,7 +93,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     start: Start, tmp_path: Path
 ) -> None:
-    """Checks a job that loses a rank, and then a node with its disk."""
+    """Checks a job that loses a rank, and later loses a node together with its disk."""
     disks = tmp_path / "disks"
     job = start("ab", 5, extra=("--save-local", str(disks)))
     folder = CheckpointFolder(job.checkpoints)

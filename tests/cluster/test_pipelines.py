@@ -141,7 +141,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Checks in-memory copies of a stage with only a buddy, and of stages with replicas."""
+    """Checks in-memory copies of stages with and without data-parallel replicas."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 

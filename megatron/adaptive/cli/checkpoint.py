@@ -109,7 +109,7 @@ def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
     lines = [f"{'step':>10}  {'MiB':>10}  files  saved             "]
     for row in rows:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_s"]))
-        state = "whole" if is_read else "complete"
+        state = "verified" if is_read else "complete"
         if not row["has_checksums"]:
             state = "written by an older version, so only sizes can be checked"
         if row["problems"]:
