@@ -456,7 +456,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         )
         finish(lab, conf, wall)
         (far,) = (node for node in status_of(lab, conf, wall)["nodes"] if node["name"] == "n4")
-        expected = r"error: the processes of the job cannot meet at 10.66.0.13:25999 .* firewall"
+        expected = r"error: the processes of the job cannot connect at 10.66.0.13:25999 .* firewall"
         assert re.search(expected, "\n".join(far["errors"])), far
     finally:
         lab.run(["ip", *rule.format("del").split()], on="n3")

@@ -334,7 +334,7 @@ class StepFolders:
             return f"{outside[0]!r} is not the name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is that of iteration {iteration}, but its step is {body['step']}"
+            return f"its progress contains iteration {iteration}, but its step is {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = (
         "verify: read all files; list (default): read only the manifests; show: describe the "
-        "newest step, or that of --step"
+        "newest step, or the step passed as --step"
     )
     modes = ("verify", "list", "show")
     parser.add_argument("what", nargs="?", choices=modes, default="list", help=text)

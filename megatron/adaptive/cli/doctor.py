@@ -427,7 +427,7 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--probe", action="store_true", help=text)
     text = "number of processes to start if there is no launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
-    add("--save", type=Path, metavar="DIR", help="checkpoint folder to measure as well")
+    add("--save", type=Path, metavar="DIR", help="also measure this checkpoint folder")
     text = f"seconds per measurement of a rank ({_PROBE_S:g})"
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):

@@ -228,10 +228,10 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
-        f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use "
-        "or the host unreachable; on one machine use --standalone; otherwise choose another "
-        "port, and open it and all ports above 1023 between the nodes in the firewall; to check "
-        "the connection, run doctor --master-addr HOST on both nodes"
+        f"the processes of the job cannot connect at {endpoint} ({reason}): the port may be in "
+        "use, or the host may be unreachable; on one machine use --standalone; otherwise choose "
+        "another port, and open it and all ports above 1023 between the nodes in the firewall; to "
+        "check the connection, run doctor --master-addr HOST on both nodes"
     )
 
 

@@ -172,8 +172,8 @@ def _print_instructions(address: str, port: int, logs: Path, generated_secret: s
         _say(f"if the nodes do not share {logs}: {SECRET_VARIABLE}={generated_secret} {start}")
     else:
         _say(
-            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} on the others to the "
-            f"secret in {logs / _MASTER_FILE}, or set it on all nodes, including this node"
+            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} on the other nodes to "
+            f"the secret in {logs / _MASTER_FILE}, or set it on all nodes, including this node"
         )
 
 
@@ -501,8 +501,8 @@ async def _wait_for(
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
                 f"{count} had joined after {limit_s:g} s (besides this node: {names or 'none'}); "
-                "run bash run_worker.sh on the others with this node's address, open port "
-                f"{port} in the firewall, or set NNODES={len(connected) + 1}"
+                "run bash run_worker.sh on the other nodes with this node's address, open "
+                f"port {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
         waiting.say(f"{count} have joined")
         await asyncio.sleep(_POLL_S)

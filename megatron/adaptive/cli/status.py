@@ -452,7 +452,7 @@ def slurm_rows(command: Sequence[str]) -> list[list[str]]:
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns the state of a job in Slurm. For a heterogeneous job, returns that of its first part.
+    """Returns a job's state in Slurm; for a heterogeneous job, the state of its first part.
 
     Queries ``squeue`` first, because ``sacct`` may be out of date.
     """

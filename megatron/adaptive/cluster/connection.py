@@ -87,7 +87,7 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """Address of the other side. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
+        """Address of the peer. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     @property
@@ -108,12 +108,12 @@ class Connection:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
-        """Waits for the next message. Returns ``None`` if the other side is lost.
+        """Waits for the next message. Returns ``None`` if the peer is lost.
 
         Skips heartbeats.
 
         Args:
-            silence_s: Seconds without a message after which the other side is considered lost.
+            silence_s: Seconds without a message after which the peer is considered lost.
                 Heartbeats count as messages.
         """
         while True:

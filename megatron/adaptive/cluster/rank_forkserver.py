@@ -53,7 +53,7 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Executes the commands that arrive on a connected socket until the other side closes it.
+    """Executes the commands that arrive on a connected socket until the peer closes it.
 
     Args:
         descriptor: File descriptor of the socket.
