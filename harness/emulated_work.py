@@ -1,8 +1,7 @@
-"""Emulates the work of one rank's stages: actions sleep for a drawn time and check their inputs.
+"""Emulates one rank's stages: actions sleep for a random duration and check their inputs.
 
-All runtimes call :class:`RankWork`, so that their work is the same. :class:`EmulatedRank` runs it
-under schedules of this project, over real channels. Messages are ``[16] float64``:
-::
+All runtimes call :class:`RankWork`, so that they do the same work. :class:`EmulatedRank` runs this
+work with the project's own schedules, over real channels. Messages are ``[16] float64``::
 
     [0] microbatch   [1] sum of (stage + 1) over all stages so far   [2] time at which it was sent
 
@@ -28,26 +27,26 @@ from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.schedule.workload import PS_PER_S, Workload
 
 Seconds = Mapping[ActionKind, Sequence[Sequence[float]]]
-"""Seconds of all actions, ``[kind][stage][microbatch]``, or of each slice of the microbatches."""
+"""Durations in seconds of all actions, ``[kind][stage][microbatch or slice]``."""
 _AT_ONCE_S = 0.001
 
 
 class WorkError(Exception):
-    """A runtime did not run each action once with its own input."""
+    """Raised if a runtime does not run each action exactly once with the right input."""
 
 
 def number_of(tensor: torch.Tensor) -> int:
-    """Returns the number of the microbatch of a message."""
+    """Returns the index of the microbatch that a message belongs to."""
     return int(tensor.detach().numpy().item(0))
 
 
 def seconds_of(work: Workload) -> Seconds:
-    """Returns the durations of all actions of a drawn step, in seconds."""
+    """Returns the durations of a step's actions, in seconds."""
     return dict(zip(ActionKind, (work.durations_ps / PS_PER_S).tolist(), strict=True))
 
 
 class Span(NamedTuple):
-    """An action that ran, or a part of an action, with its times on ``time.monotonic``."""
+    """An action that ran, or a part of an action, with its ``time.monotonic`` times."""
 
     kind: ActionKind
     stage: int
@@ -58,21 +57,21 @@ class Span(NamedTuple):
 
 
 class RankWork:
-    """The stages of one rank during one step; each step needs a new object.
+    """Stages of one rank during one step. Each step needs a new object.
 
     Args:
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         seconds: Durations of all actions, ``[kind][stage][microbatch]``.
-        sleeper: Sleeper of this rank.
-        delay_s: Function that returns the seconds of a message between two ranks; a stage waits
-            before it starts until its input would have arrived. A runtime that has already chosen
-            this action waits only for its input, so this equals a slow link. ``None`` if the
-            transport itself delays messages.
+        sleeper: Object that makes this rank sleep.
+        delay_s: Function that returns the seconds that a message between two ranks takes; a stage
+            does not start before its input would have arrived. A runtime that has already chosen
+            the action waits only for this input, as with a slow link. ``None`` if the transport
+            itself delays messages.
 
     Attributes:
-        spans: Actions that ran, in order.
-        peak: Largest number of activations held at once, in microbatches of a whole rank.
+        spans: Actions that ran, in the order in which they ran.
+        peak: Largest number of activations held at once, counted in microbatches of the whole rank.
     """
 
     def __init__(
@@ -101,15 +100,15 @@ class RankWork:
                     self._delays[kind, stage] = delay_s(placement.locate(sender)[0], rank)
 
     def forward(self, stage: int, received: torch.Tensor | None, microbatch: int) -> torch.Tensor:
-        """Runs a forward; returns a tensor for the next stage, with the shape of ``received``.
+        """Runs a forward pass, and returns a tensor for the next stage, shaped like ``received``.
 
         Args:
             stage: Index of a stage of this rank.
-            received: Output of the previous stage; on the first stage its data or ``None``.
+            received: Output of the previous stage. On the first stage: its data or ``None``.
             microbatch: Index of the microbatch.
 
         Raises:
-            WorkError: The input belongs to a different forward.
+            WorkError: The input belongs to a different forward pass.
         """
         start = time.monotonic()
         if received is None:
@@ -125,16 +124,16 @@ class RankWork:
     def backward(
         self, stage: int, gradient: torch.Tensor | None, microbatch: int, *, whole: bool
     ) -> torch.Tensor:
-        """Runs a backward by inputs; returns a gradient for the previous stage.
+        """Runs the backward pass for inputs, and returns a gradient for the previous stage.
 
         Args:
             stage: Index of a stage of this rank.
-            gradient: Gradient of the stage's output, ``None`` on the last stage.
+            gradient: Gradient of the stage's output; ``None`` on the last stage.
             microbatch: Index of the microbatch.
-            whole: Whether to run the backward by weights as well, before the backward by inputs.
+            whole: Whether to run the backward pass for weights first.
 
         Raises:
-            WorkError: The gradient belongs to a different backward.
+            WorkError: The gradient belongs to a different backward pass.
         """
         if gradient is None:
             gradient = self.fresh(microbatch, torch.empty(WIDTH, dtype=DTYPE))
@@ -144,7 +143,7 @@ class RankWork:
         return self.input_gradient(stage, microbatch, gradient)
 
     def take_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Checks the gradient of an output, and waits until it would have arrived.
+        """Checks the gradient of a stage's output, and waits until it would have arrived.
 
         Raises:
             WorkError: The gradient belongs to a different stage or microbatch.
@@ -152,18 +151,18 @@ class RankWork:
         self._take(ActionKind.B, stage, microbatch, gradient, time.monotonic())
 
     def input_gradient(self, stage: int, microbatch: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Runs a backward by inputs for a gradient taken before; returns the input's gradient."""
+        """Runs the backward pass for inputs after ``take_gradient``, and returns their gradient."""
         start = time.monotonic()
         output = self._added(gradient, stage)
         self._spend(ActionKind.B, stage, microbatch, start)
         return self._stamped(output)
 
     def weights(self, stage: int, microbatch: int, fraction: float = 1.0) -> None:
-        """Runs a fraction of a backward by weights.
+        """Runs a fraction of the backward pass for weights.
 
-        If the previous action was a part of the same backward, this part starts at the planned end
-        of that part. The delay of a sleep is not work, and splitting a backward must not add it
-        again. On a GPU the next part is queued before the previous part ends, so there is no gap.
+        If the previous action was a part of the same pass, this part starts at the planned end of
+        the previous part. Otherwise the delay of each sleep would add up, although it is not work.
+        On a GPU, the next part is already queued when the previous part ends, so there is no gap.
         """
         start_s = time.monotonic()
         last = self.spans[-1] if self.spans else None
@@ -174,16 +173,16 @@ class RankWork:
 
     @staticmethod
     def fresh(microbatch: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns the input of the first stage's forward, or of the last stage's backward."""
+        """Returns the input of the first forward or backward pass of a microbatch."""
         tensor = torch.zeros_like(like)
         tensor.view(-1)[0] = microbatch
         return tensor
 
     def check_complete(self) -> None:
-        """Checks that each action ran once, and that its pieces add up to one.
+        """Checks that each action ran once, and that its parts add up to a whole action.
 
         Raises:
-            WorkError: An action did not run, ran twice or ran only in part.
+            WorkError: An action did not run, ran more than once or ran only in part.
         """
         spent: dict[tuple[ActionKind, int, int], float] = {}
         for kind, stage, microbatch, fraction, _, _ in self.spans:
@@ -204,16 +203,17 @@ class RankWork:
     def _take(
         self, kind: ActionKind, stage: int, microbatch: int, received: torch.Tensor, start_s: float
     ) -> float:
-        """Checks an input, waits until it would arrive; returns the start time of the action."""
+        """Waits until an input would have arrived and checks it; returns the start time."""
         number, total, sent_s = received.detach().numpy().reshape(-1)[:3].tolist()
-        # Earlier stages have added to the sum of a forward, later stages to the sum of a backward.
+        # Earlier stages have added to the sum of a forward message, later stages to the sum of a
+        # backward message.
         due = stage * (stage + 1) / 2
         if kind is ActionKind.B:
             due = self._num_stages * (self._num_stages + 1) / 2 - due - (stage + 1)
         if (number, total) != (microbatch, due):
             raise WorkError(
-                f"{kind} of stage {stage}, microbatch {microbatch} got microbatch {number:g} with"
-                f" a sum of {total:g}, but the sum must be {due:g}"
+                f"{kind} of stage {stage}, microbatch {microbatch} got microbatch {number:g} "
+                f"with a sum of {total:g}, but the sum must be {due:g}"
             )
         delay_s = self._delays.get((kind, stage), 0.0)
         if not delay_s:
@@ -224,7 +224,7 @@ class RankWork:
     def _spend(
         self, kind: ActionKind, stage: int, microbatch: int, start_s: float, fraction: float = 1.0
     ) -> None:
-        """Sleeps until the end of the action, which began at ``start_s``."""
+        """Sleeps until the end of the action, which started at ``start_s``."""
         self._due_s = start_s + self._seconds[kind][stage][microbatch] * fraction
         self._sleeper.until(self._due_s)
         end_s = time.monotonic()
@@ -243,13 +243,13 @@ class RankWork:
 
 
 class EmulatedStages(IdleStages):
-    """Chunks that run the actions of the emulated work.
+    """Model chunks whose actions sleep as :class:`RankWork` specifies.
 
     Args:
-        work: Work of this rank in the step.
+        work: Emulated work of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
-        split: Whether backwards by weights are separate actions.
+        split: Whether backward passes for weights are separate actions.
     """
 
     def __init__(self, work: RankWork, placement: Placement, rank: int, *, split: bool) -> None:
@@ -258,19 +258,19 @@ class EmulatedStages(IdleStages):
         self._split = split
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Sleeps for the duration of F."""
+        """Sleeps for the duration of a forward pass (F)."""
         return self._work.forward(self._stages[chunk], received, microbatch)
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Sleeps for the duration of B, and of W if W is not a separate action."""
+        """Sleeps for the duration of a backward pass: B, plus W unless W is a separate action."""
         stage = self._stages[chunk]
         result = self._work.backward(stage, gradient, microbatch, whole=not self._split)
         return result if stage else None
 
     def weights(self, chunk: int, microbatch: int, piece: int, pieces: int) -> None:
-        """Sleeps for the duration of one of the equal parts of W."""
+        """Sleeps for one of the equal parts of the backward pass for weights (W)."""
         self._work.weights(self._stages[chunk], microbatch, 1 / pieces)
 
 
@@ -278,8 +278,8 @@ class EmulatedStep(NamedTuple):
     """Measurements of a step.
 
     Attributes:
-        seconds: Time of the step, the same on all ranks.
-        peak: Largest number of activations that a rank held at once.
+        seconds: Duration of the step, which is the same on all ranks.
+        peak: Largest number of activations that any rank held at once.
         times: Times of this rank's actions.
     """
 
@@ -292,9 +292,10 @@ class EmulatedRank:
     """Runs one rank through steps of several schedules, using the channels of each placement.
 
     Args:
-        position: Position of this rank in the pipeline; replicas of a position are neighbours.
-        replica: Index of this rank's pipeline.
-        replicas: Number of pipelines.
+        position: Pipeline rank of this process. Replicas of the same pipeline rank have consecutive
+            global ranks.
+        replica: Index of this rank's pipeline replica.
+        replicas: Number of pipeline replicas.
     """
 
     def __init__(self, position: int, *, replica: int = 0, replicas: int = 1) -> None:
@@ -315,15 +316,15 @@ class EmulatedRank:
         sizes: Sequence[float] | None = None,
         unit: float = 1.0,
     ) -> EmulatedStep:
-        """Runs a step that begins on all ranks together. All ranks must call it.
+        """Runs a step that starts on all ranks at the same time. All ranks must call this together.
 
         Args:
             candidate: Schedule and its settings.
-            seconds: Seconds of all actions.
+            seconds: Durations of all actions, in seconds.
             num_microbatches: Number of microbatches.
-            num_slices: Number of slices of each microbatch; ``None`` for the candidate's number.
-            sizes: Activations of each item, relative to the mean; ``None`` if all are equal.
-            unit: Activations of a mean microbatch, in the unit of the result.
+            num_slices: Number of slices of each microbatch; ``None`` to use the candidate's number.
+            sizes: Activation size of each item, relative to the mean; ``None`` if all are equal.
+            unit: Activation size of an average microbatch, in the unit of the result.
         """
         placement = candidate.placement
         if placement not in self._channels:
@@ -357,6 +358,6 @@ class EmulatedRank:
         return EmulatedStep(elapsed_s, float(peak), times)
 
     def close(self) -> None:
-        """Closes the channels; collective."""
+        """Closes the channels. All ranks must call this together."""
         for channels in self._channels.values():
             channels.close()

@@ -1,4 +1,4 @@
-"""Lists the processes that a program started, and kills them if a signal stops the program."""
+"""Lists a program's descendant processes, and kills them if a signal stops the program."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the children of a process, or an empty list if it has exited.
+    """Returns the PIDs of a process's children, or an empty list if the process has exited.
 
-    Callers poll this often, and ``psutil`` would read the state of every process of the machine
-    for each call.
+    Callers poll this function often, and each call of ``psutil`` would read the state of every
+    process on the machine.
     """
     children: list[int] = []
     with contextlib.suppress(OSError):
@@ -29,7 +29,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Returns all processes below a process, parents before their children."""
+    """Returns the PIDs of all descendants of a process; parents come before their children."""
     family = children_of(pid)
     for member in family:
         family += children_of(member)
@@ -38,13 +38,15 @@ def descendants_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def ending_all() -> Iterator[None]:
-    """Kills all processes that the block started if a signal stops this program.
+    """Kills all processes that the ``with`` block started if a signal stops this program.
 
-    SIGTERM and SIGHUP raise ``SystemExit`` in the block, with the exit status 128 + number of the
-    signal, so that context managers and ``finally`` clauses of the block run. Then all descendants
-    that this process had when the signal arrived are killed. Further signals are ignored meanwhile.
+    In the block, SIGTERM and SIGHUP raise ``SystemExit`` with the exit status 128 + the signal
+    number, so that context managers and ``finally`` clauses run. Then all processes that were
+    descendants of this process when the signal arrived are killed. Until then, further signals are
+    ignored.
 
-    Only the main thread can handle signals. In another thread, signals are not handled.
+    Python handles signals only in the main thread; in other threads this context manager does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -64,7 +66,7 @@ def ending_all() -> Iterator[None]:
                 family.append(psutil.Process(pid))
         raise SystemExit(128 + number)
 
-    # A program that nohup started keeps ignoring SIGHUP.
+    # A program started by nohup must keep ignoring SIGHUP.
     handled = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     former = {each: signal.signal(each, stop) for each in handled}
     try:

@@ -1,7 +1,7 @@
 """Compares several pipeline runtimes on the same chunks of a small GPT.
 
-The competitors alternate step by step within one job, so that other load on the machine slows all
-of them equally. At the end every competitor runs the same microbatches with the same weights, and
+The competitors take steps alternately within one job, so that other load on the machine slows all
+of them equally. At the end, every competitor runs the same microbatches with the same weights, and
 their losses and gradients are compared.
 """
 
@@ -18,16 +18,16 @@ from harness.report import Row
 WARMUPS = 2
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 Function = Callable[[Any], list[Any]]
-"""Runs the microbatches of a step until their gradients are complete, and returns the losses."""
+"""Function that runs a step's microbatches, completes the gradients, and returns the losses."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job whose ranks run several competitors alternately.
+    """Settings of a job whose ranks run several competitors alternately.
 
     Attributes:
-        flags: Trainer flags that determine the chunks, without the size of the model.
-        competitors: Names of the competitors; losses and gradients are compared with the first.
+        flags: Trainer flags that determine the chunks, except for the model's size.
+        competitors: Names of the competitors. The first is the reference for losses and gradients.
         ranks: Number of ranks.
     """
 
@@ -37,13 +37,13 @@ class Job:
 
 
 class CompetingRank(TrainingRank):
-    """One rank of a job that compares competitors.
+    """Runs one rank of a job that compares competitors.
 
-    ``megatron`` is megatron-core's own schedule. Any other name is a schedule of this project, as
-    the trainer runs it; a subclass may support more names.
+    The name ``megatron`` stands for megatron-core's schedule. Any other name is one of this
+    project's schedules, run as in the trainer; subclasses may support more names.
 
     Args:
-        job: Description of the job.
+        job: Settings of the job.
         arguments: Command line of the trainer.
     """
 
@@ -61,11 +61,11 @@ class CompetingRank(TrainingRank):
         self._functions = {name: self.function_of(name) for name in job.competitors}
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors alternately.
+        """Runs the competitors alternately, and compares their results.
 
         Returns:
-            ``times``: the seconds of each competitor's steps, round by round, ``None`` for a round
-            in which it did not run. ``differences``: the result of :meth:`compare`.
+            ``times``: list of seconds per round for each competitor, with ``None`` for rounds in
+            which it did not run. ``differences``: the result of :meth:`compare`.
         """
         times: dict[str, list[float | None]] = {name: [] for name in self._functions}
         for index in range(-WARMUPS, rounds):
@@ -75,20 +75,21 @@ class CompetingRank(TrainingRank):
         return {"times": times, "differences": self.compare()}
 
     def order_of(self, index: int) -> list[str]:
-        """Returns the competitors of a round in the order in which they run.
+        """Returns the competitors that run in a round, in order.
 
         Args:
-            index: Number of the round, negative for a warm-up.
+            index: Index of the round; negative for a warm-up round.
         """
         return rotated(list(self._functions), index)
 
     def compare(self) -> dict[str, dict[str, float]]:
-        """Runs all competitors on the same microbatches and weights. All ranks must call it.
+        """Compares all competitors on equal weights. All ranks must call this together.
 
         Returns:
-            For each competitor ``loss``, the largest relative difference of a microbatch's loss,
-            and ``gradient``, the norm of the difference of all gradients over their norm. Both are
-            differences from the first competitor.
+            ``loss`` and ``gradient`` of each competitor, compared with the first competitor.
+            ``loss`` is the largest relative difference of a microbatch's loss. ``gradient`` is the
+            norm of the gradients' difference divided by the norm of the first competitor's
+            gradients.
         """
         import torch
         import torch.distributed as dist
@@ -122,27 +123,27 @@ class CompetingRank(TrainingRank):
         return differences
 
     def close(self) -> None:
-        """Ends the job; collective."""
+        """Shuts down the job. All ranks must call this together."""
         for wiring in self._wirings:
             wiring.close()
         super().close()
 
     def read(self) -> list[Any] | None:
-        """Reads all microbatches of a step, before any clock starts."""
+        """Reads all microbatches of a step, so that reading is not included in its time."""
         microbatches = super().read()
         return None if microbatches is None else list(microbatches)
 
     def function_of(self, name: str) -> Function:
-        """Returns the function that runs a step of a competitor."""
+        """Returns the function that runs one step of a competitor."""
         if name == "megatron":
             return self.fed(self._run.forward_backward)
         return self.fed(self.engine_of(name))
 
     def fed(self, forward_backward: Callable[..., list[Any]]) -> Function:
-        """Returns a function whose only argument is the microbatches.
+        """Returns a function that takes only the microbatches as an argument.
 
         Args:
-            forward_backward: Function with the signature of megatron-core's schedules.
+            forward_backward: Function with the signature of megatron-core's schedule functions.
         """
         from megatron.adaptive.gpt.forward import feed
 
@@ -163,11 +164,11 @@ class CompetingRank(TrainingRank):
         return run
 
     def engine_of(self, schedule: str, **transport: Any) -> Callable[..., list[Any]]:
-        """Returns this project's engine with a schedule and its own channels.
+        """Returns this project's engine for a schedule, with its own channels.
 
         Args:
             schedule: Name of the schedule.
-            transport: Settings of ``TransportConfig``.
+            transport: Fields of ``TransportConfig``.
         """
         from megatron.core import parallel_state
 
@@ -201,7 +202,7 @@ class CompetingRank(TrainingRank):
         )
 
     def prepare(self, name: str) -> None:
-        """Clears all gradients before a step of a competitor."""
+        """Sets all gradients to zero before a competitor's step."""
         self._run.core.deallocate_pipeline_outputs = name != "megatron"
         for chunk in self.chunks:
             chunk.train()
@@ -209,7 +210,7 @@ class CompetingRank(TrainingRank):
         self._run.optimizer.zero_grad()
 
     def step_s(self, name: str) -> float:
-        """Returns the seconds of a competitor's step on all ranks, including the update."""
+        """Returns the seconds of a competitor's step, including the optimizer's update."""
         microbatches = self.read()
         self.prepare(name)
 
@@ -224,7 +225,7 @@ class CompetingRank(TrainingRank):
 def rotated(names: list[str], index: int) -> list[str]:
     """Returns the names, rotated so that each round begins with a different name.
 
-    The competitor that follows a slow competitor must not be the same in every round.
+    Otherwise the same competitor would always run after a slow competitor.
     """
     first = index % len(names) if names else 0
     return names[first:] + names[:first]
@@ -239,8 +240,8 @@ def difference_row(
         where: Name of the job or jobs.
         quantity: ``loss`` or ``gradient``.
         values: Differences of all competitors.
-        limit: Largest difference that is allowed.
-        note: Note of the row.
+        limit: Largest allowed difference.
+        note: Text for the row's note.
     """
     # max would ignore NaN, which exceeds every limit.
     worst = max(values, key=lambda value: (math.isnan(value), value))

@@ -1,4 +1,4 @@
-"""Runs ranks that train a small GPT as the trainer does, and gathers their measurements."""
+"""Runs ranks that train a small GPT in the same way as the trainer, and collects measurements."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ GPT = (
     " --lr 1e-4 --train-iters 100000 --mock-data --vocab-size 1023 --tokenizer-type NullTokenizer"
     " --eval-iters 0"
 ).split()
-"""Flags of the small GPT, without its width and pipeline settings."""
+"""Trainer flags of the small GPT, without its width and its pipeline settings."""
 MICROBATCHES = 8
-"""Number of microbatches of a step with these flags."""
+"""Number of microbatches per step with these flags."""
 
 _ORDERS = ((True, False, False, True), (False, True, True, False))
-"""Order of runs with and without the feature in a round; a steady drift affects both equally."""
+"""Order of runs with and without the feature in a round; a constant drift affects both equally."""
 
 
 class MeasuringRank(Protocol):
-    """A rank that :func:`rank_main` can run."""
+    """Interface of a rank that :func:`rank_main` can run."""
 
     is_first: bool
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Measures for a number of rounds; returns the same result on all ranks."""
+        """Runs the given number of rounds, and returns the same result on all ranks."""
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns entries that the first rank adds to the result after all ranks have closed."""
+        """Returns additional results, which the first rank adds after all ranks have closed."""
 
     def close(self) -> None:
-        """Closes the job. All ranks must call this together."""
+        """Shuts down the job. All ranks must call this together."""
 
 
 def measure(
     script: str, ranks: int, rounds: int, *arguments: str, limit_s: float
 ) -> dict[str, Any]:
-    """Runs a script as ranks that measure; returns the result of the first rank.
+    """Starts ranks that run a measuring script, and returns the first rank's result.
 
     Args:
         script: Path of a script that calls :func:`rank_main`.
         ranks: Number of ranks.
-        rounds: Number of rounds.
-        arguments: Further arguments of the script.
+        rounds: Number of rounds to measure.
+        arguments: Additional arguments of the script.
         limit_s: Seconds after which all processes are killed.
 
     Raises:
-        RuntimeError: A rank failed, or the time limit passed.
+        RuntimeError: A rank failed, or the time limit was exceeded.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -69,7 +69,7 @@ def rank_main(make: Callable[..., MeasuringRank]) -> None:
     """Runs one rank with the arguments that :func:`measure` passes on the command line.
 
     Args:
-        make: Function that makes the rank from a folder for its files and further arguments.
+        make: Function that creates the rank from a folder for its files and additional arguments.
     """
     rounds, output, *arguments = sys.argv[1:]
     rank = make(Path(output).parent / "written", *arguments)
@@ -80,7 +80,7 @@ def rank_main(make: Callable[..., MeasuringRank]) -> None:
 
 
 class GptRank:
-    """A rank of a GPT that is built as the trainer builds it, and can load checkpoints.
+    """Rank of a GPT that is built as in the trainer, and that can load checkpoints.
 
     Args:
         arguments: Command line of the trainer.
@@ -116,10 +116,10 @@ class GptRank:
         self.is_first = bool(self._job.is_first)
 
     def load(self, **checkpoint: Any) -> Any:
-        """Loads a checkpoint; returns its progress.
+        """Loads a checkpoint, and returns its progress.
 
         Args:
-            checkpoint: Settings of checkpoints that replace those of the command line.
+            checkpoint: Checkpoint settings that replace those of the command line.
         """
         from megatron.adaptive.checkpoint.trainer_checkpoints import Checkpoints
 
@@ -127,7 +127,7 @@ class GptRank:
         return Checkpoints(self._run, config=replace(self.config, checkpoint=settings)).load()
 
     def close(self) -> None:
-        """Closes the job. All ranks must call this together."""
+        """Shuts down the job. All ranks must call this together."""
         import torch.distributed as dist
 
         from megatron.adaptive.gpt.initialize import end_job
@@ -140,7 +140,7 @@ class GptRank:
 
 
 class TrainingRank(GptRank):
-    """A rank that reads data and takes steps.
+    """Rank that reads data and runs training steps.
 
     Args:
         arguments: Command line of the trainer.
@@ -159,27 +159,27 @@ class TrainingRank(GptRank):
         self._iteration = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Measures for a number of rounds; returns the same result on all ranks."""
+        """Runs the given number of rounds, and returns the same result on all ranks."""
         raise NotImplementedError
 
     def facts(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Returns entries that the first rank adds to the result after all ranks have closed."""
+        """Returns additional results, which the first rank adds after all ranks have closed."""
         return {}
 
     def close(self) -> None:
-        """Closes the job. All ranks must call this together."""
+        """Shuts down the job. All ranks must call this together."""
         self._loader = None if self._loader is None else self._loader.close()
         super().close()
 
     def read(self) -> Any:
-        """Reads the microbatches of a step; returns ``None`` on a rank that does not need them."""
+        """Returns the microbatches of a step, or ``None`` on a rank that does not need them."""
         return None if self._loader is None else self._loader.step(self._microbatches)
 
     def train(self, before_update: Callable[[], None] = lambda: None) -> None:
         """Runs one training step.
 
         Args:
-            before_update: Function that is called when the parameters are about to change.
+            before_update: Function that is called right before the parameters are updated.
         """
         self._step.train(self.read(), self._microbatches, self._iteration, before_update)
 
@@ -189,7 +189,7 @@ class TrainingRank(GptRank):
         processor_s: Callable[[], float] = time.process_time,
         steps: int = 1,
     ) -> tuple[float, float]:
-        """Returns elapsed seconds per step over all ranks, and processor seconds of this rank."""
+        """Returns the seconds per step, and the CPU seconds of this rank."""
         import torch.distributed as dist
 
         group = self._job.control_group
@@ -207,13 +207,13 @@ class TrainingRank(GptRank):
 
         Args:
             rounds: Number of rounds; each round has two runs with the feature and two without.
-            turn: Function that makes one run, with the feature if its argument is true; returns
-                elapsed seconds and processor seconds of this rank.
-            name: Name of runs with the feature.
+            turn: Function that makes one run, with the feature if its argument is true. It returns
+                the elapsed seconds and this rank's CPU seconds.
+            name: Name of the feature, used as ``NAME`` in the result.
 
         Returns:
-            ``NAME_s`` and ``plain_s``: mean seconds of each round; ``NAME_cpu_s`` and
-            ``plain_cpu_s``: processor seconds, summed over all ranks.
+            ``NAME_s`` and ``plain_s``: mean seconds of each round.
+            ``NAME_cpu_s`` and ``plain_cpu_s``: CPU seconds, summed over all ranks.
         """
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ class TrainingRank(GptRank):
         }
 
     def progress(self, iteration: int) -> Any:
-        """Returns the progress entry of a checkpoint that is saved after some steps."""
+        """Returns the progress that a checkpoint saved after this iteration would contain."""
         from megatron.adaptive.checkpoint.trainer_checkpoints import Progress
 
         return Progress(

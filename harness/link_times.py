@@ -1,4 +1,4 @@
-"""Measures messages between two processes over any link. Does not import torch, for MPI ranks."""
+"""Measures message times between two processes, without torch, so that MPI ranks can use it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 
 class Link(Protocol):
-    """A connection that carries messages between two processes in both directions."""
+    """A bidirectional connection that carries messages between two processes."""
 
     def expect(self, nbytes: int, count: int) -> None:
         """Prepares to receive ``count`` messages of ``nbytes`` bytes, for example posts buffers."""
 
     def send(self, payload: Any) -> None:
-        """Starts sending; may wait for older messages."""
+        """Starts sending a message. May wait until older messages have been sent."""
 
     def settle(self) -> None:
-        """Waits until the memory of all sent payloads may be reused."""
+        """Waits until the buffers of all sent payloads may be reused."""
 
     def receive(self) -> Any:
-        """Waits for the next message; its memory is valid until the next call."""
+        """Waits for the next message. The returned buffer is valid until the next call."""
 
     def close(self) -> None:
         """Closes the link. Both processes must call this together."""
@@ -29,14 +29,14 @@ class Link(Protocol):
 def stream_s(
     link: Link, sources: Sequence[Any], messages: int, *, token: Any, sends: bool
 ) -> float | None:
-    """Returns the seconds per message of a one-way stream; ``None`` on the receiver.
+    """Returns the seconds per message of a one-way stream, or ``None`` on the receiver.
 
     Args:
         link: Link between the two processes.
-        sources: Payloads, which are sent in turn.
+        sources: Payloads, which are sent in rotation.
         messages: Number of messages.
-        token: Small payload with which the receiver reports that it is ready, and that it is done.
-        sends: Whether this process sends.
+        token: Small payload that the receiver sends when it is ready, and again when it is done.
+        sends: Whether this process is the sender.
     """
     if not sends:
         link.expect(sources[0].nbytes, messages)
@@ -58,13 +58,13 @@ def stream_s(
 
 
 def half_round_trip_s(link: Link, payload: Any, *, rounds: int, warmups: int, sends: bool) -> float:
-    """Returns the mean seconds of a message from one process to the other.
+    """Returns the mean time of a message in one direction: half of a round trip, in seconds.
 
     Args:
         link: Link between the two processes.
-        payload: Message.
-        rounds: Number of round trips that are measured.
-        warmups: Number of round trips before the measured round trips.
+        payload: Message to send.
+        rounds: Number of measured round trips.
+        warmups: Number of round trips before the measurement starts.
         sends: Whether this process sends first.
     """
     link.expect(payload.nbytes, warmups + rounds)

@@ -1,4 +1,4 @@
-"""Runs programs and ranks on this machine with a timeout; no process outlives its call."""
+"""Runs programs and ranks with a timeout, and ensures that none of their processes stay behind."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from harness.report import ROOT
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns the environment for a program of this checkout, with further variables."""
+    """Returns environment variables for programs of this checkout, plus the given variables."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    # Ranks that an elastic job stops would print warnings of torch's C++ part.
+    # Without this variable, the C++ part of torch prints warnings when an elastic job stops ranks.
     fixed["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**os.environ, **fixed, **variables}
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:
     """Kills a process and all its descendants, including ranks in their own sessions."""
-    import psutil  # imported here: the GPU check starts on machines without psutil
+    import psutil  # imported here because the GPU check also starts on machines without psutil
 
     try:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -50,9 +50,9 @@ def run_ranks(
 
     Args:
         command: Path of the script and its arguments.
-        ranks: Number of ranks; a single one needs no launcher.
+        ranks: Number of ranks; a single rank is started without a launcher.
         limit_s: Seconds after which all processes are killed.
-        variables: Further variables of the environment.
+        variables: Additional environment variables.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -84,7 +84,7 @@ def train(
     limit_s: float,
     variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains as :func:`run_ranks` does; returns the lines of the progress file in a folder."""
+    """Trains as :func:`run_ranks` does, and returns the lines of the folder's progress file."""
     run_ranks([*command, "--progress-dir", str(folder)], ranks, limit_s, variables)
     return [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
 
@@ -92,14 +92,14 @@ def train(
 def run_module(
     module: str, *arguments: object, limit_s: float, prefix: Sequence[str] = (), **variables: str
 ) -> Any:
-    """Runs a module as a program; returns the JSON that it prints.
+    """Runs a module as a program, and returns the JSON that it prints.
 
     Args:
         module: Name of the module.
         arguments: Arguments of the program.
         limit_s: Seconds after which the program is killed.
-        prefix: Command that runs the program, such as ``unshare`` with its options.
-        variables: Further variables of the environment.
+        prefix: Command that starts the program, such as ``unshare`` with its options.
+        variables: Additional environment variables.
 
     Raises:
         RuntimeError: The program failed, or the timeout passed.
@@ -122,16 +122,16 @@ def run_module(
 
 
 def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
-    """Forks ranks, connected by gloo, from a process that has imported a module.
+    """Forks ranks from a process that has already imported a module, and connects them over gloo.
 
     Args:
-        module: Name of the module; its ``run_rank`` is called with the rank and the arguments.
+        module: Name of the module, whose ``run_rank`` is called with the rank and the arguments.
         ranks: Number of ranks.
         limit_s: Seconds after which all processes are killed.
-        arguments: Further arguments of ``run_rank``.
+        arguments: Additional arguments of ``run_rank``.
 
     Returns:
-        Result of ``run_rank`` on rank 0, parsed from JSON.
+        Result of ``run_rank`` on rank 0, decoded from JSON.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -152,7 +152,7 @@ def fork_ranks(module: str, ranks: int, limit_s: float, *arguments: Any) -> Any:
             process.start()
         end_s = time.monotonic() + limit_s
         try:
-            # A rank that fails leaves the other ranks waiting.
+            # If a rank fails, the other ranks wait forever.
             while any(process.exitcode != 0 for process in processes):
                 if any(process.exitcode for process in processes):
                     statuses = [process.exitcode for process in processes]

@@ -1,4 +1,4 @@
-"""Tables of measured values with goals, and the command line of programs that measure."""
+"""Provides tables of measurements with goals, and the command line of programs that measure."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from harness.families import ending_all
 
 ROOT = Path(__file__).resolve().parents[1]
 BUSY = 0.1
-"""Share of the processors used by other programs above which times are not reliable."""
+"""Share of the processors' time; if other programs use more, measured times are unreliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a table.
+    """One row of a table of measurements.
 
     Attributes:
         what: Name of the measured value.
         value: Median of the samples; ``None`` if there is no measurement.
         unit: Unit of the value; empty for counts and ratios.
-        goal: Limit of the value; ``None`` if the value is only reported.
+        goal: Limit for the value; ``None`` if the value is only reported.
         least: Whether the goal is a lower limit; otherwise it is an upper limit.
         samples: Values of all repetitions.
-        note: Further information for the reader, or the reason why there is no value.
-        optional: Whether a missing value is acceptable, for example if a library is not installed.
+        note: Additional information, or the reason why there is no value.
+        optional: Whether the value may be missing, for example because a library is not installed.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row in Markdown."""
+        """The row as a line of a Markdown table."""
         value = "not measured" if self.value is None else f"{self.value:.3g} {self.unit}".strip()
         if len(self.samples) > 1:
             low, high = quartiles(self.samples)
@@ -72,7 +72,7 @@ class Row:
         return f"| {self.what} | {value} | {goal} | {state} | {self.note} |"
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row in the form in which a JSON file stores it."""
+        """Returns the row as it is stored in the JSON file."""
         return {**vars(self), "samples": list(self.samples), "met": self.met}
 
 
@@ -82,7 +82,7 @@ class Result:
 
     Attributes:
         rows: Rows of the table.
-        facts: Further values by name, for the JSON file.
+        facts: Additional values for the JSON file, by name.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -95,46 +95,46 @@ class Result:
 
 
 def measured(what: str, samples: Sequence[float], **fields: Any) -> Row:
-    """Returns a row with the median of samples; fields are those of :class:`Row`."""
+    """Returns a row with the median of the samples. ``fields`` are fields of :class:`Row`."""
     value = statistics.median(samples) if samples else None
     return Row(what=what, value=value, samples=tuple(samples), **fields)
 
 
 def missing(what: str, reason: str, **fields: Any) -> Row:
-    """Returns a row without a value that is not a failure; fields are those of :class:`Row`."""
+    """Returns a row whose value may be missing. ``fields`` are fields of :class:`Row`."""
     return Row(what=what, value=None, note=reason, optional=True, **fields)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Returns the ratios of two series, element by element."""
+    """Returns the quotients of two sequences, element by element."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """Returns the lower and the upper quartile."""
+    """Returns the lower and the upper quartile of the samples."""
     ordered = sorted(samples)
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """Returns rows as a table in Markdown."""
+    """Returns the rows as a Markdown table."""
     head = ["| what | median (quartiles) | goal | | note |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(row.line for row in rows)]) + "\n"
 
 
 def one_line(error: object) -> str:
-    """Returns a text as one line that fits into the note of a row."""
+    """Returns an error message as one line that fits into the note of a row."""
     return " ".join(str(error).split()).replace("|", "/")[:300]
 
 
 def parser_of(
     doc: str | None, parts: Sequence[str], quick: str = "run a short form of each part"
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options that all programs share.
+    """Returns a parser with the options that all measuring programs share.
 
     Args:
-        doc: Docstring of the program, whose first line describes it.
-        parts: Names of the parts that can run alone.
+        doc: Docstring of the program; its first line becomes the description.
+        parts: Names of the parts that can be run separately.
         quick: Help text of ``--quick``.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
@@ -154,7 +154,7 @@ def parser_of(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Prints and returns facts that affect the measurements; warns if the machine is not idle."""
+    """Prints and returns properties of the machine; warns if other programs keep it busy."""
     busy = others_busy()
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
@@ -174,14 +174,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def others_busy(seconds: float = 1.0) -> float:
-    """Returns the share of the processors in use while this process sleeps, 0 to 1."""
-    import psutil  # imported here: the GPU check starts on machines without psutil
+    """Returns the CPU usage while this process sleeps, from 0 to 1."""
+    import psutil  # imported here because the GPU check also starts on machines without psutil
 
     return psutil.cpu_percent(seconds) / 100
 
 
 def attempt(name: str, part: Callable[[], Result]) -> Result:
-    """Runs a part; if it raises, returns a row that misses its goal and shows the error as note."""
+    """Runs a part; if it raises, returns a row that misses its goal, with the error in its note."""
     try:
         return part()
     except Exception as error:
@@ -196,17 +196,17 @@ def measure(
     finish: Callable[[Result], None] = lambda total: None,
     **facts: Any,
 ) -> int:
-    """Runs the parts that the command line selects, or all parts, one after the other.
+    """Runs the parts that are selected on the command line, or all parts, one after another.
 
-    Prints the table of each part when it is done, and the missed goals at the end. The JSON file is
-    written after every part, because a later part may hang. If SIGTERM or SIGHUP stops a part, all
-    processes that the part started exit too.
+    Prints the table of each part when the part is done, and the missed goals at the end. The JSON
+    file is written after every part, because a later part may hang. If SIGTERM or SIGHUP stops a
+    part, all processes that the part started are killed.
 
     Args:
-        parts: Functions that run a part, by its name.
-        options: Command line as parsed by :func:`parser_of`.
+        parts: Functions that run the parts, by the names of the parts.
+        options: Command line, as parsed by :func:`parser_of`.
         finish: Function that may add rows after the last part.
-        facts: Further values for the JSON file.
+        facts: Additional values for the JSON file.
 
     Returns:
         Exit status: 1 if a goal is missed, otherwise 0.
@@ -236,12 +236,12 @@ def measure(
 
 
 def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
-    """Appends the table of a run to a page of results, which is created if it is missing.
+    """Appends the table of a run to a Markdown page, and creates the page if it is missing.
 
     Args:
         page: Path of the page, such as ``docs/results/2026-11-cpu-2-cores.md``.
-        total: Rows of all parts, and facts about the machine.
-        command: Command line of the run: the path of the program and its arguments.
+        total: Rows of all parts, and properties of the machine.
+        command: Command line of the run, starting with the program's path.
     """
     date = datetime.date.today().isoformat()
     program = Path(command[0]).resolve()
@@ -256,7 +256,7 @@ def append_results(page: Path, total: Result, command: Sequence[str]) -> None:
 
 
 def commit_of(folder: Path = ROOT) -> str:
-    """Returns the commit of a checkout and whether its files differ from it.
+    """Returns the commit of a checkout, and whether any file was changed since.
 
     Returns "unknown" outside a checkout.
     """

@@ -1,4 +1,4 @@
-"""Ranks whose stages sleep instead of computing, connected by real channels that may be slow."""
+"""Provides ranks whose stages sleep instead of computing, and channels that can delay messages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PR_SET_TIMERSLACK = 29
 def sharpen_timers() -> bool:
     """Makes sleeps of this thread end within microseconds of the requested time.
 
-    If the system allows it, ranks get real-time priority. Without it a rank that wakes up may wait
-    milliseconds for the time slice of another program to end.
+    Ranks also get real-time priority if the system allows it. Otherwise, a rank that wakes up may
+    wait for milliseconds until another program's time slice ends.
 
     Returns:
         Whether ranks have real-time priority.
@@ -50,37 +50,37 @@ def sharpen_timers() -> bool:
 
 
 class Sleeper:
-    """Sleeps until a given time: wakes up early by the usual delay of sleeps, then spins."""
+    """Sleeps until a given time: wakes up a little early, and then spins."""
 
     def __init__(self) -> None:
         self._late_s = 100e-6
 
     def until(self, moment_s: float) -> None:
-        """Returns at a time of ``time.monotonic``, immediately if that time has passed."""
+        """Waits until a ``time.monotonic`` time. Returns immediately if that time has passed."""
         left_s = moment_s - time.monotonic()
         if left_s > self._late_s:
             wake_s = moment_s - self._late_s
             time.sleep(left_s - self._late_s)
             late_s = time.monotonic() - wake_s
-            # Tracks the usual delay and ignores a single long delay, for example on a busy core.
+            # Track the usual delay, but ignore a single long delay, as on a busy core.
             self._late_s += 5e-6 if late_s > self._late_s else -1e-6
         while time.monotonic() < moment_s:
             pass
 
 
 class IdleStages:
-    """Chunks that neither compute nor keep anything; see ``Stages`` of the executor."""
+    """Chunks that neither compute nor store anything. See ``Stages`` of the executor."""
 
     _nothing = torch.zeros(1)
 
     def forward(self, chunk: int, microbatch: int, received: torch.Tensor | None) -> torch.Tensor:
-        """Returns a tensor of one element."""
+        """Returns a tensor with one element."""
         return self._nothing
 
     def backward(
         self, chunk: int, microbatch: int, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Returns a tensor of one element."""
+        """Returns a tensor with one element."""
         return self._nothing
 
     def release(self, chunk: int, microbatch: int) -> None:
@@ -99,15 +99,16 @@ class IdleStages:
 
 
 class Channels:
-    """Executor and transport of one placement. Collective: all ranks create theirs together.
+    """Executor and transport for one placement. All ranks must create theirs together.
 
     Args:
         placement: Placement of the stages.
-        position: Position of this rank in the pipeline; replicas of a position are neighbours.
-        replica: Index of this rank's pipeline.
-        replicas: Number of pipelines.
+        position: Pipeline rank of this process. Replicas of the same pipeline rank have consecutive
+            global ranks.
+        replica: Index of this rank's pipeline replica.
+        replicas: Number of pipeline replicas.
         recorder: Recorder of the executor.
-        agree: Function that makes this rank's side of an agreement from its queue of arrivals.
+        agree: Function that creates this rank's agreement from its completion queue.
     """
 
     def __init__(
@@ -146,21 +147,21 @@ class Channels:
         )
 
     def delay(self, delays_s: dict[int, float]) -> None:
-        """Delays messages, by global rank of the sender. No message may be in flight."""
+        """Delays messages by the sender's global rank. No message may be in flight."""
         is_slow = any(delays_s.values())
         self._transport.completions = DelayedQueue(delays_s) if is_slow else self._plain
 
     def close(self) -> None:
-        """Closes the transport; collective."""
+        """Closes the transport. All ranks must call this together."""
         self.agreement.close()
         self._transport.close()
 
 
 class DelayedQueue(CompletionQueue):
-    """Delivers each message some time after it was sent, without delaying other messages.
+    """Delivers each message after a delay that depends on its sender.
 
     Args:
-        delays_s: Seconds by global rank of the sender.
+        delays_s: Delay in seconds, by the sender's global rank.
     """
 
     def __init__(self, delays_s: dict[int, float]) -> None:
@@ -171,7 +172,7 @@ class DelayedQueue(CompletionQueue):
         self._changed = threading.Condition()
 
     def put(self, item: Item | Exception) -> None:
-        """Accepts a message; see :class:`CompletionQueue`."""
+        """Adds a message to the queue. See :class:`CompletionQueue`."""
         due_s = time.monotonic()
         if isinstance(item, Arrival):
             payload = item.take()
@@ -185,11 +186,11 @@ class DelayedQueue(CompletionQueue):
             self._changed.notify()
 
     def poll(self) -> Item | None:
-        """Returns a message that is due; see :class:`CompletionQueue`."""
+        """Returns a message whose delay has passed, or ``None``. See :class:`CompletionQueue`."""
         return self.wait(0.0)
 
     def wait(self, deadline_s: float) -> Item | None:
-        """Waits for a message that is due; see :class:`CompletionQueue`."""
+        """Waits for a message whose delay has passed. See :class:`CompletionQueue`."""
         with self._changed:
             while True:
                 now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Generates text in many scripts, for programs that measure or compare tokenizers."""
+"""Generates text in many scripts for programs that measure or compare tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCRIPTS = (
 
 
 def mixed_text(megabytes: float) -> list[str]:
-    """Returns standard library sources, each followed by random words of one script."""
+    """Returns source files of the standard library, each followed by random words in one script."""
     draw = random.Random(1)
     documents, left = [], megabytes * 1e6
     for path in source_files(Path(sysconfig.get_path("stdlib"))):
@@ -37,4 +37,4 @@ def mixed_text(megabytes: float) -> list[str]:
         left -= sum(len(text.encode()) for text in documents[-2:])
         if left < 0:
             return documents
-    raise SystemExit(f"the standard library has less text than {megabytes} MB")
+    raise SystemExit(f"the standard library contains less than {megabytes} MB of text")

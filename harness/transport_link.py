@@ -1,4 +1,4 @@
-"""Connects two processes by a transport of this project, configured as for an executor."""
+"""Connects two processes by one of this project's transports, configured as for an executor."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from megatron.adaptive.transport.kind import Payloads
 from megatron.adaptive.transport.liveness import here
 
 LIMIT_S = 60.0
-"""Timeout of a message, in seconds."""
+"""Timeout for a message, in seconds."""
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
 
 
 class TransportLink:
-    """A link over one transport. Both processes create it at the same time.
+    """Implements ``Link`` over one transport. Both processes must create it at the same time.
 
     Args:
         name: Name of the transport, such as ``shm``.
         rank: Rank of this process, 0 or 1.
-        slot_bytes: Size of a slot, which holds a whole message.
+        slot_bytes: Size of a slot; each message must fit into one slot.
         slots: Number of slots.
-        fixed: Whether all messages are as large as a slot, which makes gloo faster.
-        address: Address at which the other process reaches this one.
+        fixed: Whether all messages fill a slot exactly, which makes gloo faster.
+        address: Address at which the other process can reach this process.
 
     Attributes:
-        transport: The transport.
+        transport: The transport that the link uses.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class TransportLink:
         """Does nothing, because these transports receive any message.
 
         Args:
-            nbytes: Size of the messages that will be received.
-            count: Number of these messages.
+            nbytes: Size of each expected message.
+            count: Number of expected messages.
         """
 
     def send(self, payload: torch.Tensor) -> None:
@@ -79,14 +79,14 @@ class TransportLink:
         self.transport.send(self._peer, _LABEL, payload)
 
     def settle(self) -> None:
-        """Waits until the memory of all sent tensors may be reused."""
+        """Waits until the buffers of all sent tensors may be reused."""
         self.transport.flush(LIMIT_S)
 
     def receive(self) -> torch.Tensor:
-        """Waits for the next tensor; its memory is valid until the next call."""
+        """Waits for the next tensor. Its memory is valid until the next call."""
         arrival: Any = self.transport.completions.wait(time.monotonic() + LIMIT_S)
         if arrival is None:
-            raise TimeoutError(f"nothing arrived within {LIMIT_S:g} s")
+            raise TimeoutError(f"no message arrived within {LIMIT_S:g} s")
         payload: torch.Tensor = arrival.take()
         return payload
 

@@ -1,4 +1,4 @@
-"""Shares the fixtures of tests that build a trainer."""
+"""Shares fixtures between tests that build a trainer."""
 
 from __future__ import annotations
 

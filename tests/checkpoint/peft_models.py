@@ -1,7 +1,7 @@
-"""Makes small models with adapters, and reference results of training them with PEFT.
+"""Creates small models with adapters, and trains them with PEFT to get reference results.
 
-Usage: ``peft_models.py FOLDER NAME ...``, each model in a folder of its name. Runs in a separate
-process, because the GPU stand-in of the tests changes how transformers loads models.
+Usage: ``peft_models.py FOLDER NAME ...``. Each model is written to a folder with its name. Runs in
+a separate process, because the tests' GPU stand-in changes how transformers loads models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 
 RANK, ALPHA, MICROBATCHES, STEPS = 3, 7, 8, 3
-# Name of each model in the tests: its family, and PEFT's target modules.
+# Name of each model in the tests, with its family and PEFT's target modules.
 PREDICTING = "predicting"  # has a multi-token prediction layer, which transformers omits
 MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", "all-linear"),
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, family: str, targets: Any) -> None:
-    """Writes a model, adapters, and the results of training them with transformers and PEFT."""
+    """Writes a model, its adapters, and the results of training them with transformers and PEFT."""
     further = {"num_nextn_predict_layers": 1} if folder.name == PREDICTING else {}
     tiny_models.make(folder, family, **further)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Tests that all ranks of a save or load fail with the same error, which names a lost peer."""
+"""Tests that all ranks of a save or load fail with the same error, also if a rank is killed."""
 
 from __future__ import annotations
 

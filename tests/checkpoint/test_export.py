@@ -1,4 +1,4 @@
-"""Tests adapters: training as in PEFT, reading and writing PEFT's format, and errors."""
+"""Tests that adapters train as in PEFT and are read and written in PEFT's format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(folder: Path, cases: list[tuple[str, str]], world_size: int) -> None:
-    """Trains adapters in shapes and compares with PEFT; each case must have reported its result."""
+    """Trains adapters with different parallel sizes, and compares the results with PEFT's."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags.split()} for name, flags in cases])
     )
@@ -105,7 +105,7 @@ def test_four_ranks_train_as_peft_does(models: Path) -> None:
 
 
 def _train(folder: Path, flags: str, world_size: int = 2) -> list[str]:
-    """Trains a model; returns the loss of each iteration as it was printed."""
+    """Trains a model, and returns the loss of each iteration as printed."""
     log = folder / "train.log"
     command = ["-m", "megatron.adaptive", "train", "rank", *shlex.split(flags)]
     assert run_ranks(command, world_size=world_size, log=log, limit_s=120.0) == 0, tail(log)
@@ -131,7 +131,7 @@ def test_adapters_come_out_as_they_went_in(name: str, models: Path, tmp_path: Pa
     adapters = _adapters(saved, tmp_path / "out")
     for file in (ADAPTERS, ADAPTER_CONFIG):
         assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes()
-    # Only adapters are saved, because the model can be loaded from its old place.
+    # Only the adapters are saved, because the model can still be loaded from its folder.
     path, manifest = CheckpointFolder(saved).open(2)
     with CheckpointReader(path, manifest["files"], manifest["blocks"]) as reader:
         weights = [name for name in reader.tensors if not name.startswith("optimizer.")]
@@ -158,7 +158,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     _train(tmp_path, f"{start} {_SHAPE} --train-iters 2 --save {twice}")
     again = f"{start} {_SHAPE} --train-iters 4 --load {twice} --save {twice}"
     assert _train(tmp_path, again) == whole[2:]
-    # Another shape continues from the same checkpoint; only the order of sums differs.
+    # Other parallel sizes continue from the same checkpoint; only the order of summation differs.
     other = f"{start} {_TENSOR} --sequence-parallel --lora-dropout 0 --train-iters 3"
     _train(tmp_path, f"{other} --load {twice} --ckpt-step 2")
     first, second = (
@@ -168,7 +168,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weight, second[key]) for key, weight in first.items())
     assert any(weight.count_nonzero() for key, weight in first.items() if "lora_B" in key)
     assert not any("k_proj" in key for key in first)
-    # PEFT reads the result without an adapter configuration from PEFT.
+    # PEFT loads the result, although PEFT has not written its adapter configuration.
     check = "import peft, sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained"
     check += "(sys.argv[1]); peft.PeftModel.from_pretrained(m, sys.argv[2])"
     arguments = [str(models / "llama"), str(tmp_path / "once-out")]
@@ -178,7 +178,7 @@ def test_a_run_goes_on_bit_for_bit(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
-    """Checks a model from a checkpoint: model and adapters are saved, and merged for export."""
+    """Checks that model and adapters are saved together, and merged for export."""
     import_hf([str(models / "llama"), "--output", str(tmp_path / "imported")])
     flags = (tmp_path / "imported" / "model_flags.txt").read_text()
     start = f"{flags} {_RUN} --lora-rank 2 --lr 1e-2"
@@ -188,7 +188,7 @@ def test_adapters_beside_a_checkpoint(models: Path, tmp_path: Path) -> None:
     again = f"{start} --load {saved} --train-iters 4 --save {saved}"
     assert _train(tmp_path, again, world_size=1)[0] < losses[0]
     like = ["--config", str(models / "llama")]
-    with pytest.raises(CheckpointError, match="contains adapters; export them with --lora, or"):
+    with pytest.raises(CheckpointError, match="contains adapters; use --lora to export"):
         export_hf([str(saved), "--output", str(tmp_path / "whole"), *like])
     export_hf([str(saved), "--output", str(tmp_path / "whole"), "--merge-lora", *like])
     export_hf([str(saved), "--output", str(tmp_path / "adapters"), "--lora", *like])
@@ -285,7 +285,7 @@ def test_adapters_of_another_model_are_named(models: Path, tmp_path: Path) -> No
 def test_a_pattern_is_resolved_as_peft_does(
     family: str, pattern: str, models: Path, tmp_path: Path
 ) -> None:
-    """Returns the linear layers to which PEFT adds adapters, by name."""
+    """Checks that a pattern selects the same linear layers as in PEFT."""
     import peft
     import transformers
 

@@ -1,4 +1,4 @@
-"""Tests that a checkpoint folder names only complete checkpoints, and refuses others."""
+"""Tests that a checkpoint folder lists only complete checkpoints, and rejects damaged ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_checkpoint(folder: CheckpointFolder, iteration: int, content: bytes = 
 
 
 def reseal(manifest: Path, **values: object) -> None:
-    """Changes a manifest and updates its checksum."""
+    """Changes entries of a manifest, and updates its checksum."""
     body = json.loads(manifest.read_text()) | values
     del body["checksum"]
     manifest.write_text(
@@ -77,12 +77,12 @@ def test_without_tracker_the_last_complete_checkpoint_counts(folder: CheckpointF
     write_checkpoint(folder, 10)
     write_checkpoint(folder, 9)
     (folder.path / TRACKER).unlink()
-    (folder.path / "iter_0000020").mkdir()  # has no manifest
+    (folder.path / "iter_0000020").mkdir()  # this checkpoint has no manifest
     assert folder.latest() == 10
 
 
 def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool:
-    """Writes a checkpoint in a process that dies at a file operation; returns whether it died."""
+    """Writes a checkpoint in a process killed at a file operation; returns whether it died."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = moment
@@ -105,7 +105,7 @@ def write_and_die(folder: CheckpointFolder, iteration: int, moment: int) -> bool
 def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
     folder: CheckpointFolder, iteration: int
 ) -> None:
-    """Kills the writer at its first, second, ... file operation until it finishes."""
+    """Kills the writer at its first, second, ... file operation, until it finishes."""
     write_checkpoint(folder, 10, b"old")
     seen = set()
     for moment in range(1, 80):
@@ -120,14 +120,14 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(
             assert content == b"new"
             break
         seen.add(content)
-        # The next run removes the files that this run left.
+        # The next run removes the files that this run has left behind.
         write_checkpoint(folder, 10, b"old")
         for other in folder.path.glob("iter_0000020"):
             shutil.rmtree(other)
         names = sorted(entry.name for entry in folder.path.iterdir())
         assert names == ["iter_0000010", TRACKER]
     else:
-        pytest.fail("the writer never got through")
+        pytest.fail("the writer never finished")
     assert b"old" in seen
 
 
@@ -153,7 +153,7 @@ def test_a_tracker_without_a_number_is_refused(folder: CheckpointFolder) -> None
         (lambda path: (path / "__0_0.distcp").write_bytes(b"o"), "1 bytes, but was written with 3"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda path: (path / "metadata.json").unlink(), "metadata.json is missing"),
-        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text('{"form'), "cannot read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "was not written by this program"),
         (lambda path: (path.parent / TRACKER).write_text("30"), "iter_0000030 does not exist"),
@@ -178,7 +178,7 @@ def test_a_folder_of_another_format_is_named(folder: CheckpointFolder) -> None:
     with pytest.raises(CheckpointError, match="is incomplete"):
         folder.open(5)
     (path / "metadata.json").touch()
-    with pytest.raises(CheckpointError, match="Megatron-LM .* give --trust-checkpoint"):
+    with pytest.raises(CheckpointError, match="Megatron-LM .* pass --trust-checkpoint"):
         folder.open(5)
     (path / "mp_rank_00").mkdir()
     with pytest.raises(CheckpointError, match="old torch format"):
@@ -220,7 +220,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_who_was_taken_over_publishes_nothing_and_removes_nothing(
     folder: CheckpointFolder, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that two runs on one folder cannot mix parts of their checkpoints."""
+    """Checks that two runs that use the same folder cannot mix parts of their checkpoints."""
     folder.lease = Lease(folder.path)
     folder.lease.claim()
     write_checkpoint(folder, 10)
@@ -293,7 +293,7 @@ def test_the_newest_of_a_pipeline_is_found_without_a_tracker(tmp_path: Path) -> 
 
 def test_the_former_of_a_pipeline_comes_back_where_its_successor_died(tmp_path: Path) -> None:
     folder = PipelineFolder(tmp_path)
-    # This is the state between the two renames of a commit.
+    # A commit leaves the folder in this state between its two renames.
     write_pipeline(folder, 1, "old").rename(tmp_path / ".step_00000001.replaced")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         folder.open(None)
@@ -373,7 +373,7 @@ def test_what_lost_its_manifest_is_tried_before_older_ones(tmp_path: Path) -> No
     (folder.complete_path(3) / "pipeline.json").unlink()
     assert folder.latest() == 2
     assert [*folder.candidates()] == [3, 2, 1]
-    with pytest.raises(DamagedCheckpointError, match=r"it has no pipeline\.json"):
+    with pytest.raises(DamagedCheckpointError, match=r"pipeline\.json is missing"):
         folder.open(3)
 
 
@@ -384,11 +384,11 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
         del body[name]
     del body["files"][INDEX]
     (path / "manifest.json").write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you trust") as caught:
+    with pytest.raises(CheckpointError, match="pass --trust-checkpoint if you trust") as caught:
         folder.open(10)
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert folder.open(10, trust=True)[1]["blocks"] == {}
-    # A new checkpoint is not mistaken for an earlier one.
+    # A new checkpoint is not mistaken for a checkpoint of an earlier version.
     path = write_checkpoint(folder, 20)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
@@ -399,18 +399,18 @@ def test_a_former_version_is_opened_where_it_is_trusted(folder: CheckpointFolder
 def test_a_whole_checkpoint_that_the_tracker_does_not_name_yet_counts(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks runs that were killed between naming a checkpoint and the tracker, even twice."""
+    """Checks runs that were killed, even twice, between the rename and the tracker's update."""
     for iteration in (10, 20, 30):
         write_checkpoint(folder, iteration)
         (folder.path / TRACKER).write_text("10")
         assert folder.latest() == iteration
     assert list(folder.candidates()) == [30, 20, 10]
-    assert "names iteration 10" in caplog.text
-    assert "--ckpt-step 10 goes back" in caplog.text
+    assert "contains iteration 10" in caplog.text
+    assert "--ckpt-step 10 to go back" in caplog.text
 
 
 def test_a_run_that_went_back_goes_on_from_its_own_checkpoints(folder: CheckpointFolder) -> None:
-    for iteration in (10, 20, 30, 15):  # the last after --ckpt-step 10
+    for iteration in (10, 20, 30, 15):  # the last of these was saved after --ckpt-step 10
         write_checkpoint(folder, iteration)
     assert folder.latest() == 15
     write_checkpoint(folder, 20)

@@ -1,8 +1,8 @@
 """Tests that random small models of every Hugging Face family match transformers.
 
-One process makes a model with ``transformers`` and its logits and gradients. Ranks of this project
-load it in a random shape and report their errors. ``HF_EXAMPLES=50`` tests this many models of each
-family; the default is a few, the same each time.
+One process creates a model with ``transformers``, and computes its logits and gradients. Ranks of
+this project load the model with random parallel sizes, and report their errors. ``HF_EXAMPLES=50``
+tests 50 models of each family. By default, a few models are tested, the same in every run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 
 class Answering:
-    """Runs ranks that load several models in sequence."""
+    """Runs ranks that load several models one after another."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._folder, self.world_size = folder, world_size
@@ -93,7 +93,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answering]:
 
 
 def shapes(name: str, ranks: int) -> list[list[str]]:
-    """Returns the shapes of this number of ranks: TP x PP x chunks x EP."""
+    """Returns the parallel sizes for a number of ranks: TP x PP x chunks x EP."""
     listed = []
     for pipeline, tensor in itertools.product((4, 2, 1), (2, 1)):
         if tensor * pipeline > ranks or (ranks == 8 and pipeline < 4):
@@ -113,7 +113,7 @@ def shapes(name: str, ranks: int) -> list[list[str]]:
 
 
 def drawn(name: str, ranks: int, draw: random.Random) -> tuple[int, list[str]]:
-    """Draws a number of layers and a shape; the first shapes have the most stages."""
+    """Draws a number of layers and parallel sizes. The first sizes have the most stages."""
     every = shapes(name, ranks)
     first = [*tiny_models.FAMILIES].index(name)
     flags = draw.choice(every) if EXAMPLES else every[first % len(every)]

@@ -1,4 +1,4 @@
-"""Tests import and export of Hugging Face models: equal logits, gradients and bytes, and errors."""
+"""Tests import and export of Hugging Face models: logits, gradients, bytes and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 
 def compare(folder: Path, cases: list[tuple[str, list[str]]], world_size: int) -> None:
-    """Runs models in shapes and compares results; each model must have reported its result."""
+    """Runs models with different parallel sizes, and compares the results of each model."""
     (folder / "cases.json").write_text(
         json.dumps([{"model": name, "flags": flags} for name, flags in cases])
     )
@@ -80,7 +80,7 @@ def test_shapes_of_two_ranks_compute_the_same(models: Path, tmp_path: Path) -> N
     cases = [
         ("llama", [*load("llama"), *chunks, "--pipeline-placement", "v"]),
         ("llama", [*flags, *from_checkpoint, *tensor]),
-        # Ranks exchange messages over gloo if the extension is missing.
+        # Ranks exchange messages over gloo, so that this also works without the extension.
         ("llama", [*flags, *from_checkpoint, *chunks, "--transport", "gloo"]),
         ("gpt2", [*load("gpt2"), *pipeline, "--partition", "3-1"]),
     ]
@@ -119,9 +119,11 @@ def test_layers_that_predict_are_read_and_written(models: Path, tmp_path: Path) 
     copied = "model.layers.4.embed_tokens.weight"
     shutil.copytree(predicting, tmp_path / "other")
     _edit(lambda t: t[copied].add_(1))(tmp_path / "other")
-    with pytest.raises(AdaptiveError, match=f"{copied} with other values than model.embed_tokens"):
+    with pytest.raises(
+        AdaptiveError, match=f"{copied} with different values than model.embed_tokens"
+    ):
         import_hf([str(tmp_path / "other"), "--output", str(tmp_path / "refused")])
-    # A folder without these layers, as transformers writes it, is a model without them.
+    # A folder without these layers, as written by transformers, is loaded as a model without them.
     assert "mtp_num_layers" not in load_config(models / "deepseek_v3").settings
 
 
@@ -134,7 +136,7 @@ def test_export_writes_the_same_files(name: str, models: Path, tmp_path: Path) -
 
 
 def test_every_family_has_a_small_model() -> None:
-    """Checks all but Kimi-K2, which is DeepSeek-V3 under another name and tested below."""
+    """Checks all families except Kimi-K2, which equals DeepSeek-V3 and is tested below."""
     assert {*tiny_models.FAMILIES, "kimi_k2"} == {*supported_types()}
 
 
@@ -174,7 +176,7 @@ def test_weights_in_8_bits_are_read_as_what_they_stand_for(tmp_path: Path) -> No
 
 @pytest.mark.multiprocess
 def test_a_run_hands_on_what_describes_its_model(models: Path, tmp_path: Path) -> None:
-    """Checks that ``hf export`` needs no model folder, even after a run from scratch."""
+    """Checks that ``hf export`` does not need the model's folder, even after a run from scratch."""
     shutil.copytree(models / "llama", tmp_path / "model")
     import_hf([str(tmp_path / "model"), "--output", str(tmp_path / "imported")])
     shutil.rmtree(tmp_path / "model")
@@ -199,7 +201,7 @@ def test_shards_and_index_are_those_of_transformers(
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(models / "qwen2")
-    # A loaded configuration is written in alphabetical order.
+    # A configuration that was loaded from a file is written in alphabetical order.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=7000)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
@@ -218,7 +220,7 @@ def test_shards_and_index_are_those_of_transformers(
         assert torch.equal(parameter, other)
 
 
-# Keys of the published files, without keys that have no effect.
+# Keys of the published configuration files, without keys that have no effect.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
@@ -350,7 +352,7 @@ def _lengthen(folder: Path) -> None:
 
 
 def _overlap(folder: Path) -> None:
-    """Makes two matrices of one shape overlap, and removes the bytes that are then unused."""
+    """Makes two matrices with the same shape overlap, and removes the bytes that become unused."""
     raw = (folder / SINGLE).read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), raw[8 + length :]
@@ -389,13 +391,13 @@ _QUERY = "model.layers.0.self_attn.q_proj.weight"
         (_pickle, "pytorch_model-00001-of-00001.bin, a pickle, .* save_pretrained"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY][:8].clone()})), r"q_proj.weight with shape"),
         (_edit(lambda t: t.update({_QUERY: t[_QUERY].to(torch.int8)})), "q_proj.* has the type I8"),
-        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different types"),
+        (_edit(lambda t: t.update({_QUERY: t[_QUERY].half()})), "tensor have different dtypes"),
         (_edit(lambda t: t.pop(_HEAD)), r"no lm_head.weight \(config.json says .* not tied"),
         (_edit(lambda t: t.pop(_QUERY)), "no model.layers.0.self_attn.q_proj.weight, and 1 of 39"),
-        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, which the model"),
+        (_edit(lambda t: t.update(more=t[_HEAD][:1].clone())), "contains more, but the model"),
         (
             lambda folder: _change(folder, tie_word_embeddings=True),
-            "lm_head.weight with other values than model.embed_tokens.weight",
+            "lm_head.weight with different values than model.embed_tokens.weight",
         ),
         (lambda folder: _change(folder, num_hidden_layers=3), "layers.3.*does not have"),
         (lambda folder: _change(folder, vocab_size=80), "embed_tokens.weight with shape"),
@@ -475,7 +477,7 @@ def test_what_the_layers_lack_is_refused_by_its_key(
     assert "\n" not in str(info.value)
 
 
-# A recipe whose model is that of a folder, and flags that contradict the folder
+# These tests use a recipe whose model comes from a folder, and flags that contradict the folder.
 
 
 RECIPE = {
@@ -512,7 +514,7 @@ def test_a_recipe_takes_its_model_from_the_folder(models: Path) -> None:
     for group in ("model", "core"):
         values, references = (vars(getattr(settings, group)) for settings in (config, expected))
         changed = {key: value for key, value in values.items() if value != references[key]}
-        # Training settings of the recipe are kept.
+        # The recipe's training settings are kept.
         assert changed in ({}, {"attention_dropout": 0.25})
     assert config.model.num_layers == 4
     with pytest.raises(ConfigError, match=r"--num-layers 5 contradicts the value 4 .*--load-hf"):

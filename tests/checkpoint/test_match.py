@@ -1,4 +1,4 @@
-"""Tests that a checkpoint of another model or optimizer is refused with the difference."""
+"""Tests that a checkpoint of a different model or optimizer is rejected, and why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_shape_of_one_model_fits() -> None:
     ],
 )
 def test_another_model_is_refused_with_what_differs(before: str, now: str, text: str) -> None:
-    with pytest.raises(CheckpointError, match="to another model") as caught:
+    with pytest.raises(CheckpointError, match="to a different model") as caught:
         require_same_model(manifest(settings(before)), settings(now), 128, "--load x")
     assert text in str(caught.value)
     assert str(caught.value).count(" in the checkpoint") == 1
@@ -87,7 +87,7 @@ def test_fine_tuning_may_change_what_weights_mean_but_not_their_shape() -> None:
 
 @pytest.mark.parametrize(("rows", "fits"), [(128, True), (256, True), (384, False), (512, False)])
 def test_padding_may_change_the_rows_of_the_embedding_but_no_more(rows: int, fits: bool) -> None:
-    """Checks that 128 rows on one rank, for 1 to 128 words, fit two ranks, which need 256 rows."""
+    """Checks that 128 rows for 1 to 128 tokens on one rank match 256 rows on two ranks."""
     saved = manifest(settings("--tensor-model-parallel-size 2", world_size=2), rows)
     if rows == 128:
         saved = manifest(settings(), rows)

@@ -1,4 +1,4 @@
-"""Tests loading of schedule states that megatron-core itself would load incorrectly."""
+"""Tests schedules and random states that megatron-core itself would load incorrectly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Groups:
-    """Stands for an optimizer with an ordinary group and a group with its own learning rate."""
+    """Stands in for an optimizer with an ordinary group and a group with its own learning rate."""
 
     def __init__(self) -> None:
         self.param_groups = [
@@ -61,7 +61,7 @@ def test_the_length_of_a_constant_weight_decay_does_not_matter() -> None:
 def test_the_winner_sets_the_usual_groups_and_leaves_those_with_a_rate_of_their_own(
     winner: str,
 ) -> None:
-    """Checks this because megatron-core keeps the rate limits of the loaded state in groups."""
+    """Checks the rates, because megatron-core keeps the groups' limits from the checkpoint."""
     before, _ = schedule(40, wd_incr_style="linear", start_wd=0.0)
     after, new = schedule(
         max_lr=4e-2,
@@ -90,14 +90,14 @@ def test_random_states_of_another_kind_of_device_are_left_out_with_a_line(
     }
     load_rng(state)
     (line,) = caplog.messages
-    assert "random states of a GPU, and this rank computes on a CPU" in line
+    assert "random states of a GPU, but this rank computes on a CPU" in line
     assert "--no-load-rng" in line
 
 
 def test_memory_for_copies_is_locked_as_large_as_it_is_and_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks the size, because torch's own pinned memory would round it up to 4096 bytes here."""
+    """Checks the size, because torch's own pinned memory would be rounded up to 4096 bytes here."""
     locked: dict[int, int] = {}
 
     def lock(address: int, size_bytes: int, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""Tests checkpoints on the nodes' own disks: which are complete, and what is left after a loss."""
+"""Tests checkpoints on local disks, also after ranks, nodes or disks have failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., Any]
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Returns the warnings of the trainer."""
+    """Returns the trainer's warnings."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -44,7 +44,7 @@ def test_every_file_is_copied_once_by_one_that_has_it() -> None:
     assert shares[2] == ["d"]
     assert all(shares)
     assert share_out([first], files) is None
-    assert share_out([{**first, "d": 3}], files) is None  # truncated
+    assert share_out([{**first, "d": 3}], files) is None  # the file is truncated
 
 
 def test_there_must_be_somewhere_to_copy_to(make: Make) -> None:
@@ -59,7 +59,7 @@ def test_two_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
     status, said = ranks(2, "local", tmp_path)
     assert status == 0, said
     assert "local: ok" in said
-    assert "ranks have 100% to 100% of iteration 4 on" not in said  # each disk has its part
+    assert "ranks have 100% to 100% of iteration 4 on" not in said  # each disk has its own part
 
 
 @pytest.mark.multiprocess
@@ -80,7 +80,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
         shutil.rmtree(disks[1])
     status, said = ranks(2, "copy_resumed", tmp_path)
     assert status == 0, said
-    text = "iteration 2 is not uploaded, because the disks of these nodes lack a part of it"
+    text = "iteration 2 is not uploaded, because the disks of these nodes do not contain all of it"
     assert (text in said) == is_lost
     assert ("continuing the copy of iteration 2 to" in said) == (not is_lost)
     assert shared.latest() == (2 if is_lost else 3)
@@ -88,7 +88,7 @@ def test_a_rank_killed_while_it_copies_costs_nothing_and_a_node_what_was_not_cop
 
 
 class Storage:
-    """Simulates shared storage that accepts no file until the test allows it."""
+    """Simulates shared storage that rejects all files until the test allows them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open = threading.Event()
@@ -124,8 +124,9 @@ def test_training_goes_on_while_the_copy_lags(
     assert CheckpointFolder(saved).latest() is None
     assert len(warned(caplog)) == 2
     for line, iteration in zip(warned(caplog), (3, 4), strict=True):
-        assert f"iteration {iteration} stays on the nodes' own disks, because" in line
-    # The checkpoint that is being copied is kept in addition to the configured number.
+        assert f"iteration {iteration} stays only on the nodes' local disks, because" in line
+    # The checkpoint that is being copied is kept in addition to the configured number of
+    # checkpoints.
     assert list(run.local._folder.steps()) == [2, 4]
     run.local._timeout_s = 0.1
     with pytest.raises(CheckpointError, match=r"the copy of iteration 2 .* did not finish within"):
@@ -201,7 +202,7 @@ def test_shared_storage_that_fails_is_told_and_the_next_comes_there(
     with pytest.raises(CheckpointError, match="iteration 2 was not copied to .*Not a directory"):
         run.checkpoints.save(worker.progress(2))
     assert list(run.local._folder.steps()) == [1, 2]
-    assert len(warned(caplog)) == 3  # one warning per try
+    assert len(warned(caplog)) == 3  # each attempt logs a warning
     outer.unlink()
     run.checkpoints.saver.drain()  # uploads the last checkpoint
     assert CheckpointFolder(outer / "saved").latest() == 2
@@ -260,7 +261,7 @@ def test_a_full_disk_is_named(
 def test_what_was_done_again_since_is_not_taken_for_newer(
     make: Make, worker: Any, tmp_path: Path
 ) -> None:
-    """Checks that parts of two runs with the same iteration do not mix, and stay removed."""
+    """Checks that files of two runs for the same iteration are not mixed, and stay removed."""
     saved, disk = tmp_path / "saved", tmp_path / "disk"
     run = make(save=saved, save_local=disk)
     run.step(1)
@@ -271,11 +272,11 @@ def test_what_was_done_again_since_is_not_taken_for_newer(
     shutil.rmtree(CheckpointFolder(saved).complete_path(3))  # the upload did not happen
     (saved / TRACKER).write_text("1")
     again = make(save=saved, load=saved, save_local=disk, ckpt_step=1)
-    assert again.checkpoints.load() == worker.progress(1)  # without the copy of 3 going on
+    assert again.checkpoints.load() == worker.progress(1)  # does not continue copying iteration 3
     again.step(5)
     again.checkpoints.save(worker.progress(2))
     assert list(local.steps()) == [1, 2]
-    # Another save of the same iteration, which this disk does not have.
+    # Simulate another save of the same iteration, which this disk does not have.
     state = again.state()
     path = local.complete_path(2) / "local.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "save_id": "another"}))

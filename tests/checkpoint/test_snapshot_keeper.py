@@ -1,4 +1,4 @@
-"""Tests that snapshots from another node are kept only if they are complete and of this job."""
+"""Tests that only complete snapshots of this job are accepted from other nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keeper() -> Iterator[SnapshotKeeper]:
 
 
 class Sender:
-    """Sends copies as another node's keeper does, or with errors."""
+    """Sends copies like another node's keeper, optionally with errors."""
 
     def __init__(self, keeper: SnapshotKeeper, secret: str = SECRET, run: str = "run") -> None:
         head = json.dumps(HEAD).encode()
@@ -41,7 +41,7 @@ class Sender:
     def send(
         self, step: int, slot: int, *, extra: int = 8, wrong: int = 0, whole: bool = True
     ) -> bool:
-        """Sends a step; returns whether the keeper reports that it was kept."""
+        """Sends a step, and returns whether the keeper confirms that it stored the step."""
         body = b"x" * HEAD["sent_bytes"]  # type: ignore[operator]
         try:
             self.sealed.send(struct.pack("<QQQ", step, slot, extra))
@@ -52,7 +52,7 @@ class Sender:
             if not whole:
                 self.sealed.socket.shutdown(socket.SHUT_WR)
             return self.sealed.receive() == struct.pack("<Q", step)
-        except ConnectionError:  # the keeper may refuse at any point
+        except ConnectionError:  # the keeper may close the connection at any point
             return False
 
 

@@ -1,4 +1,4 @@
-"""Tests which ranks copy what, and how a checkpoint is made from snapshots."""
+"""Tests which ranks copy which state, and how snapshots become a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .keepers import left_with, write_out
 Make = Callable[..., Any]
 
 
-# Copies do not contain random states; the trainer draws dropout from the seed and the step.
+# Copies do not contain random states, because the trainer draws dropout from seed and step.
 STILL = {"hidden_dropout": "0", "attention_dropout": "0"}
 
 
 class Log:
-    """Collects lines for the user, and observers."""
+    """Collects lines for the user and reported lines."""
 
     def __init__(self) -> None:
         self.said = self.reported = ""
@@ -48,7 +48,7 @@ class Log:
 
 
 class Copying:
-    """Copies the state of a training run on node ``a``."""
+    """Takes snapshots of a training run on node ``a``."""
 
     def __init__(self, training: Any, keeper: SnapshotKeeper, log: Log, **changes: Any) -> None:
         settings = {"run": "run", "node": "a", "domain": "a", "buddy": "b", "every": 1}
@@ -102,7 +102,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
     write_out(source, tmp_path)
     resumed = make(load=tmp_path, **flags, **STILL)
     assert resumed.checkpoints.load() == worker.progress(3)
-    # GPU kernels do not sum in a fixed order.
+    # GPU kernels do not sum in a fixed order, so allow small differences.
     rel = 1e-4 if training.job.accelerator.is_cuda else 0.0
     assert resumed.learn(3, 8) == pytest.approx(expected, rel=rel, abs=0.0)
     assert list(tmp_path.glob(".*")) == []
@@ -111,7 +111,7 @@ def test_training_goes_on_bit_for_bit_from_copies(
 def test_a_step_that_is_not_whole_does_not_count(
     make: Make, worker: Any, keepers: list[SnapshotKeeper]
 ) -> None:
-    """Checks that a rank that is killed while it copies leaves the previous step intact."""
+    """Checks that a rank that is killed while copying leaves the previous step intact."""
     training, log = make(**STILL), Log()
     copies = Copying(training, keepers[0], log)
     for step in (1, 2):
@@ -122,7 +122,8 @@ def test_a_step_that_is_not_whole_does_not_count(
     assert copies.now._file is not None
     copies.now._file.begin(0, 3)
     assert left_with(keepers[0], within_s=0.0).step == 2
-    copies.now._file.begin(1, 4)  # both local copies are lost, the one that was sent is left
+    # both local copies are lost, but the copy on the other node is left
+    copies.now._file.begin(1, 4)
     assert left_with(keepers[0], within_s=0.0).step == 0
     assert left_with(*keepers, within_s=0.0).step == 2
     copies.now.close()
@@ -157,7 +158,7 @@ def test_training_goes_on_without_a_buddy_that_is_lost(
         copies.take(worker.progress(step))
         copies.now.settle(step + 1)
     copies.now.close()
-    assert "warning: no copies of the state are kept in memory: node b does not take" in log.said
+    assert "warning: no copies of the state are kept in memory: node b does not accept" in log.said
 
 
 MIB = 1024**2
@@ -165,7 +166,7 @@ WEIGHT, OTHER = ("weight", (0, 0)), ("other", (0,))
 
 
 def rank(node: str, *parts: str, **changes: object) -> RankParts:
-    """Returns a rank of a node whose buddy is the node ``z``."""
+    """Returns a rank on a node whose buddy is node ``z``."""
     parts_of_rank = RankParts(
         node=node,
         domain=node,
@@ -217,7 +218,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     ranks = [rank("a", "x"), rank("z", "y", buddy="a")]
     plan = make_plan(ranks)
     assert why_not(plan, ranks, None) is None
-    # Two slots for its own state and two for the other node's.
+    # The node stores two slots for its own state, and two for the other node's state.
     assert why_not(plan, ranks, 4 * MIB + 4 * 4096) is None
     why = why_not(plan, ranks, 4 * MIB)
     assert why is not None
@@ -225,8 +226,8 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
     short = [ranks[0], dataclasses.replace(ranks[1], available_bytes=5 * MIB)]
     why = why_not(plan, short, None)
     assert why is not None
-    assert "on the machine of node z, which has 0.00488 GiB left" in why
-    # The memory is enough for one node, but not for two on the same machine.
+    assert "on the machine of node z, but of its 0.00488 GiB of available memory" in why
+    # The memory is enough for one node, but not for two nodes on the same machine.
     both = [dataclasses.replace(rank, machine="m", available_bytes=8 * MIB) for rank in ranks]
     assert why_not(plan, both, None) is not None
 
@@ -234,7 +235,7 @@ def test_memory_counts_for_who_keeps_the_copies() -> None:
 def test_the_thread_that_copies_makes_the_processs_gpu_current(
     make: Any, worker: Any, keepers: list[SnapshotKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks this because each process would otherwise also use memory of GPU 0."""
+    """Checks that the copying thread selects the process's GPU, so that it does not use GPU 0."""
     threads: list[str] = []
     monkeypatch.setattr(
         Accelerator, "make_current", lambda self: threads.append(threading.current_thread().name)

@@ -1,4 +1,4 @@
-"""Tests that runs resume bitwise equally, in other shapes, and after all kinds of failures."""
+"""Tests that runs resume bitwise equally, with other parallel sizes, and after failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Make = Callable[..., Any]
 
 
 def ranks(count: int, scenario: str, folder: Path) -> tuple[int | None, str]:
-    """Runs a scenario of the worker on several ranks; returns its status and their output."""
+    """Runs a scenario of the worker on several ranks, and returns their status and output."""
     log = folder.with_name(f"{folder.name}.log")
     status = run_ranks(
         [str(WORKER), scenario, str(folder)], world_size=count, log=log, limit_s=240.0
@@ -54,7 +54,7 @@ def saved(make: Make, worker: Any, tmp_path: Path) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.long
 def test_a_checkpoint_of_each_shape_loads_into_others(tmp_path: Path) -> None:
-    """Checks weights, optimizer, schedule and loss scale against those of an undisturbed run."""
+    """Checks weights, optimizer, schedule and loss scale against an uninterrupted run."""
     status, said = ranks(4, "reshape", tmp_path)
     assert status == 0, said
     assert "reshape: ok" in said
@@ -87,7 +87,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
     [
         {},
         {"bf16": None},
-        {"fp16": None, "initial_loss_scale": "4294967296"},  # overflows well beyond the save
+        {"fp16": None, "initial_loss_scale": "4294967296"},  # overflows until long after the save
         {"optimizer": "sgd"},
         {"use_distributed_optimizer": None},
     ],
@@ -96,7 +96,7 @@ def test_a_rank_killed_while_it_writes_leaves_the_former_checkpoint(
 def test_a_resumed_run_goes_on_bit_for_bit(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks that losses, including dropout, and the final state are those without interruption."""
+    """Checks that losses, including dropout, and the final state equal an uninterrupted run's."""
     run = make(save=tmp_path, **flags)
     run.learn(0, 3)
     run.checkpoints.save(worker.progress(3))
@@ -117,13 +117,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
     make: Make, worker: Any, tmp_path: Path, flags: dict[str, str | None]
 ) -> None:
-    """Checks losses of the resumed run, and that files with pickles are refused without trust."""
+    """Checks the resumed run's losses, and that files with pickles require the user's trust."""
     flags = {**flags, "attention_dropout": "0", "hidden_dropout": "0"}  # random states differ
     run = make(**flags)
     run.learn(0, 3)
     path = save_as_megatron_lm(run, tmp_path, 3)
     losses = run.learn(3, 12)
-    with pytest.raises(CheckpointError, match="give --trust-checkpoint if you trust") as caught:
+    with pytest.raises(CheckpointError, match="pass --trust-checkpoint if you trust") as caught:
         make(load=tmp_path, **flags).checkpoints.load()
     assert not isinstance(caught.value, DamagedCheckpointError)
     assert "\n" not in str(caught.value)
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_megatron_lm_is_loaded_where_it_is_trusted(
         CheckpointError, match=r"--ffn-hidden-size is \d+ in the checkpoint, but 48"
     ):
         make(load=tmp_path, trust_checkpoint=None, ffn_hidden_size="48", **flags).checkpoints.load()
-    file = path / "common.pt"  # megatron-core 0.19 prefers this file but does not write it
+    file = path / "common.pt"  # megatron-core 0.19 prefers this file, but does not write it
     common = torch.load(file, weights_only=False) if file.exists() else {}
     torch.save({**common, "evil": Evil(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError, match=r"cannot read .*common\.pt"):
@@ -155,7 +155,7 @@ class Evil:
 
 
 def save_as_megatron_lm(run: Any, folder: Path, iteration: int, further: Any = None) -> Path:
-    """Saves by megatron-core what Megatron-LM's trainer saves, and returns the folder of it."""
+    """Saves the same as Megatron-LM's trainer, by megatron-core; returns the checkpoint's path."""
     config, path = run.config, folder / f"iter_{iteration:07d}"
     samples = iteration * config.batch.global_batch_size
     rows = unwrap_model(run.chunks[0]).vocab_size
@@ -237,7 +237,7 @@ def test_what_is_written_behind_training_is_the_state_of_its_moment(
 def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
     make: Make, worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks that a disk that is full for a moment does not stop the run."""
+    """Checks that a disk that is temporarily full does not stop the run."""
     folder = tmp_path / "late"
     run = make(save=folder / "inner")
     folder.write_text("a file in the way")
@@ -274,7 +274,7 @@ def test_a_failure_behind_training_is_told_and_the_next_takes_its_place(
 def test_ranks_that_the_job_went_on_without_save_nothing(
     make: Make, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, str]
 ) -> None:
-    """Checks that a machine that was stopped does not overwrite newer checkpoints."""
+    """Checks that a job that was suspended does not overwrite newer checkpoints."""
     monkeypatch.chdir(tmp_path)
     saved = tmp_path / "saved"
     run = make(save=saved, **flags)
@@ -301,7 +301,7 @@ def test_saving_starts_no_process(make: Make, worker: Any, tmp_path: Path) -> No
     def count() -> int:
         total = 0
         for task in children.iterdir():
-            with contextlib.suppress(OSError):  # a thread that exited meanwhile
+            with contextlib.suppress(OSError):  # the thread may have exited
                 total += len((task / "children").read_text().split())
         return total
 
@@ -317,7 +317,7 @@ def test_a_folder_without_checkpoint_starts_anew_with_a_warning(
         with caplog.at_level(logging.WARNING):
             assert make(load=folder).checkpoints.load() is None
         assert f"--load {folder} {why}; starting from scratch" in caplog.text
-        with pytest.raises(CheckpointError, match=f"{why}; give a folder with a checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{why}; pass a folder with a checkpoint"):
             make(load=folder, exit_on_missing_checkpoint=None).checkpoints.load()
 
 

@@ -1,4 +1,4 @@
-"""Tests that checkpoints after the first are written without a new plan, with equal content."""
+"""Tests that later checkpoints are written without planning again, and have the same content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS: list[dict[str, str | None]] = [
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list with an entry for each checkpoint whose writers the ranks had to plan."""
+    """Returns a list with an entry for each checkpoint for which the ranks planned the writing."""
     planned: list[str] = []
     share_out = ShardWriter._share_out
 
@@ -42,7 +42,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _random_states() -> Iterator[None]:
-    """Restores the states of random generators after each test."""
+    """Restores the states of the random generators after each test."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(states[0])
@@ -51,13 +51,13 @@ def _random_states() -> Iterator[None]:
 
 
 def contents(folder: Path, iteration: int) -> dict[str, bytes]:
-    """Returns the files of a checkpoint."""
+    """Returns the contents of a checkpoint's files, by name."""
     path = CheckpointFolder(folder).complete_path(iteration)
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def test_a_full_disk_leaves_no_view_of_a_buffer_behind() -> None:
-    """Checks this because Python 3.12.1 crashed when it collected the error with both of them."""
+    """Checks that the error does not refer to buffers, which made Python 3.12.1 crash."""
     with pytest.raises(OSError, match="No space left on device") as failure:
         write_file(Path("/dev/full"), [torch.ones(1000)], {})
     cause = failure.value.__context__
@@ -91,7 +91,8 @@ def test_a_later_checkpoint_is_that_of_a_run_which_saves_for_the_first_time(
     once.checkpoints.save(worker.progress(3))
     often, expected = (contents(tmp_path / name, 3) for name in ("often", "once"))
     assert often.keys() == expected.keys()
-    for name in expected.keys() - {"manifest.json", "common.pt"}:  # these name --save
+    # these files contain the path of --save
+    for name in expected.keys() - {"manifest.json", "common.pt"}:
         assert often[name] == expected[name], name
     if "no_save_optim" not in flags:
         resumed = make(load=tmp_path / "often", **flags)
@@ -118,7 +119,7 @@ def test_random_states_of_another_length_are_found(
 def test_state_that_came_to_lie_elsewhere_is_found(
     make: Make, worker: Any, tmp_path: Path, plans: list[str]
 ) -> None:
-    """As a loaded optimizer's does."""
+    """Checks tensors that have moved in memory, like those of a loaded optimizer."""
     run = make(save=tmp_path)
     run.step(2)
     run.checkpoints.save(worker.progress(1))

@@ -1,4 +1,4 @@
-"""Makes small Hugging Face models, and what transformers computes with them."""
+"""Creates small Hugging Face models, and computes their logits and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 96
 LAYERS = 4
 SHARE_OF_FURTHER = 0.1
-"""Weight of the multi-token prediction loss, megatron-core's default."""
+"""Weight of the multi-token prediction loss, which is megatron-core's default."""
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ YARN = {
     "beta_fast": 32.0,
 }
 MIXED = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-# Configuration class, and differences from the sizes above.
+# Configuration class of each family, and differences from the sizes above.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA_3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str, seed: int = 0, **more: Any) -> None:
-    """Writes a model with random weights, its logits of some tokens and its gradients."""
+    """Writes a model with random weights, its logits for some tokens, and its gradients."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -170,7 +170,7 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
     """Adds a multi-token prediction layer, which transformers omits, to a DeepSeek model.
 
     Returns:
-        Its parameters by name, and its logits.
+        Parameters of the layer by name, and the layer's logits.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -218,7 +218,7 @@ def _add_prediction(model: Any, tokens: Any, folder: Path) -> tuple[dict[str, An
 
 
 def random_sizes(name: str, draw: random.Random, layers: int) -> dict[str, Any]:
-    """Draws sizes and switches of a configuration that two ranks can share."""
+    """Draws the sizes and switches of a configuration that two ranks can share."""
     heads = draw.choice((2, 4, 6))
     width = draw.choice((4, 8, 10, 16))
     sizes: dict[str, Any] = {
@@ -301,7 +301,8 @@ def _random_experts(name: str, draw: random.Random, layers: int) -> dict[str, An
     kind = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
     sizes[kind.get(name, "n_routed_experts")] = experts
     if name == "mixtral":
-        del sizes["moe_intermediate_size"]  # its experts have the width of the others' block
+        # the experts have the width of the other families' feed-forward layers
+        del sizes["moe_intermediate_size"]
     if name == "qwen3_moe":
         sizes["norm_topk_prob"] = draw.random() < 0.5
         sizes["mlp_only_layers"] = draw.sample(range(layers), draw.randrange(3))

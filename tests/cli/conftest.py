@@ -1,4 +1,4 @@
-"""Makes the fixtures of tests that read data available here."""
+"""Shares fixtures between tests that read data."""
 
 from __future__ import annotations
 

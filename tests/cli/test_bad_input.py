@@ -1,6 +1,6 @@
-"""Tests for wrong user input: one helpful line, status 2, and no files left behind.
+"""Tests that wrong input is answered with one helpful line, status 2, and no files left behind.
 
-Tests that need no process call the parser of the program; the other tests start real jobs.
+Tests that need no separate process call the program's parser. The other tests start real jobs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = (
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of the project; fails the test if it hangs."""
+    """Runs a program of the project, and fails the test if the program hangs."""
     return subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
@@ -43,7 +43,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the one line on stderr of a program that rejected its input."""
+    """Returns the single line on stderr of a program that rejected its input."""
     lines = done.stderr.splitlines()
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
@@ -79,7 +79,7 @@ def test_two_runs_started_in_one_second_have_a_folder_each(tmp_path: Path) -> No
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2"}, False),
         ({"RANK": "abc", "WORLD_SIZE": "2"}, True),
-        # Rank 0 detects this error as well.
+        # Rank 0 detects this error too.
         ({"RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "many"}, False),
         # Only this rank detects this error.
         ({"RANK": "5", "WORLD_SIZE": "2"}, True),
@@ -120,7 +120,7 @@ def test_unreadable_tokens_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     from megatron.adaptive.data import indexed
 
-    # root can read every file, so this simulates a missing permission.
+    # root can read every file, so simulate a missing permission.
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -169,7 +169,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
-    """Checks a reader that closes early, as in ``... train flags | head -0``."""
+    """Checks a reader that closes its input early, as in ``... train flags | head -0``."""
     command = [sys.executable, "-m", "megatron.adaptive", "train", "flags"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -182,7 +182,7 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
 
 
 def test_a_closed_standard_error_is_no_traceback(tmp_path: Path) -> None:
-    """Checks ``2>&-``: Python has ``None`` there, and the next opened file would get its number."""
+    """Checks ``2>&-``, for which Python sets stderr to ``None`` and may reuse its descriptor."""
     script = tmp_path / "closed.sh"
     program = f"{sys.executable} -m megatron.adaptive simulate --stages 2 --microbatches"
     script.write_text(f"{program} x 2>&-; echo $?; {program} 4 2>&- >/dev/null; echo $?\n")

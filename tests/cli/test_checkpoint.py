@@ -1,4 +1,4 @@
-"""Tests that ``checkpoint`` lists a folder and finds damaged files, without torch."""
+"""Tests that ``checkpoint`` lists checkpoints and finds damaged files, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StepFolders:
 
 def test_a_damaged_file_is_named(folder: StepFolders, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint.main(["verify", str(folder.path)]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count("verified") == 2
     shard = folder.complete_path(2) / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
     assert checkpoint.main(["verify", str(folder.path), "--json"]) == 1

@@ -1,4 +1,4 @@
-"""Tests that ``doctor`` describes a node, and the connection between two nodes."""
+"""Tests that ``doctor`` checks a node, and the connection between two nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares perplexity and a sample of ``evaluate`` with ``transformers``."""
+"""Tests that perplexity and sample of ``evaluate`` equal those of ``transformers``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = "A pipeline is as fast as its slowest stage. " * 20
 PROMPT = "The slowest stage"
 
 
-# Runs in a separate process, because other tests may have changed torch or transformers here.
+# The reference runs in a separate process, because other tests may have patched torch here.
 REFERENCE = f"""
 import json, sys, torch, transformers
 from tokenizers import Tokenizer
@@ -45,7 +45,7 @@ print(json.dumps([float(loss), tokenizer.decode(said, skip_special_tokens=False)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a small Llama in fp32 with a tokenizer of single bytes; returns its folder."""
+    """Writes a small fp32 Llama with a byte-level tokenizer, and returns its folder."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[float, str]:
-    """Returns the loss and the sample of transformers."""
+    """Returns the loss and the sample that transformers computes."""
     done = subprocess.run(
         [sys.executable, "-c", REFERENCE, str(folder), TEXT, PROMPT],
         capture_output=True,
@@ -84,7 +84,7 @@ def expected(folder: Path) -> tuple[float, str]:
 
 
 def run_warm(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program, forked with its ranks from one that has imported transformers."""
+    """Runs a program whose processes are forked from a process that has imported transformers."""
     return run_forked(
         command, folder=folder, limit_s=200.0, variables=forking(TRANSFORMERS), modules=TRANSFORMERS
     )
@@ -139,8 +139,8 @@ def test_checkpoints_of_a_run_from_a_folder_say_their_model(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--load-hf FOLDER", "the text is missing; give --data FILE or --prompt TEXT"),
-        ("--prompt x", "the model is missing; give --load CKPT or --load-hf DIR"),
+        ("--load-hf FOLDER", "the text is missing; pass --data FILE or --prompt TEXT"),
+        ("--prompt x", "the model is missing; pass --load CKPT or --load-hf DIR"),
         ("--load-hf FOLDER --data FOLDER/short.jsonl", "9 tokens are fewer than a batch of 1 x 32"),
     ],
 )

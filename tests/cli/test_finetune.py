@@ -1,4 +1,4 @@
-"""Tests ``train finetune``: losses equal transformers', and an interrupted run continues."""
+"""Tests that losses of ``train finetune`` equal transformers', and that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ COMMAND = ("-m", "megatron.adaptive", "train", "finetune")
 
 
 def paths_in(folder: Path) -> list[str]:
-    """Returns the options that name model, data and output."""
+    """Returns the options for model, data and output."""
     names = {"--model": "model", "--data": "data/train.jsonl", "--output": "tuned"}
     return [word for flag, name in names.items() for word in (flag, str(folder / name))]
 
 
 def tuned(folder: Path, options: str) -> str:
-    """Runs the command on the model and data of a folder; returns its output."""
+    """Runs the command on the model and data in a folder, and returns its output."""
     done = subprocess.run(
         [sys.executable, *COMMAND, *paths_in(folder), *options.split()],
         cwd=ROOT,
@@ -56,7 +56,7 @@ def tuned(folder: Path, options: str) -> str:
 
 @pytest.mark.multiprocess
 def test_a_whole_model_with_images_is_tuned_on_two_processes(tmp_path: Path) -> None:
-    """Checks two processes that the command starts, and the loss of the saved folder."""
+    """Checks two processes that the command starts, and the loss of the saved model."""
     write_image_model(tmp_path / "model")
     data = write_image_data(tmp_path / "data")
     options = "--epochs 2 --lr 5e-3 --length-multiple 8 --eval-share 0.2 --nproc-per-node 2"
@@ -95,7 +95,7 @@ def test_two_replicas_evaluate_the_one_sample_of_a_single_process(tmp_path: Path
 def test_an_interrupted_run_continues_with_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that losses equal an uninterrupted run's, and that a different order is an error."""
+    """Checks that losses equal an uninterrupted run's, and that changed data is an error."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -121,7 +121,7 @@ def test_an_interrupted_run_continues_with_the_same_samples(
         "checkpoints was made with seed 1, but now it is 2; use the former settings, or a new "
         "folder of checkpoints\n"
     )
-    # After an error, the pipeline leaves its process group open.
+    # After an error, the pipeline does not destroy its process group.
     dist.destroy_process_group()
     parallel_state.destroy_model_parallel()
     data = tmp_path / "data" / "train.jsonl"
@@ -142,7 +142,10 @@ def test_an_interrupted_run_continues_with_the_same_samples(
         ),
         (("--data", "nowhere.jsonl"), "nowhere.jsonl: No such file or directory"),
         (("--output", "model"), "model exists and is not empty; choose a new folder"),
-        (("--save-interval", "2"), "--save-interval needs a folder; add --checkpoints DIR"),
+        (
+            ("--save-interval", "2"),
+            "--save-interval requires a checkpoint folder; add --checkpoints DIR",
+        ),
         (("--lr", "-1"), "argument --lr: '-1' is not a number from 0 to 1"),
         (("--batch-size", "100"), "samples are left to train on, but a step needs 100"),
     ],
@@ -169,7 +172,7 @@ def test_wrong_options_are_named_in_one_line(
 def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that lost a process after it had saved the model refused its own folder."""
+    """Checks that a restarted job accepts its own saved model, and no other model."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")
@@ -212,7 +215,7 @@ def test_a_restart_accepts_only_the_model_that_the_same_job_has_saved(
 def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ended without a word, and the launcher could end the first one before its report."""
+    """Checks that a later process reports its error if the first process may not have it."""
     (tmp_path / "tuned").write_text("")
     monkeypatch.setattr("megatron.adaptive.cli.finetune._REPORT_S", 0.01)
     for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
@@ -223,7 +226,7 @@ def test_a_process_reports_an_error_that_the_first_one_of_its_node_may_not_have(
 
 
 def losses_of(output: str) -> dict[str, float]:
-    """Returns the loss of each step and evaluation, by what the line says of it."""
+    """Returns the loss of each step and evaluation, by the text before it."""
     return {
         name: float(loss)
         for name, loss in re.findall(r"^(.*): (?:evaluation )?loss ([\d.]+)", output, re.M)
@@ -232,7 +235,7 @@ def losses_of(output: str) -> dict[str, float]:
 
 @pytest.mark.multiprocess
 def test_an_elastic_job_continues_with_another_number_of_replicas(tmp_path: Path) -> None:
-    """It was refused. Samples and losses are those of a run in one process."""
+    """Checks that samples and losses equal those of a run in one process."""
     write_text_model(tmp_path / "model")
     (tmp_path / "data").mkdir()
     write_text_data(tmp_path / "data" / "train.jsonl")

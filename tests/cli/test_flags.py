@@ -1,4 +1,4 @@
-"""Checks that the documented list of flags is generated from the parser."""
+"""Tests that the documented list of flags is generated from the parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the launcher checks options before starting, and names the rank that failed."""
+"""Tests that the launcher checks options before it starts ranks, and names the rank that failed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def signals_end_programs() -> Iterator[None]:
-    """Lets signals act on programs, even if the tests run under nohup or in the background."""
+    """Restores default signal handlers, in case the tests run under nohup or in the background."""
     actions = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     former = {number: signal.signal(number, action) for number, action in actions.items()}
     yield
@@ -43,10 +43,10 @@ def signals_end_programs() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Launch]:
-    """Yields a function ``(script_text, ranks)`` that launches a script; kills its processes.
+    """Yields a function ``(script_text, ranks)`` that starts a launcher, which is finally killed.
 
-    With ``is_forked=True`` the launcher is forked from a process that has imported torch. Use it in
-    tests that neither inspect the launcher's process nor send it signals.
+    With ``is_forked=True``, the launcher is forked from a process that has imported torch. This is
+    for tests that neither inspect the launcher's process nor send signals to it.
     """
     processes: list[subprocess.Popen[str]] = []
 
@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Waits for the process to exit; returns status, stdout and stderr."""
+    """Waits for the process to exit, and returns its status, stdout and stderr."""
     stdout, stderr = process.communicate(timeout=WATCHDOG_S)
     return process.returncode, stdout, stderr
 
@@ -90,7 +90,7 @@ TOUCH = "import pathlib, os; pathlib.Path('started.' + os.environ['RANK']).touch
         ("--nproc-per-node 2", "--pipeline-model-parallel-size 4", ["world size 2"]),
         ("--nproc-per-node 2", "--num-layer 4", ["--num-layer", "--num-layers"]),
         ("--nproc-per-node 1", "--global-batch-size 3 --micro-batch-size 2", ["--global-batch-"]),
-        # Two nodes have 4 ranks, and the pipeline needs 3.
+        # Two nodes have 4 ranks in total, but the pipeline needs a multiple of 3.
         ("--nproc-per-node 2 --nnodes 2", "--pipeline-model-parallel-size 3", ["world size 4"]),
     ],
 )
@@ -121,13 +121,13 @@ def test_a_silent_program_at_the_address_of_node_0_is_named_at_once(
         address = f"--master-addr 127.0.0.1 --master-port {server.getsockname()[1]}"
         with pytest.raises(AdaptiveError, match="so it is not a torch store"):
             launch.main([*f"--nnodes 2 --node-rank 1 {address}".split(), str(script)])
-    # Another attempt could not succeed.
+    # The launcher does not retry, because another attempt would fail too.
     assert "waiting for node 0" not in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
 def test_ranks_run_with_one_thread_each(start: Launch, tmp_path: Path) -> None:
-    # Each line is one write, because the ranks share the pipe.
+    # Each line must be a single write, because the ranks share the pipe.
     text = (
         "import os\n"
         "line = f\"rank {os.environ['RANK']} {os.environ['OMP_NUM_THREADS']}\\n\"\n"
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named(start: Launch) -> None:
 def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     collective: str, start: Launch
 ) -> None:
-    # Rank 0 kills itself before the ranks compare their settings, or exchange their hosts and pids.
+    # Rank 0 kills itself before the ranks compare their settings, or exchange their hosts and PIDs.
     text = (
         "import os, signal, sys\n"
         "import torch.distributed as dist\n"
@@ -179,7 +179,8 @@ def test_a_rank_that_is_killed_during_the_start_causes_no_traceback(
     assert any(
         re.match(r"error: rank 0 \(pid \d+\) was killed by signal 9", line) for line in lines
     )
-    assert len(lines) <= 2  # the launcher's line, and that of rank 1 if it notices the loss first
+    # the launcher's line, and that of rank 1 if it detects the lost connection first
+    assert len(lines) <= 2
 
 
 @pytest.mark.multiprocess
@@ -195,7 +196,7 @@ def test_status_of_the_first_failure_is_passed_on(code: int, start: Launch) -> N
     assert status == code
     said, *rest = stderr.splitlines()
     assert said == "error: said by the rank"
-    if code == 2:  # an expected error has no further message
+    if code == 2:  # an expected error causes no further message
         assert rest == []
     else:
         assert len(rest) == 1
@@ -229,14 +230,14 @@ def test_a_signal_reaches_the_ranks(number: signal.Signals, start: Launch, tmp_p
     [
         (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGHUP, signal.SIGHUP),
-        # The user presses Ctrl-C and then closes the terminal.
+        # The user presses Ctrl-C, and then closes the terminal.
         (signal.SIGINT, signal.SIGHUP),
     ],
 )
 def test_a_signal_that_comes_again_lets_ranks_save(
     number: signal.Signals, again: signal.Signals, start: Launch, tmp_path: Path
 ) -> None:
-    # The launcher must stay at the second signal, because it holds the ranks' store.
+    # The launcher must keep running after the second signal, because it serves the ranks' store.
     text = (
         "import os, pathlib, signal, sys, time\n"
         "def leave(number, frame):\n"
@@ -268,7 +269,7 @@ def test_a_signal_that_comes_again_lets_ranks_save(
 
 
 def wait_for_ranks(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Waits until this number of ranks has started."""
+    """Waits until the given number of ranks has started."""
     end = time.monotonic() + WATCHDOG_S
     while len(list(folder.glob("started.*"))) < count:
         assert time.monotonic() < end
@@ -353,7 +354,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
     process = start("import time; time.sleep(60)", 1)
     status = Path("/proc", str(process.pid), "status")
     end = time.monotonic() + WATCHDOG_S
-    # Handlers are installed before the imports.
+    # The handlers are installed before the imports.
     while not _handled(status) >> (number - 1) & 1:
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -364,7 +365,7 @@ def test_an_interrupt_of_imports_is_one_line(number: signal.Signals, start: Laun
 
 
 def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -> None:
-    """Checks imports that precede the installation of handlers."""
+    """Checks imports that happen before the handlers are installed."""
     code = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
     (tmp_path / "difflib.py").write_text(code)
     done = subprocess.run(
@@ -378,8 +379,8 @@ def test_an_interrupt_of_the_first_imports_prints_no_traceback(tmp_path: Path) -
 
 
 def _handled(status: Path) -> int:
-    """Returns the mask of the signals that a process handles, 0 before it handles SIGHUP."""
+    """Returns the mask of the signals that a process handles, or 0 before it handles SIGHUP."""
     line = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     mask = int(line.split()[1], 16)
-    # SIGHUP gets its handler last; Python handles Ctrl-C from the start.
+    # The handler for SIGHUP is installed last. Python handles Ctrl-C from the start.
     return mask if mask >> (signal.SIGHUP - 1) & 1 else 0

@@ -1,4 +1,4 @@
-"""Tests the plan command: output, files, runs that use them, and error messages."""
+"""Tests ``plan``: its output, its files, runs that use these files, and error messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_discovered_cluster_is_one_to_plan_for(
         files[-1].write_text(json.dumps({"host": host, "node": node, "checks": []}))
     assert main(["--discover", *map(str, files)]) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct it")
+    assert printed.err.startswith("assumed: the network of a100-40 is 100 Gbit/s; correct this")
     cluster_file = tmp_path / "found.json"
     cluster_file.write_text(printed.out)
     assert run(cluster_file, f"{PLAN} --tp 1 --top 1") == 0
@@ -82,7 +82,7 @@ def test_a_margin_of_memory_is_left(cluster: Path, capsys: pytest.CaptureFixture
 def test_table_and_explanation(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cluster, f"{PLAN} --explain --tokens 1e9") == 0
     said = capsys.readouterr().out
-    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples for a step")
+    assert said.startswith("gpt2, 124 M parameters, fp16, on 8 GPUs; 8 samples per step")
     assert re.search(
         r"tp +dp +pp +batch .* tokens/s  per GPU +MFU  bubble .*price/step .*price/run", said
     )
@@ -196,7 +196,7 @@ def test_speed_of_a_gpu_and_neighbours_are_shown(
     said = capsys.readouterr().out
     seen = json.loads(plan.read_text())["prediction"]
     assert seen["tokens_per_s_per_gpu"] == pytest.approx(seen["tokens_per_s"] / 2)
-    # 6 operations for each parameter and token, plus the attention scores.
+    # A parameter takes 6 operations per token; attention scores take more operations.
     model = preset("gpt2-medium")
     least = 6 * model.parameters * seen["tokens_per_s"] / (2 * 312e12)
     assert least < seen["mfu"] < 1.3 * least
@@ -296,7 +296,7 @@ def test_the_front_is_written_and_drawn(
         (f"{PLAN} --time-limit 1us", "a step takes at least"),
         ("--model gpt2 --global-batch-size 8 --time-limit 1", "--time-limit must be a number"),
         (f"{PLAN} --max-price 1", "nodes cost at least 2 per hour"),
-        ("--model gpt2 --global-batch-size 8 --budget 1", "give its --tokens too"),
+        ("--model gpt2 --global-batch-size 8 --budget 1", "also set --tokens"),
         (
             "--model gpt2 --global-batch-size 8 --tp 4",
             "--tp 4 must divide the number of GPUs of a node",
@@ -304,16 +304,16 @@ def test_the_front_is_written_and_drawn(
         ("--model gpt2 --global-batch-size 8 --tp 5", "--tp 5 must divide the number of heads"),
         (
             "--model gpt2 --global-batch-size 8 --tp 0",
-            "--tp must be different positive integers, as in 1,2,4, got 0",
+            "--tp must be a list of different positive integers, such as 1,2,4, got 0",
         ),
         ("--model gpt2 --global-batch-size 8 --precision bf16", "t4 does not support bf16"),
         (
             "--model gpt2 --global-batch-size 8 --schedules 2f2b",
-            "--schedules must be from .*, got 2f2b",
+            "--schedules must be a list of names from .*, got 2f2b",
         ),
         (
             "--model gpt2 --global-batch-size 8 --schedules forward-only",
-            "--schedules must be from .*, got forward-only",
+            "--schedules must be a list of names from .*, got forward-only",
         ),
         ("--model gpt2 --global-batch-size 8 --profile nowhere.json", "No such file"),
         ("--model gpt2 --global-batch-size 8 --objectiv cost --foo", "plan: .*--foo"),
@@ -356,7 +356,7 @@ def test_a_measured_profile_counts_and_one_of_another_model_is_refused(
     assert run(cluster, f"{PLAN} --tp 1 --pp 1 --micro-batch-sizes 1 --profile {path}") == 0
     said = capsys.readouterr().out
     assert "not measured" not in said
-    # Two replicas, each with 4 microbatches of 14 layers that take 3 ms.
+    # Two replicas each have 4 microbatches of 14 layers that take 3 ms.
     match = re.search(r"1f1b +\w+ +\w+ +([\d.]+) (m?s)", said)
     assert match is not None
     seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1)
@@ -389,7 +389,7 @@ def test_layers_that_cannot_split_backwards_get_no_schedule_that_does(
 
     assert schedules("--attention unfused") == {"zb-v"}
     assert schedules("--attention fused") <= {"1f1b", "interleaved"}
-    # The trainer's own layers split backwards, also with kernels, the default on GPUs.
+    # The trainer's own layers can split backward passes, also with kernels (the default on GPUs).
     assert schedules("--attention kernel") == schedules("") <= {"zb-v", "zb-h1", "adaptive"}
     for name in ("1f1b", "interleaved", "zb-v", "v-half", "hinted"):
         assert schedules(f"--schedules {name}") == {name}

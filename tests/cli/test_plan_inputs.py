@@ -91,8 +91,8 @@ def test_hosts_of_several_types_are_told(tmp_path: Path) -> None:
 
 def test_other_models_and_lone_traces_are_refused(tmp_path: Path) -> None:
     run = _run(tmp_path, samples=1.5)
-    with pytest.raises(ConfigError, match="give the model that was trained"):
+    with pytest.raises(ConfigError, match="pass the model that was trained"):
         calibrated(_options("--calibrate", str(run)), _model(), _cluster("a"), None)
     (run / "progress.jsonl").unlink()
-    with pytest.raises(ConfigError, match="does not contain the tokens per step"):
+    with pytest.raises(ConfigError, match="does not contain the number of tokens per step"):
         calibrated(_options("--calibrate", str(run)), _model(), _cluster("a"), None)

@@ -1,4 +1,4 @@
-"""Tests ``preprocess_data`` as a program: flags, output, exit status, and leftover files."""
+"""Tests ``preprocess_data`` as a program: flags, output, exit status and leftover files."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_stopped_run_leaves_no_output_and_no_workers(
     assert program.returncode == status
     _wait_for(lambda: not any(map(_is_alive, workers)), "end of the workers")
     if number == signal.SIGKILL:
-        # No process is left to remove the hidden temporary file.
+        # No process is left that could remove the hidden temporary file.
         assert not list(tmp_path.glob("out*"))
     else:
         assert "Traceback" not in errors

@@ -24,7 +24,7 @@ FLAGS = (
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Removes a launcher's variables, which may be set if a launcher started the tests."""
+    """Removes the environment variables of a launcher that may have started the tests."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -61,7 +61,7 @@ def test_a_process_alone_trains(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_second_job_on_a_folder_is_refused_by_name(tmp_path: Path) -> None:
-    """Checks that the second job is rejected, because each would overwrite the other's files."""
+    """Checks that a second job is rejected, because the jobs would overwrite files."""
     first = Lease(tmp_path)
     first.claim(job="first", restarts=0)
     first.keep_up(print)

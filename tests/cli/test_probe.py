@@ -1,4 +1,4 @@
-"""Tests that ``doctor --probe`` reports a slow rank, a slow link and a failing folder."""
+"""Tests that ``doctor --probe`` reports a slow rank, a slow link and an unwritable folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = ("--seconds", "0.05")
 
 @contextmanager
 def often_stopped(process: psutil.Process) -> Iterator[None]:
-    """Stops a process repeatedly, so that it runs only a twentieth of the time."""
+    """Stops a process repeatedly, so that it runs only for a twentieth of the time."""
     ends = threading.Event()
 
     def run() -> None:
@@ -49,7 +49,7 @@ def often_stopped(process: psutil.Process) -> Iterator[None]:
 
 
 def probe(tmp_path: Path, *flags: str, slow_rank: int = -1, **variables: str) -> tuple[int, Any]:
-    """Probes with ``RANKS`` ranks; returns the highest status and the report of rank 0."""
+    """Probes with ``RANKS`` ranks, and returns the highest status and rank 0's report."""
     log = tmp_path / "log.txt"
     command = ["-m", "megatron.adaptive", "doctor", "--probe", "--json", *FAST, *flags]
     ranks = Ranks(command, world_size=RANKS, log=log, limit_s=LIMIT_S, variables=variables)
@@ -135,7 +135,7 @@ def test_wrong_sizes_are_reported_before_processes_start() -> None:
 
 @pytest.mark.multiprocess
 def test_outliers_are_the_last_that_is_printed(tmp_path: Path) -> None:
-    """The launcher added "error: rank 0 (pid 1234) exited with status 1; its message is above"."""
+    """Checks that the launcher prints nothing after the outliers."""
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--probe", "--processes", "2"]
     job = subprocess.Popen(

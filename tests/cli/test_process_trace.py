@@ -30,7 +30,7 @@ stage 1          2.00 (33%)  1.00 (17%)  2.00 (33%)  1.00 (17%)
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Enters a directory with a run of 2 ranks and 2 iterations as ``runs/latest``; returns it."""
+    """Changes to a new directory with a run of 2 ranks and 2 iterations, and returns its path."""
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "one"
     for rank in range(2):
@@ -61,13 +61,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def slices(path: Path) -> list[dict[str, object]]:
-    """Returns the slices in a file of events, without the thread of the ideal step."""
+    """Returns the slices in an event file, without the thread of the ideal step."""
     events = json.loads(path.read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X" and event["cat"] != "ideal"]
 
 
 def run_script(name: str) -> list[str]:
-    """Returns lines that a script prints in the current directory; stderr names only the run."""
+    """Returns the lines that a script prints in the current directory."""
     result = subprocess.run(
         [sys.executable, str(ROOT / name), *SHAPE],
         capture_output=True,

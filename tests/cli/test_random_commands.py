@@ -1,6 +1,6 @@
-"""Tests random wrong command lines of every subcommand: one line, status 2; ``--help``: status 0.
+"""Tests that random wrong command lines cause one line and status 2, and ``--help`` status 0.
 
-The environment variable ``COMMANDS`` sets the number of command lines, ``SEED`` the first seed.
+The environment variable ``COMMANDS`` sets the number of command lines, and ``SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _TRAINER = (
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand and the parts of its command line that can be wrong.
+    """A subcommand, and the parts of its command line that can be wrong.
 
     Attributes:
-        base: Valid command line.
+        base: Valid command line of the subcommand.
         numbers: Options that take a number.
-        choices: Options that take one of several words.
-        paths: Options that take an existing file or folder, or "" for positional arguments.
+        choices: Options that take one of several names.
+        paths: Options that take an existing file or folder, or an empty string for positional
+            arguments.
     """
 
     base: str
@@ -100,7 +101,7 @@ COMMANDS = (
 
 
 def trainer() -> Command:
-    """Returns the trainer with all of its flags that take a number or one of several words."""
+    """Returns the trainer, with all of its flags that take a number or one of several names."""
     specs = [spec for kind in groups().values() for spec in fields_of(kind) if spec.has_flag]
     single = [spec for spec in specs if not (spec.many or spec.reader or spec.is_switch)]
     numbers = [spec.name for spec in single if spec.base in (int, float)]
@@ -128,7 +129,7 @@ def draw_words(draw: random.Random) -> list[str]:
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Runs a subcommand in this process; returns its status and its error output."""
+    """Runs a subcommand in this process, and returns its status and error output."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *arguments])
         try:

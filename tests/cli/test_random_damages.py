@@ -1,12 +1,13 @@
-"""Tests random damage to every kind of file that a run reads: detected or harmless, never a hang.
+"""Tests that random damage to any file that a run reads is detected or harmless, and never hangs.
 
 There are three kinds of files. Files that determine a run and are written by programs (trackers,
-manifests, leases, indices, vocabularies) must be rejected, or be read as before the damage. Files
-that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may have another
-meaning after the damage: accepted values are within all ranges, and are shown before a run begins.
-Files that only describe a run (traces, states, records of a job) must not cause a traceback.
+manifests, leases, indices, vocabularies) must be rejected, or must be read as before the damage.
+Files that people write (``conf.sh``, plans, recipes, machines, clusters, schedules) may have a
+different meaning after the damage, but accepted values are within their ranges, and are printed
+before a run begins. Files that only describe a run (traces, states, records of a job) must not
+cause a traceback.
 
-The environment variable ``DAMAGES`` sets the number of cases, ``SEED`` the first seed.
+The environment variable ``DAMAGES`` sets the number of cases, and ``SEED`` the first seed.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ TEXT = "def f(x):\n    return [x, 'naïve ✓', 3.14159]  # the quick brown fox\
 
 @dataclass(frozen=True)
 class Subject:
-    """A kind of file.
+    """A kind of file to damage.
 
     Attributes:
         name: Name of the kind.
         file: Path of the file in the folder of inputs.
-        read: Function that reads the folder like a run, and returns the values that it would use.
-        decides: Whether damage must be rejected or be harmless.
+        read: Function that reads the folder like a run, and returns the values that the run would
+            use.
+        decides: Whether damage must be either rejected or harmless.
     """
 
     name: str
@@ -110,7 +112,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def _lease(folder: Path) -> Any:
-    """Returns whether the holder counts as gone, in which case others may take the lease."""
+    """Returns whether the lease counts as abandoned, so that other jobs may take it."""
     lease = folder_lease.Lease(folder / "claimed")
     lease.taken(1)
     return folder_lease._is_gone(lease._facts(1))
@@ -191,7 +193,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Any) -> Path:
     facts = {"seed": 5, "loss_scale": None, "extra": {}, "optimizer": "SGD", "save_id": "a"}
     pipelines.commit(3, {**facts, "options": {"w": {"lr": 0.1}}, "states": {}})
     folder_lease.Lease(folder / "claimed").claim(job="one", restarts=0)
-    other = os.getppid()  # outlives the test; this process's own claims count as gone
+    # this process outlives the test; claims of the test's own process count as gone
+    other = os.getppid()
     holder = {**folder_lease._here(), "pid": other, "ticks": folder_lease._state(other)[1]}
     holder |= {"job": "one", "restarts": 0, "since_unix_s": 1e9}
     claim = json.dumps({**holder, "sum": folder_lease._sum(holder)})
@@ -244,7 +247,7 @@ def _write_job(folder: Path) -> None:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Corrupts a file in one random way, and returns the name of the way."""
+    """Corrupts a file in one random way, and returns the name of this way."""
     content = bytearray(path.read_bytes())
     kind = draw.choice(list(_KINDS))
     made = _KINDS[kind](content, draw)
@@ -317,7 +320,7 @@ _KINDS: dict[str, Callable[[bytearray, random.Random], Any]] = {
 
 @contextlib.contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises an error in code that takes longer."""
+    """Raises an error if the block takes longer."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"no end within {seconds:g} s")
@@ -338,7 +341,7 @@ def fault(subject: Subject, folder: Path, before: Any) -> str:
             answer = subject.read(folder)
     except AdaptiveError as error:
         text = shown(str(error))
-        # Characters that only join or shape others are allowed, as in file names.
+        # Characters that only join or shape other characters are allowed, as in file names.
         is_line = len(text.splitlines()) == 1 and 0 < len(text) < LONGEST
         is_line &= not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in text)
         return "" if is_line else f"no line: {text[:300]!r}"

@@ -1,4 +1,4 @@
-"""Tests that one command trains a model from scratch and writes traces and a chart."""
+"""Tests that one command trains a model from scratch, and writes traces and a chart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..multiprocess.launch import environment, forking_every, kill_tree, wait_un
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 150.0
 
-# Program that replaces the example script and records its options and variables.
+# This script replaces the example script, and records its options and environment variables.
 SCRIPT = """
 { for name in PIPELINE_PARALLEL MODEL_CHUNKS TENSOR_PARALLEL DATA_PARALLEL SCHEDULE DATA_DIR RUN_DIR
   do printf '%s=%s\\n' "$name" "${!name}"; done
@@ -35,7 +35,7 @@ MOVES_LAYERS = ["--repartition", "auto", "--repartition-interval", "20"]
 
 
 class Started:
-    """Options and variables with which the example script was started."""
+    """Options and environment variables with which the example script was started."""
 
     def __init__(self, path: Path) -> None:
         lines = path.read_text().splitlines()
@@ -143,7 +143,7 @@ def test_layers_that_do_not_divide_get_a_partition(
     assert sum(layers) == 8
     assert max(layers) - min(layers) <= 1
     assert partition in (None, value)
-    # The trainer accepts this partition.
+    # Check that the trainer accepts this partition.
     config = parse(
         f"--num-layers 8 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
         f"--max-position-embeddings 8 --micro-batch-size 1 --global-batch-size {ranks} "
@@ -175,11 +175,11 @@ def test_status_is_that_of_the_training(
 ) -> None:
     monkeypatch.setenv("STATUS", str(status))
     assert run() == status
-    # A stopped run can be resumed; a failed run cannot.
+    # A stopped run can be resumed, but a failed run cannot.
     assert ("--resume" in capsys.readouterr().out) == (status > 128)
 
 
-# Replaces the example script: runs until it is asked to stop.
+# This script replaces the example script, and runs until it is asked to stop.
 WAITING_SCRIPT = """
 trap 'touch "$RUN_DIR/asked_to_end"; exit 0' TERM
 touch "$RUN_DIR/started"
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_made(
     assert "--runs-dir" in stderr
 
 
-# ``train single`` with a third of the corpus.
+# This program runs ``train single`` with a third of the corpus.
 START = """
 import sys
 from megatron.adaptive.cli import common, run_single
@@ -277,7 +277,7 @@ def test_from_nothing_to_a_chart(tmp_path: Path) -> None:
     assert trace.complete_iterations() == (1, 2, 3, 4)
     assert "using world size: 2, data-parallel-size: 1" in text
     assert "lm loss" in text
-    # The output names all folders and the next steps.
+    # The output contains all folders and the next steps.
     for mentioned in (*run.resolve().iterdir(), *("process_trace.py", "visualize_trace.py")):
         assert str(mentioned) in text
     assert "bash run_single.sh --pipeline_parallel 2 --model_chunks 2 --resume" in text

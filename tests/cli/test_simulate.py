@@ -1,4 +1,4 @@
-"""Tests ``python -m megatron.adaptive simulate``: table, chart, profiles, and bad input."""
+"""Tests ``simulate``: its table, its chart, profiles, and bad input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_table_shows_every_schedule_against_the_first(
     assert lines[0].startswith("1 draw each")
     rows = {line.split()[0]: line for line in lines[3:]}
     assert list(rows) == ["1f1b", "interleaved", "zb-v", "adaptive"]
-    # (8 + 3) * 3 = 33 against 8 * 3 + 3 / 2 = 25.5.
+    # The step takes (8 + 3) * 3 = 33 with 1f1b, and 8 * 3 + 3 / 2 = 25.5 with zb-v.
     assert "33" in rows["1f1b"]
     assert "1.000x" in rows["1f1b"]
     assert "25.5" in rows["zb-v"]
@@ -34,8 +34,8 @@ def test_the_table_shows_every_schedule_against_the_first(
 
 def test_a_slow_rank_sets_the_pace(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(f"{SMALL} --schedules 1f1b --slow-rank 3:2") == 0
-    # Eight microbatches of 6 s on the last rank, plus the first forward and last backward
-    # elsewhere.
+    # The step consists of eight microbatches of 6 s on the last rank, plus the first forward and
+    # the last backward pass on the other ranks.
     assert "57" in capsys.readouterr().out.splitlines()[3]
     assert simulate(f"{SMALL} --slow-rank 4:2") == 2
     assert "with a rank from 0 to 3" in capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_a_profile_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFi
     }
     path.write_text(json.dumps(profile))
     assert simulate(f"{SMALL} --schedules 1f1b --profile {path}") == 0
-    # The slow rank works 8 * 3 * 0.2 * 2 seconds.
+    # The slow rank computes for 8 * 3 * 0.2 * 2 seconds.
     step_s = float(capsys.readouterr().out.splitlines()[-1].split("chunk)")[1].split()[0])
     assert step_s > 9.6
 
@@ -122,7 +122,7 @@ def test_slices_show_efficiency_and_memory(
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["sequence_slices"] for row in rows] == [4, 4]
     assert f"{rows[1]['efficiency']:.3f}" in lines[5]
-    # All slices take 3 s / 4 on all four ranks; filling and draining take one slice per rank.
+    # All slices take 3 s / 4 on all four ranks. Filling and draining take one slice per rank.
     assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
     assert rows[1]["peak_microbatches"] <= 2.001
     assert "left out: zb-v: schedule zb-v got 4 slices" in lines[-1]
@@ -168,10 +168,10 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
     assert "left out: zb-v with 2 slices: schedule zb-v got 2 slices" in capsys.readouterr().out
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
-    # Eight slices are too many then, and whole microbatches are unchanged.
+    # Eight slices are too many in this case, and whole microbatches are unchanged.
     assert dear["adaptive", 2] < dear["adaptive", 8]
     assert dear["adaptive", 1] == free["adaptive", 1]
-    # The hint takes the longer backwards of attention into account.
+    # The order that "hinted" follows accounts for attention's longer backward passes.
     assert free["hinted", 8] < 1.01 * free["adaptive", 8]
 
 
@@ -179,5 +179,5 @@ def test_attention_moves_time_from_weight_gradients_to_backwards(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert simulate(f"{SMALL} --schedules 1f1b --attention-share 0.5") == 0
-    # A whole microbatch takes 3 s in any case: (8 + 3) * 3.
+    # A whole microbatch always takes 3 s, so the step takes (8 + 3) * 3.
     assert " 33 " in capsys.readouterr().out.splitlines()[3]

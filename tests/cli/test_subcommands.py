@@ -1,4 +1,4 @@
-"""Tests the subcommands: few, grouped, each with its usage; old names lead to new names."""
+"""Tests that subcommands are few, grouped and documented, and that old names suggest new names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMER = {
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Runs a command line in this process; returns its status, output and errors."""
+    """Runs a command line in this process, and returns its status, output and errors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["megatron.adaptive", *shlex.split(line)])
         try:
@@ -54,7 +54,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the one-line error of a rejected command line, without its ``error: ``."""
+    """Returns the one-line error of a rejected command line, without the prefix ``error: ``."""
     status, output, errors = run(line, capsys)
     assert (status, output) == (2, "")
     assert errors.startswith("error: ")
@@ -197,7 +197,7 @@ def test_version_names_what_it_builds_on_without_torch() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_python_exits_is_one_line(number: signal.Signals) -> None:
-    # The signal comes after the job's end, while Python unloads torch.
+    # The signal arrives after the job has ended, while Python unloads torch.
     code = (
         "import atexit, sys, time; from megatron.adaptive.__main__ import program\n"
         "sys.argv[1:] = ['--version']\n"

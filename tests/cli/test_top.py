@@ -27,7 +27,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron.adaptive", "job", "top"]
-# Runs in a new session with its terminal, so that Ctrl-C there sends a signal.
+# The program runs in a new session with its own terminal, so that Ctrl-C sends a signal.
 ADOPT = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execvp(sys.argv[1], sys.argv[1:])"
@@ -37,7 +37,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Writes a run of 2 stages and 2 replicas in iteration 6 of 20; rank 3 is slow."""
+    """Writes a run with 2 stages and 2 replicas in iteration 6 of 20, in which rank 3 is slow."""
     slow = Fault(kind="slow-rank", rank=3, factor=1.5)
     traces = tmp_path / "run" / "traces"
     write_synthetic(traces, SyntheticRun(num_ranks=2, replicas=2, iterations=5, faults=(slow,)))
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def say(traces: Path, fields: dict[str, object], ranks: Sequence[int] = range(4)) -> None:
-    """Writes the activity of each rank in the format of the ranks."""
+    """Writes the activity of each rank in the same format as the ranks."""
     for rank in ranks:
         file = NowFile(traces, rank)
         file.write({"iteration": 6, "num_microbatches": 8, "held_bytes": 3 << 20, **fields})
@@ -106,7 +106,7 @@ def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no run has written to this folder yet; give the folder"):
+    with pytest.raises(TraceError, match="no run has written to this folder yet; pass the folder"):
         main([str(tmp_path), "--once"])
 
 

@@ -1,4 +1,4 @@
-"""Tests ``python -m megatron.adaptive trace`` on valid and on damaged traces."""
+"""Tests ``trace`` on valid and on damaged traces."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL = SyntheticRun(num_ranks=2, replicas=2, num_microbatches=4, iterations=5, 
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes traces of two replicas of two ranks, 5 iterations, and enters their folder."""
+    """Writes traces of two replicas with two ranks and 5 iterations, and enters their folder."""
     monkeypatch.chdir(tmp_path)
     write_synthetic(tmp_path / "traces", SMALL)
     return tmp_path / "traces"
@@ -36,7 +36,7 @@ def refused(
     *arguments: str,
     program: Callable[[Sequence[str]], int] = main,
 ) -> str:
-    """Returns the one line that a rejected call prints; checks that no file is written."""
+    """Returns the single line that a rejected call prints, and checks that no file is written."""
     before = sorted(Path().rglob("*"))
     assert run_cli(program, arguments) == 2
     output = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_iterations_and_replica_are_chosen(
         "iteration 2, replica 0 of 2"
         in load_workbook(Path("one", f"{NAME}.xlsx"))["order"]["A1"].value
     )
-    # A range that partly overlaps the run selects the common iterations.
+    # If a range partly overlaps the run, the common iterations are selected.
     main([*flags, "--iterations", "4-90", "--output", "two/three.xlsx"])
     assert Path("two", "three.xlsx").exists()
     assert "over 2 complete iterations (4-5)" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_the_text_form_has_views_and_a_diagnosis(
         (["traces", "--iteration", "7"], "iteration 7 is not in traces, which has iterations 1-5"),
         (["traces", "--iterations", "7-9"], "iterations 7-9 are not in traces, which has"),
         (["traces", "--iterations", "4-2"], "'4-2' ends before it begins"),
-        (["traces", "--iterations", "few"], "'few' is not a range of iterations, A-B"),
+        (["traces", "--iterations", "few"], "'few' is not a range of iterations A-B"),
         (["traces", "--dp-rank", "2"], "which has data-parallel ranks 0-1"),
         (["traces", "--format", "xlsx,svg"], "invalid choice 'svg'; choose from "),
         (["traces", "--format", "json:dumps"], "must be a function decorated with trace_view"),

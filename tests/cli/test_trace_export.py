@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parses a request like a collector: ids are hexadecimal, unlike in protobuf's JSON."""
+    """Parses a request like a collector: IDs are hexadecimal, unlike in protobuf's JSON."""
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
         ids = [name for name in ("traceId", "spanId", "parentSpanId") if name in value]
@@ -53,7 +53,7 @@ def spans_of(requests: list[Any]) -> list[Any]:
 
 @contextmanager
 def collector(answer: tuple[int, bytes]) -> Iterator[tuple[str, list[Any]]]:
-    """Serves as a collector on loopback; yields its URL and the received requests."""
+    """Serves as a collector on loopback, and yields its URL and the received requests."""
     requests: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -108,7 +108,7 @@ def test_a_file_has_all_spans(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     assert trace_export.main([str(folder), "--otlp", str(file)]) == 0
     check(folder, [parsed(line) for line in file.read_text().splitlines()])
-    # The names are those of Megatron-LM, which the importer knows.
+    # The importer recognizes the names, because they are the same as in Megatron-LM.
     again = tmp_path / "again"
     assert trace.import_run([str(file), "--output", str(again)]) == 0
     exported, reread = read_run(folder), read_run(again)

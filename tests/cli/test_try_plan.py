@@ -1,4 +1,4 @@
-"""Tests ``plan --try``, which runs a rank alone, against the same rank of a real job."""
+"""Tests that ``plan --try``, which runs a single rank, agrees with the same rank of a real job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..multiprocess.launch import ROOT, Ranks, forking_every, tail
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
 SMALL += "--max-position-embeddings 32 --vocab-size 100"
-# Few operations for much memory, most of it in the vocabulary matrices.
+# This model has few operations for its memory, most of which is in the vocabulary matrices.
 LARGE = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
 LARGE += "--max-position-embeddings 128 --vocab-size 32768"
 LIMIT_S = 240
@@ -46,7 +46,7 @@ def write_plan(folder: Path, **changes: Any) -> Path:
 
 
 def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
-    """Tries a rank in a separate process, and returns the entry of the plan file."""
+    """Tries a rank in a separate process, and returns the rank's entry in the plan file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "megatron.adaptive", "plan", "--try", str(path)),
@@ -68,10 +68,10 @@ def tried(path: Path, model: str, rank: int) -> dict[str, Any]:
 def peaks_of_job(path: Path, model: str) -> list[int]:
     """Trains with a plan, and returns each rank's peak resident memory as counted by Linux.
 
-    The job's ranks and the tried ranks are forked from processes with the same imports, so that
-    pages of the parent process count equally in both.
+    The job's ranks and the tried ranks are forked from processes with the same imports, so that the
+    parent process's pages count equally in both.
     """
-    # The second step is the first with all of the optimizer's memory.
+    # The second step is the first step with all of the optimizer's memory.
     flags = "--mock-data --tokenizer-type NullTokenizer --train-iters 3 --eval-iters 0 --lr 1e-4"
     command = [str(ROOT / "pretrain_gpt.py"), "--plan", str(path), *model.split(), *flags.split()]
     log = path.with_name("log.txt")
@@ -82,7 +82,7 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
     try:
         while len(ended := ranks.wait(0.05)) < 2 and not any(ended) and time.monotonic() < end_s:
             for number, rank in enumerate(processes):
-                with contextlib.suppress(OSError, IndexError):  # the rank has ended
+                with contextlib.suppress(OSError, IndexError):  # the rank has exited
                     status = Path(f"/proc/{rank.pid}/status").read_text(encoding="utf-8")
                     peaks[number] = int(status.partition("VmHWM:")[2].split()[0]) * 1024
     finally:
@@ -93,14 +93,14 @@ def peaks_of_job(path: Path, model: str) -> list[int]:
 
 @pytest.mark.multiprocess
 def test_a_rank_alone_needs_the_memory_that_it_needs_in_the_job(tmp_path: Path) -> None:
-    # Two microbatches: the first stage keeps both, as it would of more.
+    # The first stage stores both of the two microbatches, which is its maximum.
     path = write_plan(tmp_path, global_batch_size=4)
     peaks = peaks_of_job(path, LARGE)
     for rank in (0, 1):
         entry = tried(path, LARGE, rank)
         measured = next(row for row in entry["ranks"] if row["rank"] == rank)
         assert measured["memory_bytes"] == pytest.approx(peaks[rank], rel=0.05)
-    # The file keeps both trials, and the plan with its measurements is a valid profile.
+    # The file contains both trials, and the plan with its measurements is a valid profile.
     assert [row["rank"] for row in entry["ranks"]] == [0, 1]
     assert entry["step_s"] > 0
 
@@ -162,7 +162,8 @@ def test_measurements_of_another_device_are_left_out_by_name(
     capfd.readouterr()
     assert main([*command, "--rank", "1"]) == 0
     assert (
-        "rank 0 was tried on A100-40, not on cpu; its values are omitted" in capfd.readouterr().err
+        "rank 0 was tried on A100-40, not on cpu; the values from that trial are omitted"
+        in capfd.readouterr().err
     )
     (measured,) = json.loads(path.read_text(encoding="utf-8"))["tried"]["ranks"]
     assert (measured["rank"], measured["device"]) == (1, "cpu")
@@ -175,7 +176,7 @@ def test_measurements_of_another_device_are_left_out_by_name(
         ({}, ["--world-size", "4"], r"--world-size must be 2 for .*, got 4"),
         ({"placement": [{"nodes": 2, "processes_per_node": 2}]}, [], "placement has 4 processes"),
         ({"degrees": {"pipeline": 2}}, [], "degrees.data is missing"),
-        ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal widths"),
+        ({"stages": [{"tensor": [1, 1]}, {"tensor": [1]}]}, [], "equal data-parallel sizes"),
         ({"partition": [1, 2]}, [], "layers 1-2 add up to 3"),
         ({"tried": {"ranks": [{"rank": 0}]}}, [], "try the plan again"),
     ],
@@ -212,7 +213,7 @@ def test_a_plan_without_measurements_is_no_profile(tmp_path: Path) -> None:
 def test_ranks_that_hang_while_links_are_measured_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command waited for them without an end, because they kept the launcher's pipe open."""
+    """Checks that the command does not wait forever for ranks that keep the pipe open."""
     launcher = tmp_path / "launcher"
     launcher.write_text(f"#!/bin/sh\nsleep 30 &\necho $! > {tmp_path}/rank\nwait\n")
     launcher.chmod(0o755)
@@ -224,7 +225,7 @@ def test_ranks_that_hang_while_links_are_measured_are_ended(
     plan: Any = None
     assert try_plan._measure_links(trial, plan) == {}
     assert time.monotonic() - begin_s < 20
-    assert "links between two ranks were not measured: they took more than 1 s" in (
+    assert "links between two ranks were not measured: the ranks took more than 1 s" in (
         capsys.readouterr().err
     )
     with contextlib.suppress(psutil.NoSuchProcess):

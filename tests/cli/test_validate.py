@@ -1,4 +1,4 @@
-"""Tests ``plan validate`` on a user's runs: plans read from traces, and error messages."""
+"""Tests ``plan validate`` on traced runs: plans that are read from traces, and error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BATCH = 2
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Writes two runs of a model of eight layers, and descriptions of model and cluster."""
+    """Writes two runs of a model with eight layers, and files that describe model and cluster."""
     (tmp_path / "model.txt").write_text(MODEL)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     _run(tmp_path / "runs" / "quick", microbatches=8)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _run(folder: Path, microbatches: int) -> None:
-    """Writes traces into ``traces``, in the trainer's layout."""
+    """Writes traces to ``traces``, in the trainer's layout."""
     traces = folder / "traces"
     traces.mkdir(parents=True)
     made_up = SyntheticRun(
@@ -102,8 +102,8 @@ def test_one_run_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"--cluster": None}, "need --cluster too"),
-        ({"--model": "gpt2"}, "give the model that was trained"),
+        ({"--cluster": None}, "also require --cluster"),
+        ({"--model": "gpt2"}, "pass the model that was trained"),
         ({"cluster": CLUSTER.replace("gpus_per_node: 4", "gpus_per_node: 1")}, "had more ranks"),
         ({"rank": 1}, "rank 1 has no trace"),
     ],

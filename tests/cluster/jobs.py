@@ -1,4 +1,4 @@
-"""Starts a tiny job of several nodes on this machine and observes it from outside."""
+"""Starts a tiny job with several nodes on this machine, and observes it from outside."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def command(
 
 
 class JobFolder:
-    """Reads the files of a job from outside.
+    """Reads the files of a job that another process runs.
 
     Args:
-        checkpoints: Folder of the job.
+        checkpoints: Checkpoint folder of the job.
     """
 
     def __init__(self, checkpoints: Path) -> None:
         self.checkpoints = checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Reads the manager's state file."""
+        """Returns the content of the manager's state file, or ``{}`` if it is missing."""
         path = self.checkpoints / "elastic" / "state.json"
         return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns the progress of all incarnations, in order."""
+        """Returns the progress lines of all incarnations, in order."""
         files = self.checkpoints.glob("elastic/epoch-*/progress.jsonl")
         lines = []
         for path in sorted(files, key=lambda path: int(path.parent.name.split("-")[1])):
@@ -85,7 +85,7 @@ class JobFolder:
         ]
 
     def until(self, condition: Callable[[], object], goal: str, limit_s: float = 150.0) -> None:
-        """Waits until a condition is true."""
+        """Waits until a condition is true. Fails after ``limit_s`` seconds."""
         end_s = time.monotonic() + limit_s
         while not condition():
             self.watch(goal)
@@ -93,10 +93,10 @@ class JobFolder:
             time.sleep(0.05)
 
     def watch(self, goal: str) -> None:
-        """Observes the job while a test waits; does nothing by default."""
+        """Observes the job while a test waits. Does nothing by default."""
 
     def said(self) -> str:
-        """Returns all logs, which are text files beside the checkpoints."""
+        """Returns all logs, which are text files next to the checkpoint folder."""
         return "\n".join(path.read_text() for path in self.checkpoints.parent.glob("*.txt"))
 
 
@@ -106,12 +106,12 @@ class ElasticJob(JobFolder):
     Args:
         folder: Folder for all files of the job.
         names: Names of the nodes.
-        extra: Arguments of the trainer.
+        extra: Additional arguments of the trainer.
         options: Options of the manager.
-        script: Script of the ranks.
+        script: Script that the ranks run.
         flags: First arguments of the script.
-        variables: Further variables of all processes.
-        slots: Number of processes of each node.
+        variables: Additional environment variables of all processes.
+        slots: Number of processes on each node.
     """
 
     def __init__(
@@ -147,22 +147,22 @@ class ElasticJob(JobFolder):
         draft.replace(self.machines)
 
     def change(self, names: Sequence[str]) -> None:
-        """Replaces the nodes in the machines file and notifies the manager."""
+        """Replaces the nodes in the machines file, and notifies the manager."""
         self._write(names)
         self.manager.send_signal(signal.SIGHUP)
 
     def agent(self, name: str) -> int:
-        """Returns the process id of a node's agent."""
+        """Returns the PID of a node's agent."""
         (entry,) = [node for node in self.state()["machines"] if node["name"] == name]
         return int(entry["pid"])
 
     def rank_on(self, name: str) -> psutil.Process:
-        """Returns the only rank of a node."""
+        """Returns the only rank on a node."""
         (rank,) = self._ranks_of(self.agent(name))
         return rank
 
     def _ranks_of(self, agent: int) -> list[psutil.Process]:
-        """Returns the processes of a node except its agent."""
+        """Returns the processes of a node, except its agent."""
         (asked,) = psutil.Process(agent).children()
         (forked,) = (
             child for child in self._parent.children() if child.name() == f"node-{asked.pid}"
@@ -170,7 +170,7 @@ class ElasticJob(JobFolder):
         return forked.children()
 
     def trained(self, incarnation: int, steps: int = 4) -> int:
-        """Waits until an incarnation has completed some steps; returns the last step."""
+        """Waits until an incarnation has completed some steps, and returns its last step."""
         goal = f"{steps} steps of epoch {incarnation}"
         self.until(lambda: len(self.steps(incarnation)) >= steps, goal)
         return max(self.steps(incarnation))
@@ -192,7 +192,7 @@ class ElasticJob(JobFolder):
         wait_until(lambda: not any(map(_lives, family)), lambda: family, 10.0, 0.01)
 
     def stop(self, limit_s: float = 150.0) -> None:
-        """Stops the job, which saves a checkpoint; checks that no process is left."""
+        """Stops the job, which saves a checkpoint, and checks that no process is left."""
         self.manager.send_signal(signal.SIGTERM)
         assert self.end(limit_s) == 128 + signal.SIGTERM, self.said()
         assert self.left_behind() == []
@@ -201,11 +201,11 @@ class ElasticJob(JobFolder):
         """Returns the losses of a single process that continues from a checkpoint.
 
         Args:
-            folder: Folder for its progress.
-            first: Iteration of the checkpoint. All shapes start from the weights of the first
-                shape, because initialization depends on the shape.
+            folder: Folder for the progress file of this process.
+            first: Iteration of the checkpoint. All layouts start from the weights of the first
+                layout, because initialization depends on the layout.
             last: Last iteration.
-            more: Flags of the trainer.
+            more: Additional flags of the trainer.
         """
         arguments = [str(TRAINER), *FLAGS, "--train-iters", "9999", *more]
         arguments += ["--pipeline-model-parallel-size", "1", "--progress-dir", str(folder)]
@@ -217,7 +217,7 @@ class ElasticJob(JobFolder):
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def check_losses(self, folder: Path, first: int, *more: str) -> int:
-        """Compares all steps after an iteration, including repeats; returns the last step."""
+        """Compares the losses of all steps after ``first``, even repeats; returns the last step."""
         done = {line["iteration"] for line in self.lines() if "iteration" in line}
         expected = self.undisturbed(folder, first, max(done), *more)
         assert set(expected) == {step for step in done if step > first}
@@ -231,7 +231,7 @@ class ElasticJob(JobFolder):
         return max(done)
 
     def end(self, limit_s: float = 150.0) -> int:
-        """Waits until the job exits; returns its status."""
+        """Waits until the job exits, and returns its exit status."""
         self._remember()
         return self.manager.wait(limit_s)
 
@@ -240,11 +240,11 @@ class ElasticJob(JobFolder):
         assert self.manager.poll() is None, f"the job ended before {goal}:\n{self.said()}"
 
     def said(self) -> str:
-        """Returns the log."""
+        """Returns the content of the log."""
         return self.log.read_text()
 
     def left_behind(self) -> list[str]:
-        """Returns the processes of the job that still run after it."""
+        """Returns the processes of the job that are still running after the job has exited."""
         psutil.wait_procs(list(self._family.values()), timeout=5)
         return [str(process) for process in self._family.values() if process.is_running()]
 
@@ -261,7 +261,7 @@ class ElasticJob(JobFolder):
     def _remember(self) -> None:
         for parent in (self._parent.pid, self.manager.pid):
             for pid in descendants_of(parent):
-                # Process ids are reused.
+                # PIDs are reused, so compare the processes.
                 if pid not in self._family or not self._family[pid].is_running():
                     with contextlib.suppress(psutil.NoSuchProcess):
                         self._family[pid] = psutil.Process(pid)

@@ -1,9 +1,9 @@
-"""Runs a user's script with a Pipeline: each rank reports samples and loss of every step.
+"""Runs a user's script with a Pipeline. Each rank reports samples and loss of every step.
 
-Arguments: number of steps, samples per step, a folder for results, and a JSON object of options.
-The loop reads ``folder``, ``save_interval`` and ``async_save``; ``state`` adds a learning rate
-scheduler, ``late`` slows pieces down, and ``wrong`` does something that a job must refuse. All
-other options are arguments of the Pipeline.
+The arguments are the number of steps, the samples per step, a folder for results, and a JSON object
+of options. The loop uses the options ``folder``, ``save_interval`` and ``async_save``. ``state``
+adds a learning rate scheduler, ``late`` slows down some pieces, and ``wrong`` does something that a
+job must reject. All other options are arguments of the Pipeline.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ WIDTH = 8
 
 
 class Late(torch.autograd.Function):
-    """Sleeps, longer on the node ``b`` once a file with that name exists."""
+    """Sleeps, and sleeps longer on node ``b`` once a file named ``b`` exists."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, folder: str) -> torch.Tensor:
         ctx.folder = folder
-        takes_s = 0.008  # longer than delays caused by other programs
+        takes_s = 0.008  # longer than delays that other programs cause
         if os.environ.get("MEGATRON_ADAPTIVE_NODE") == "b" and (Path(folder) / "b").exists():
             takes_s = 0.032
         time.sleep(takes_s)
@@ -43,7 +43,7 @@ class Late(torch.autograd.Function):
 class Net(torch.nn.Module):
     def __init__(self, late_folder: str) -> None:
         super().__init__()
-        self.late_folder = late_folder  # a file in it slows the net down; empty for never
+        self.late_folder = late_folder  # if not empty, a file in this folder can slow down the net
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(5))
 
@@ -58,7 +58,7 @@ class Net(torch.nn.Module):
 
 
 def batch_of(step: int, size: int) -> dict[str, torch.Tensor]:
-    """Returns a batch; the first value of a sample identifies the sample."""
+    """Returns a batch. The first value of each sample identifies the sample."""
     x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
     x[:, 0] = (step * size + torch.arange(size)) / 1e3
     return {"x": x}

@@ -1,4 +1,4 @@
-"""Writes files that describe a cluster of two node types and the layer times on them."""
+"""Writes files that describe a cluster with two node types, and layer times on these types."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 FAST_S, SLOW_S = 0.004, 0.008
-"""Seconds of a layer's forward, and of its backward, on both types."""
+"""Seconds of a layer's forward pass, and of its backward pass, on both node types."""
 
 
 def cluster_file(folder: Path, hosts: Mapping[str, str], gpus: int = 1, **more: Any) -> Path:
     """Writes a cluster file.
 
     Args:
-        folder: Folder of the file.
-        hosts: Nodes of each type, one letter per node; empty for a type without listed nodes.
-        gpus: Number of GPUs of each node.
-        more: Further keys of each type.
+        folder: Folder to which the file is written.
+        hosts: Nodes of each type, with one letter per node; empty for a type without listed nodes.
+        gpus: Number of GPUs on each node.
+        more: Additional keys of each type.
     """
     nodes = []
     for name, letters in hosts.items():
@@ -36,8 +36,8 @@ def profile_file(folder: Path, layer_s: Mapping[str, float]) -> Path:
     """Writes a profile.
 
     Args:
-        folder: Folder of the file.
-        layer_s: Seconds of a layer, by type.
+        folder: Folder to which the file is written.
+        layer_s: Seconds of a layer, by node type.
     """
     rows = []
     for name, seconds in layer_s.items():

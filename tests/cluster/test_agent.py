@@ -21,7 +21,7 @@ LIMIT_S = 120.0
 
 
 def make_agent(port: int, folder: Path, script: str = "") -> Agent:
-    """Returns an agent of a node ``a`` whose ranks run a script."""
+    """Returns an agent of a node ``a`` whose ranks run the given script."""
     path = folder / "train.py"
     path.write_text(script)
     work = NodeWork(script=str(path), arguments=(), checkpoints=str(folder))
@@ -47,11 +47,11 @@ def test_a_node_of_an_older_version_is_refused() -> None:
     answer = asyncio.run(join())
     assert answer is not None
     assert answer["what"] == "refused"
-    assert "runs another version than this node" in answer["why"]
+    assert "runs a different version than this node" in answer["why"]
 
 
 def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    """Checks that a node refuses an older manager, whose messages differ."""
+    """Checks that a node rejects an older manager, whose messages differ."""
 
     async def join() -> None:
         async def welcome(link: Connection) -> None:
@@ -65,7 +65,9 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
         finally:
             listener.close()
 
-    with pytest.raises(SetupError, match=r"at 127\.0\.0\.1 runs another version than this node"):
+    with pytest.raises(
+        SetupError, match=r"at 127\.0\.0\.1 runs a different version than this node"
+    ):
         asyncio.run(join())
 
 
@@ -74,7 +76,7 @@ def test_a_manager_of_an_older_version_is_refused(tmp_path: Path) -> None:
 def test_ranks_start_without_checks_and_unknown_orders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that device checks that hang disturb no ranks, and that unknown orders fail."""
+    """Checks that hanging device checks do not disturb ranks, and that unknown orders fail."""
 
     async def run() -> list[int]:
         members = Membership(None, None, "127.0.0.1", SECRET)
@@ -106,5 +108,5 @@ def test_ranks_start_without_checks_and_unknown_orders(
     (line,) = (line for line in said.splitlines() if "error" in line)
     assert line.endswith(
         "node a: the manager's request to start restore-1/a contains 'is_restore', which this "
-        "node does not know; install the same version on all nodes"
+        "node does not support; install the same version on all nodes"
     )

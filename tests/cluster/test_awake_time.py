@@ -1,4 +1,4 @@
-"""Tests that time in which a process itself was stopped does not count towards timeouts."""
+"""Tests that time during which a process was stopped does not count towards timeouts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_process_that_was_stopped_does_not_lose_the_other_side() -> None:
         try:
             link = await asyncio.wait_for(joined.get(), 60)
             os.kill(child.pid, signal.SIGSTOP)
-            # Twice the limit, during which this process keeps sending heartbeats.
+            # Wait for twice the timeout, during which this process keeps sending heartbeats.
             end_s = time.monotonic() + 6.0
             while time.monotonic() < end_s:
                 await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Tests conf.sh and plan files: their meaning, and error messages with value and rule."""
+"""Tests that ``conf.sh`` and plan files are read correctly, and that errors name value and rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Returns a function that writes a conf.sh into a folder with a space in its name."""
+    """Returns a function that writes a ``conf.sh`` to a folder with a space in its name."""
 
     def make(text: str) -> Path:
         path = tmp_path / "my run" / "conf.sh"
@@ -79,8 +79,8 @@ def test_mixed_nodes_keep_their_order(write: Write) -> None:
         ("NNODES=two", ["NNODES=two", "integer"]),
         ("MASTER_PORT=70000", ["MASTER_PORT=70000", "65535"]),
         ("LR=0", ["LR=0", "more than 0"]),
-        ("SEQUENCE_SLICES=0", ["SEQUENCE_SLICES=0", "at least 1; auto is also possible"]),
-        ("SEQUENCE_SLICES=many", ["SEQUENCE_SLICES=many", "integer; auto is also possible"]),
+        ("SEQUENCE_SLICES=0", ["SEQUENCE_SLICES=0", "at least 1; auto is also allowed"]),
+        ("SEQUENCE_SLICES=many", ["SEQUENCE_SLICES=many", "integer; auto is also allowed"]),
         ("PROFILE=maybe", ["PROFILE=maybe", "True or False"]),
         ("CONTAINER=docker", ["CONTAINER=docker", "apptainer"]),
         ("CONTAINER=pyxis", ["CONTAINER=pyxis", "IMAGE"]),

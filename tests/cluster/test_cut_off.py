@@ -1,4 +1,4 @@
-"""Tests that a job continues without a node whose packets are dropped, and later with it."""
+"""Tests that a job continues without a node whose packets are dropped, and later with this node."""
 
 from __future__ import annotations
 

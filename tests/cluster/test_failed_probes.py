@@ -21,8 +21,8 @@ from tests.multiprocess.launch import ROOT
 
 from .jobs import FLAGS, TRAINER, ElasticJob
 
-# The trainer with slow matrix multiplications in the first incarnation, most of all on node c. The
-# other nodes are slow too, so that node c passes later even on a busy machine.
+# This script runs the trainer with slow matrix multiplications in the first incarnation, slowest on
+# node c. The other nodes are slow too, so that node c passes later even on a busy machine.
 SCRIPT = f"""
 import os, runpy, time, torch
 
@@ -98,7 +98,7 @@ def handle(policy: ProbePolicy, names: str, failed: str, *more: str) -> tuple[st
         running = RunningRanks(incarnation=incarnation, layout=layout, folder=Path(), where=where)
         entries = [FailedNode(node=name, text=TEXT, limits={}) for name in failed]
         reason = await probes.handle(entries, running, nodes)
-        assert not await probes.handle(entries, running, nodes)  # each failure is handled once
+        assert not await probes.handle(entries, running, nodes)  # each failure is handled only once
         await probes.close()
         return reason, [node.name for node in stragglers.included(nodes)]
 

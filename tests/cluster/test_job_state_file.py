@@ -15,7 +15,7 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME
 
 
 def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
-    """Appends lines as a rank does."""
+    """Appends lines in the same way as a rank."""
     folder.mkdir(exist_ok=True)
     with (folder / PROGRESS_NAME).open("a") as file:
         file.write(
@@ -27,7 +27,7 @@ def write(folder: Path, *lines: dict[str, Any], end: str = "\n") -> None:
 
 
 def steps(*durations_ms: float, first: int = 1) -> list[dict[str, Any]]:
-    """Returns report lines of some iterations."""
+    """Returns the report lines of some iterations."""
     return [
         {"iteration": iteration, "step_ms": ms} for iteration, ms in enumerate(durations_ms, first)
     ]
@@ -50,7 +50,7 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
 
 
 def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) -> None:
-    """Checks this for ranks that finish a checkpoint upload from their own disks before loading."""
+    """Checks ranks that complete a newer checkpoint's upload from local disks before loading."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )
@@ -71,7 +71,7 @@ def test_ranks_may_find_something_newer_than_the_manager_knew(tmp_path: Path) ->
 
 
 def test_steps_of_a_damaged_checkpoint_are_lost_too(tmp_path: Path) -> None:
-    """Checks the count if ranks fall back to an older checkpoint than the manager counted from."""
+    """Checks the count if ranks fall back to an older checkpoint than the manager expected."""
     incarnation = Incarnation(
         number=2, layout="one", processes=2, nodes=("a",), reason="b was killed"
     )

@@ -1,4 +1,4 @@
-"""Tests that ranks save a checkpoint and exit when the program that started them is killed."""
+"""Tests that ranks save a checkpoint and exit if the program that started them is killed."""
 
 from __future__ import annotations
 

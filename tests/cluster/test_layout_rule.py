@@ -1,4 +1,4 @@
-"""Tests layouts that are chosen by the rule, and the handling of slow nodes."""
+"""Tests layouts that the simple rule chooses, and the handling of slow nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_as_many_processes_as_batch_and_layers_allow_near_the_pipeline_asked_for
         4: (2, 2),
         5: (5, 1),
         6: (3, 2),
-        7: (3, 2),  # seven stages would lack layers, seven replicas would lack samples
+        7: (3, 2),  # seven stages would lack layers, and seven replicas would lack samples
         8: (2, 4),
         9: (2, 4),
     }
@@ -162,13 +162,13 @@ def slow(rank: int, factor: float = 2.0, *, times: int = 2, ranks: int = 3) -> S
 def test_a_slow_node_gets_fewer_layers_once() -> None:
     job = Job("replan", "abc")
     assert job.choose().partition == (2, 3, 3)
-    assert job.handle(slow(1, times=1)) == ""  # it may be temporary
+    assert job.handle(slow(1, times=1)) == ""  # the slowness may be temporary
     assert job.handle(slow(1, 1.05)) == ""
     assert job.handle(slow(1)) == "b is slow, rank 1 takes 2.00 times as long"
     assert job.choose().partition == (3, 2, 3)
-    assert job.handle(slow(1, 4.0)) == ""  # only one move per node
+    assert job.handle(slow(1, 4.0)) == ""  # a node causes only one change of layout
     assert job.stragglers.to_dict(job.nodes[1])["slowness"] == 2.0
-    job.stragglers.joined("b")  # a node that rejoins counts as fast
+    job.stragglers.joined("b")  # a node that joins again counts as fast
     assert job.choose().partition == (2, 3, 3)
 
 
@@ -191,7 +191,7 @@ def test_nothing_is_done_where_nobody_wants_it_or_nothing_helps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert Job("ignore", "abc").handle(slow(0, 4.0)) == ""
-    job = Job("replan", "ab", ["--num-layers", "2"])  # one layer each is fastest
+    job = Job("replan", "ab", ["--num-layers", "2"])  # one layer per stage is fastest
     assert job.handle(slow(0, 1.5, ranks=2)) == ""
     assert "because no layout with fewer layers for it is faster" in capsys.readouterr().err
 

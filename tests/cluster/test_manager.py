@@ -22,7 +22,7 @@ from .jobs import FLAGS
 
 
 def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
-    """Returns a manager of a job whose first incarnation has worked, or has not."""
+    """Returns a manager of a job whose first incarnation did or did not complete a step."""
     flags = (*FLAGS, "--train-iters", "9")
     spec = JobSpec(script=Path("x.py"), arguments=flags, checkpoints=folder, **more)
     manager = Manager(spec, Chooser())
@@ -31,7 +31,7 @@ def managed(folder: Path, *, worked: bool = True, **more: Any) -> Manager:
 
 
 def ended(status: int) -> RunningRanks:
-    """Returns an incarnation of one rank that exited on its own."""
+    """Returns an incarnation with one rank that exited on its own."""
     layout = ParallelLayout(tensor=1, pipeline=1, data=1, partition=(1,), micro_batch=1, flags=())
     incarnation = Incarnation(number=1, layout="one", processes=1, nodes=("a",), reason="start")
     fault = f"rank 0 on a exited with status {status}"
@@ -63,7 +63,7 @@ def test_only_what_never_worked_ends_the_job_at_once(
 
 
 def test_nodes_that_are_taken_are_no_failures_of_the_program(tmp_path: Path) -> None:
-    """Checks that lost nodes do not count as failures without a checkpoint in between."""
+    """Checks that lost nodes do not count as failures without a new checkpoint."""
     manager = managed(tmp_path, max_restarts=1)
     lost = ended(-9)
     lost.fault = lost.gone = "node a was lost"
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_though_its_peer_is_seen_to_end_first(
 def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
     tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks this for ranks that fail with status 2 before the manager notices the lost node."""
+    """Checks ranks that exit with status 2 before the manager notices that a node is lost."""
 
     async def cut() -> tuple[int | None, str]:
         manager = managed(tmp_path, max_restarts=0)
@@ -125,7 +125,7 @@ def test_a_node_that_is_cut_off_is_no_failure_of_the_program(
 
 
 def test_a_rank_that_goes_with_its_node_is_no_failure_of_the_program(tmp_path: Path) -> None:
-    """Checks this for a node that was taken before its ranks had saved."""
+    """Checks a node that is taken away before its ranks have saved."""
     manager = managed(tmp_path, max_restarts=0)
     reason = "notice SIGTERM on b"
     nodes = {"a": Node(name="a", status="present")}
@@ -154,7 +154,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
     for name, is_ready in (("a", False), ("b", True), ("c", True)):
         node = Node(name=name, status="present", slots=1, is_ready=is_ready)
         manager._members.nodes[name] = node
-    assert chosen() == ["a", "b", "c"]  # all nodes import at the start
+    assert chosen() == ["a", "b", "c"]  # all nodes import their modules at the start
     manager._incarnations.append(ended(0).incarnation)
     assert chosen() == ["b", "c"]
     for node in manager._members.nodes.values():
@@ -163,7 +163,7 @@ def test_a_job_that_trained_goes_on_without_nodes_that_still_import(tmp_path: Pa
 
 
 def test_a_node_that_changes_nothing_begins_no_morph(tmp_path: Path) -> None:
-    """Checks that such a node does not start the clock of the next morph."""
+    """Checks that such a node does not start the measurement of the next change of layout."""
     manager = managed(tmp_path)
     node = Node(name="a", status="present", slots=1, is_ready=True)
     manager._members.nodes["a"] = node
@@ -198,11 +198,11 @@ def test_ranks_of_every_incarnation_may_save_no_more_before_the_next(tmp_path: P
 
 
 class Part:
-    """Stands for a manager or an agent that handles signals itself for a while.
+    """Stands in for a manager or an agent that handles signals itself for a while.
 
     Args:
-        handles: Whether the signal arrives while it handles signals, or afterwards.
-        status: Exit status that an agent is released with.
+        handles: Whether the signal arrives while this object handles signals, or afterwards.
+        status: Exit status with which an agent is released.
     """
 
     def __init__(self, handles: bool, status: int | None = None) -> None:
@@ -228,7 +228,7 @@ class Part:
 
 
 class Taken:
-    """Stands for the manager of a job that another manager already manages."""
+    """Stands in for the manager of a job that another manager already manages."""
 
     notice: signal.Signals | None = None
 

@@ -49,7 +49,7 @@ def test_a_file_names_hosts_with_slots_and_nodes_on_one_host(tmp_path: Path) -> 
         ("a slots=two\n", "got two"),
         ("a 8\n", "'8' is not allowed; only slots=N and name=NAME may follow the host"),
         ("a gpus=8\n", "'gpus=8'"),
-        ("-oProxyCommand=x\n", "is not a valid name of a host"),
+        ("-oProxyCommand=x\n", "is not a valid name for a host"),
         ("a name=../b\n", "'../b' is not a valid name"),
     ],
 )
@@ -120,7 +120,7 @@ async def joined(members: Membership, address: str = "127.0.0.1") -> Connection:
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> None:
-    """Checks that IPv4 and IPv6 use one socket; two sockets would have two different ports."""
+    """Checks that IPv4 and IPv6 use the same socket. Two sockets would have different ports."""
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
 
@@ -139,7 +139,7 @@ def test_one_port_is_reached_by_both_versions_of_ip(address: str, turn: int) -> 
 def test_a_manager_that_hands_over_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks this while nodes that look for another manager are still connected."""
+    """Checks a manager to which nodes that look for another manager are still connected."""
     asyncio.run(joined(Membership(None, None, "127.0.0.1", "secret")))
     assert caplog.text == ""
 
@@ -159,7 +159,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
         asked = asyncio.create_task(members.ask("a", "port", 20.0))
         await asyncio.sleep(0)
         await link.close()
-        for _ in range(2):  # for the exiting agent, and for a probe
+        for _ in range(2):  # for the agent that exits, and for a probe
             with pytest.raises(ConnectionError, match="a was also lost"):
                 await asked
             asked = asyncio.create_task(members.ask("a", "port", 20.0))
@@ -172,7 +172,7 @@ def test_a_question_ends_with_its_answer_the_deadline_or_the_node() -> None:
 
 @pytest.mark.long
 def test_the_manager_s_own_agent_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """Checks that the manager restarts its own agent after it was killed or given up."""
+    """Checks that the manager restarts its own agent if the agent was killed or released."""
 
     async def pids(members: Membership, count: int) -> list[int]:
         pids: list[int] = []

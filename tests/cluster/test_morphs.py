@@ -22,7 +22,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job with a save interval; further arguments are options of the manager."""
+    """Starts a job with a save interval. Additional arguments are options of the manager."""
     started: list[ElasticJob] = []
 
     def begin(names: str, interval: int, *options: str, extra: tuple[str, ...] = ()) -> ElasticJob:
@@ -54,9 +54,9 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 
     job.change("abc")  # the job saves before it releases the removed node
     job.trained(2)
-    job.rank_on("a").kill()  # a rank fails, its node does not
+    job.rank_on("a").kill()  # a rank fails, but its node does not
     job.trained(3)
-    os.kill(job.agent("c"), signal.SIGTERM)  # notice that a node will be taken
+    os.kill(job.agent("c"), signal.SIGTERM)  # announces that the node will be taken away
     job.trained(4)
     job.change("abc")  # the node returns
     job.trained(5, 20)
@@ -73,7 +73,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     reasons = [incarnation["reason"] for incarnation in state["epochs"]]
     assert reasons[2] == "rank 0 on a was killed by signal SIGKILL"
     assert reasons[3] == "notice SIGTERM on c"
-    # No step is repeated after a notice. Otherwise, steps after the last complete checkpoint are.
+    # After a notice, no step is repeated. Otherwise, steps after the last complete checkpoint are.
     lost = [incarnation["lost_steps"] for incarnation in state["epochs"]]
     assert [lost[index] for index in (0, 1, 3, 4)] == [0, 0, 0, 0]
     resumed = state["epochs"][5]["resumed_iteration"]
@@ -84,7 +84,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
     phases = {"notice", "checkpoint", "end", "plan", "start", "load", "first_step"}
     for index in (1, 3, 4):
         assert phases <= set(state["epochs"][index]["phases_s"])
-    # Compare every step of every shape, including repeated steps.
+    # Compare every step of every layout, including repeated steps.
     last = job.check_losses(tmp_path / "undisturbed", 15)
     assert {step for number in range(1, 7) for step in job.steps(number)} == set(range(1, last + 1))
     assert state["checkpoint_iteration"] == last
@@ -93,7 +93,7 @@ def test_a_job_goes_on_in_every_shape_with_the_same_losses(start: Start, tmp_pat
 def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     start: Start, tmp_path: Path
 ) -> None:
-    """Checks a job that loses a rank, and then a node with its disk."""
+    """Checks a job that loses a rank, and later loses a node together with its disk."""
     disks = tmp_path / "disks"
     job = start("ab", 5, extra=("--save-local", str(disks)))
     folder = CheckpointFolder(job.checkpoints)
@@ -106,7 +106,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     job.trained(2, 8)
     second, saved_step = job.epoch(2), saved()
     job.until(lambda: saved() > saved_step, "another checkpoint")
-    job.change("a")  # after a notice the whole state is written to shared storage
+    job.change("a")  # after a notice, the whole state is written to shared storage
     (lost,) = disks.glob("*/b")
     job.trained(3, 1)
     shutil.rmtree(lost)
@@ -116,7 +116,7 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
     assert "Traceback" not in job.said()
     assert second["resumed_iteration"] >= 10
     assert second["resumed_iteration"] % 5 == 0
-    assert " on their own disks" in job.said()
+    assert " on their local disks" in job.said()
     assert third["lost_steps"] == 0
     assert job.steps(3)[0] == max(job.steps(2)) + 1
     for step in folder.steps():
@@ -130,15 +130,15 @@ def test_a_job_goes_on_from_disks_of_its_nodes_and_from_shared_storage(
 def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path: Path) -> None:
     job = start("abcd", 15, "--replicate-every", "1")
     first = job.trained(1, 18)
-    job.lose("d")  # its ranks have replicas on other nodes
+    job.lose("d")  # the node's ranks have replicas on other nodes
     second = job.trained(2, 8)
-    job.lose("c")  # the buddy has the stage of its rank
+    job.lose("c")  # the buddy has a copy of the rank's stage
     job.trained(3, 3)
     job.change("abe")
     job.trained(4, 4)
-    # Avoid the steps around a checkpoint, which may or may not be complete then.
+    # Avoid the steps around a checkpoint, because the checkpoint may or may not be complete.
     job.until(lambda: 2 <= max(job.steps(4)) % 15 <= 8, "a step between two checkpoints")
-    job.lose("b", "e")  # neighbors: no copy of b's state is left
+    job.lose("b", "e")  # these nodes are neighbors, so no copy of b's state is left
     job.trained(5, 3)
     job.epoch(5)
     job.close()
@@ -156,7 +156,7 @@ def test_a_job_loses_a_step_at_most_where_a_copy_is_left(start: Start, tmp_path:
         assert job.steps(number)[0] == incarnation["resumed_iteration"] + 1
     assert incarnations[3]["source"] == "checkpoint"  # saved before the new node joined
     assert incarnations[3]["lost_steps"] == 0
-    # The copy of the neighbor's part may be from another step than the remaining parts.
+    # The copy of the neighbor's part may be from a different step than the remaining parts.
     nothing_left = r"checkpoint: no copy of the state of rank 1(, 2)? is left"
     assert re.fullmatch(nothing_left, incarnations[4]["source"]), job.said()
     assert (

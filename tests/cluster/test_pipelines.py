@@ -1,4 +1,4 @@
-"""Tests that a script with a Pipeline continues in other shapes as the trainer does."""
+"""Tests that a script with a Pipeline continues in other layouts in the same way as the trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., ElasticJob]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job of the script on nodes that have one process each by default."""
+    """Starts a job that runs the script on nodes with one process each by default."""
     started: list[ElasticJob] = []
 
     def begin(
@@ -58,7 +58,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
-    """Waits until an incarnation has done this number of steps."""
+    """Waits until an incarnation has completed this number of steps."""
 
     def done() -> bool:
         return (
@@ -70,7 +70,7 @@ def train(job: ElasticJob, folder: Path, incarnation: int, steps: int) -> None:
 
 
 def undisturbed(folder: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
-    """Returns the reports of the same script in one process."""
+    """Returns the reports of the same script in a single process."""
     (folder / "alone").mkdir()
     (folder / "alone" / "told").mkdir()
     arguments = [str(steps), str(SIZE), str(folder / "alone" / "told"), json.dumps(options)]
@@ -92,7 +92,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     job.until(lambda: job.state()["epochs"][-1]["processes"] == 3, "three processes", LIMIT_S)
     train(job, tmp_path, len(job.state()["epochs"]), 25)
     before = len(job.state()["epochs"])
-    job.rank_on("b").kill()  # without notice
+    job.rank_on("b").kill()  # this node gets no notice
     job.until(lambda: len(job.state()["epochs"]) > before, "another start", LIMIT_S)
     train(job, tmp_path, before + 1, 8)
     job.change("abcd")
@@ -109,14 +109,14 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
     assert seen[0] == seen[-1] == four
     assert all("segments" in shape for shape in layouts[1:])
     assert all(incarnation["predicted_step_s"] > 0 for incarnation in state["epochs"][1:])
-    # No step is repeated after a notice. Otherwise, steps after the last complete checkpoint are.
+    # After a notice, no step is repeated. Otherwise, steps after the last complete checkpoint are.
     assert all(
         incarnation["lost_steps"] == 0
         for index, incarnation in enumerate(state["epochs"])
         if index != before
     )
     killed = state["epochs"][before]
-    assert killed["reason"].startswith("rank ")  # rank 1, or a rank that noticed its failure first
+    assert killed["reason"].startswith("rank ")  # rank 1, or a rank that detected its failure first
     assert killed["resumed_iteration"] > 0
     assert state["checkpoint_iteration"] == state["iteration"]
 
@@ -141,7 +141,7 @@ def test_losses_and_samples_are_those_of_an_undisturbed_run(start: Start, tmp_pa
 
 @pytest.mark.long
 def test_a_node_that_is_lost_costs_a_step_at_most(start: Start, tmp_path: Path) -> None:
-    """Checks in-memory copies of a stage with only a buddy, and of stages with replicas."""
+    """Checks in-memory copies of stages with and without data-parallel replicas."""
     options = {"save_interval": 99999, "state": True, **SHAPED}
     job = start("abcd", ENDLESS, "--replicate-every", "1", **options)
 
@@ -237,7 +237,7 @@ def test_what_cannot_work_ends_the_job_with_the_reason(
 
 
 def test_what_is_the_trainers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the folder of its checkpoints"):
+    with pytest.raises(ConfigError, match="pass the folder of its checkpoints"):
         main([str(SCRIPT)])
     for arguments, text in (
         (["--plan-with", "x.yaml"], "--plan-with: pipeline_script.py trains a Pipeline, "),

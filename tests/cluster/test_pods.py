@@ -1,4 +1,4 @@
-"""Tests that a master and workers in pods with separate networks find each other and train."""
+"""Tests that a master and workers in pods with separate networks connect and train."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pods(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 def start(pod: Node, script: str, *arguments: str | Path, secret: str | None = SECRET) -> None:
-    """Starts a pod; without a secret the pod reads the secret of the run."""
+    """Starts a pod. If no secret is given, the pod reads the run's secret from a file."""
     variables = {**forking(), "PYTHON": sys.executable}
     if secret is not None:
         variables["MEGATRON_ADAPTIVE_SECRET"] = secret
@@ -110,7 +110,7 @@ def test_three_pods_find_each_other_by_the_shared_folder_and_stop_together(
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [("10.57.0.99", "10.57.0.99:29500: "), ("nowhere", "MASTER_ADDR=nowhere does not")],
+    [("10.57.0.99", "10.57.0.99:29500: "), ("nowhere", "MASTER_ADDR=nowhere cannot be")],
 )
 def test_a_worker_gives_up_with_a_message(pods: list[Node], address: str, why: str) -> None:
     start(pods[1], "run_worker.sh", "--master-addr", address, "--timeout", "2")
@@ -129,7 +129,7 @@ def test_two_runs_that_wait_in_one_folder(pods: list[Node], tmp_path: Path) -> N
     start(pods[1], "run_master.sh", conf)
     status, said = finish(pods[1])
     assert status == 2
-    reason = f"waits for its workers at {pods[0].address}:29500"
+    reason = f"is waiting for its workers at {pods[0].address}:29500"
     assert reason in said.splitlines()[-1]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["master.json"]
 
@@ -142,7 +142,7 @@ def test_a_master_names_who_is_missing_and_a_bad_setting(pods: list[Node], tmp_p
     status, said = finish(master)
     assert status == 2
     assert said.splitlines()[-1].startswith("error: 1 of 2 nodes had joined after 1 s")
-    # Two processes cannot run three stages: both pods get the error.
+    # Two processes cannot run three stages, so both pods get the error.
     start(worker, "run_worker.sh", "--master-addr", master.address)
     start(master, "run_master.sh", conf)
     for pod in (master, worker):

@@ -97,5 +97,5 @@ def test_a_process_ends_at_its_limit_or_alone(orders: socket.socket, tmp_path: P
 
 @pytest.mark.parametrize("name", rank_forkserver._MODULES)
 def test_what_it_imports_before_ranks_exists(name: str) -> None:
-    # The fork server ignores a missing module, and each rank would import it by itself.
+    # The fork server ignores missing modules, and each rank would then import them itself.
     assert importlib.util.find_spec(f"megatron.adaptive.{name}") is not None

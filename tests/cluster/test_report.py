@@ -1,4 +1,4 @@
-"""Tests the HTML report of a job: of a real run with two processes, and of large synthetic runs."""
+"""Tests the HTML report of a job: of a real run with two processes, and of synthetic runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ wait();
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a job of one pod with two processes."""
+    """Returns the folder of a job in one pod with two processes."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "conf.sh").write_text(CONF)
     command = ["bash", str(ROOT / "run_master.sh"), str(folder / "conf.sh")]
@@ -81,7 +81,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Writes a job of 20 ranks on three nodes, with one restart and a long log."""
+    """Writes a job with 20 ranks on three nodes, one restart and a long log."""
     folder = tmp_path / "logs" / "pods-2"
     folder.mkdir(parents=True)
     now_s = time.time()
@@ -122,7 +122,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def page_of(report: dict[str, Any], folder: Path) -> Page:
-    """Returns the data of the pipeline page."""
+    """Returns the data of the page that shows the pipeline."""
     path = folder / "page.html"
     path.write_text(report["traces"]["page"])
     return Page(path)
@@ -144,8 +144,8 @@ def test_a_real_run(job: Path, tmp_path: Path) -> None:
     assert max(use["gib"]) > 0.1
     traces = report["traces"]
     assert (traces["ranks"], traces["iterations"]) == ([0, 1], [1, 2, 3, 4, 5])
-    # A rank's own parts make up most of the iteration time in the log; a part of a rank that the
-    # system delayed may belong to the next iteration.
+    # A rank's own parts make up most of the iteration time in the log. If the system delayed a
+    # rank, one of its parts may belong to the next iteration.
     for row in traces["rank_ms"]:
         assert len(row) == 5
         assert min(row) > 0
@@ -186,7 +186,7 @@ def test_mistakes(large: Path, tmp_path: Path) -> None:
         (large / f"{name}.out").unlink()
     with pytest.raises(SetupError, match="job pods-2 has no logs in .*--log-dir"):
         command.main([str(large)])
-    with pytest.raises(SetupError, match="job 99: Slurm does not know it"):
+    with pytest.raises(SetupError, match="job 99: Slurm does not know this job"):
         command.main(["99", "--log-dir", str(tmp_path)])
     with pytest.raises(ConfigError, match="report: .*--colour"):
         command.main(["99", "--colour"])

@@ -41,11 +41,11 @@ SAVING = [*FLAGS, "--train-iters", "9", "--save-interval", "3"]
         (["--replicate-every", "-1", TRAINER], "'-1' is not a whole number"),
         (["--replicate-memory", "0", TRAINER], "'0' is not a number of GiB from 1e-06 to 1e+06"),
         (["--nodes", "0", TRAINER], "'0' is not a whole number from 1 to 1,000,000"),
-        (["--status"], "the folder of checkpoints"),
+        (["--status"], "pass the job's checkpoint folder"),
         (["--checkpoint", "c", TRAINER, *FLAGS, "--train-iters", "9"], "--save-interval"),
         (["--checkpoint", "c", TRAINER, *SAVING, "--lr", "x"], "--lr"),
         (["--checkpoint", "c", "--machines", "none", TRAINER, *SAVING], "No such file"),
-        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "--unequal needs the planner"),
+        (["--unequal", "--checkpoint", "c", TRAINER, *SAVING], "--unequal requires the planner"),
         (
             ["--checkpoint", "c", TRAINER, *SAVING, "--stage-data-parallel-sizes", "2-1"],
             "the job chooses the ranks of its stages",
@@ -144,7 +144,7 @@ def test_the_state_tells_parts_of_a_morph(
 def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that a full disk does not fill the log with the same line."""
+    """Checks that a full disk does not fill the log with copies of the same line."""
     file = StateFile(tmp_path / "elastic")
     for _ in range(2):
         for _ in range(3):
@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_written_is_told_once_until_it_can(
 
 
 def test_a_job_without_state_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the folder of checkpoints of a job"):
+    with pytest.raises(ConfigError, match="pass the checkpoint folder of a job"):
         main(["--status", str(tmp_path)])
     (tmp_path / "elastic").mkdir()
     (tmp_path / "elastic" / "state.json").write_text("{")
@@ -215,7 +215,7 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         (incarnation,) = state["epochs"]
         assert incarnation["nodes"] == [left]
         assert incarnation["resumed_iteration"] >= 10
-        # The remaining node kept copies of its own state and of the manager's node.
+        # The remaining node stored copies of its own state and of the manager's node.
         done = [
             max(line["iteration"] for line in map(json.loads, text) if "iteration" in line)
             for path in checkpoints.glob("elastic/epoch-1-*/progress.jsonl")
@@ -225,13 +225,14 @@ def test_nodes_that_join_by_themselves_outlive_their_manager(tmp_path: Path) -> 
         assert (
             incarnation["source"] == "copies in memory" or incarnation["resumed_iteration"] % 5 == 0
         )
-        nodes[left].send_signal(signal.SIGUSR1)  # asks the node to save and leave; it may come back
+        # asks the node to save and leave; it may join again
+        nodes[left].send_signal(signal.SIGUSR1)
         assert nodes[left].wait(60) == EXIT_LEFT
         assert len(list(checkpoints.glob("iter_*"))) == 2
         assert list(checkpoints.glob(".iter_*")) == []
         said = (tmp_path / f"{left}.txt").read_text()
         assert "Traceback" not in said
-        assert "frame #" not in said  # C++ prints it if a store exited with its rank
+        assert "frame #" not in said  # C++ prints this line if a store exited with its rank
     finally:
         for node in nodes.values():
             if node.poll() is None:

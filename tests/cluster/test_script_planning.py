@@ -1,4 +1,4 @@
-"""Tests layouts of a measured module for the available nodes."""
+"""Tests which layouts are planned for a measured module on the available nodes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_module_that_is_written_is_read_again(tmp_path: Path) -> None:
     path.write_text(json.dumps(former))
     assert MeasuredModule.read(path) == written
     path.write_text('{"format": 0}')
-    assert MeasuredModule.read(path) is None  # measured again
+    assert MeasuredModule.read(path) is None  # the model must be measured again
     path.write_text("{")
     with pytest.raises(ConfigError, match="remove it to measure the model again"):
         MeasuredModule.read(path)
@@ -109,7 +109,8 @@ def test_all_processes_are_used_that_a_shape_can_use(tmp_path: Path) -> None:
     assert layout.places == (("n0", 2), ("n1", 2))
     assert layout.step_s is not None
     assert layout.unit == "segments"
-    five = planned(tmp_path, 2, 2, 1)  # five stages, because five does not divide the batch
+    # there are five stages, because five does not divide the batch size
+    five = planned(tmp_path, 2, 2, 1)
     assert (five.pipeline, five.data) == (5, 1)
     seven = planned(tmp_path, 2, 2, 2, 1)  # there are only six segments
     assert seven.world_size == 6
@@ -139,7 +140,7 @@ def test_a_slow_node_gets_less(tmp_path: Path) -> None:
     assert even.step_s is not None
     assert slow.step_s is not None
     assert slow.step_s > even.step_s
-    # Nodes on one machine: the slow node comes last, and separate nodes do not get more memory.
+    # If both nodes are on one machine, the slow node comes last, and memory is shared.
     here = [replace(offer, hosts=("localhost", "h0")) for offer in offers]
     same = plan_script(path, [replace(here[0], slowness=3.0), here[1]])
     assert same.places == (("n1", 1), ("n0", 1))

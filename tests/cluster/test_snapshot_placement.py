@@ -42,7 +42,7 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
     chosen = newest_of([first, sent], needs)
     assert (chosen.step, chosen.seen) == (6, 7)
     assert chosen.parts == ({**first, "needs": [0, 2]}, {**sent, "needs": [1]})
-    # The sent snapshot does not contain the rest of the state.
+    # The copy on the buddy does not contain the rest of the state.
     chosen = newest_of([sent], {("run", 1): [need(1)]})
     assert chosen.step == 0
     chosen = newest_of([first], needs)

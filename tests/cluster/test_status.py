@@ -1,4 +1,4 @@
-"""Tests job status: progress, errors, differences between nodes, and detection of stalls."""
+"""Tests job status: progress, errors, differences from the request, and detection of stalls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {"world_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_paral
 
 
 def write(folder: Path, *lines: dict[str, Any], age_s: float = 0.0) -> None:
-    """Appends lines as the reporting rank does."""
+    """Appends lines in the same way as the reporting rank."""
     with (folder / "progress.jsonl").open("a") as file:
         for line in lines:
             file.write(json.dumps({"unix_ns": int((time.time() - age_s) * 1e9), **line}) + "\n")
@@ -42,7 +42,7 @@ def step(iteration: int, age_s: float, **more: object) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a job of two nodes; the second node reports progress."""
+    """Returns the folder of a job with two nodes, of which the second reports progress."""
     job = tmp_path / "pods-1"
     job.mkdir()
     record(job, conf={"PIPELINE_MP_SIZE": "2", "DP_SIZE": "2"}, world_size=4)
@@ -77,7 +77,7 @@ Shown = Callable[[], tuple[int, str]]
 
 @pytest.fixture
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
-    """Runs the command on the job; returns its status and output."""
+    """Returns a function that runs the command on the job, and returns its status and output."""
     return lambda: (
         command.main([folder.name, "--log-dir", str(folder.parent)]),
         capsys.readouterr().out,
@@ -107,7 +107,7 @@ def test_one_that_stands_still_is_shown(folder: Path, shown: Shown) -> None:
 def test_what_differs_from_the_request_is_marked(folder: Path, shown: Shown) -> None:
     write(folder, start(0, data_parallel_size=1))
     assert read(folder).differences == (("DP_SIZE", "2", "1"),)
-    assert "DIFFERENT: DP_SIZE is 1, 2 was requested" in shown()[1]
+    assert "DIFFERENT: DP_SIZE is 1, but 2 was requested" in shown()[1]
 
 
 def test_errors_apart_from_warnings_and_of_the_latest_start_only(folder: Path) -> None:
@@ -124,7 +124,7 @@ def test_large_missing_and_truncated_files(folder: Path) -> None:
     last = {"n2.out": b"UserWarning: the last line\n", "n3.out": b"x\n", "progress.jsonl": b""}
     for name, text in last.items():
         with (folder / name).open("r+b") as file:
-            file.truncate(1 << 30)  # sparse files that use no space
+            file.truncate(1 << 30)  # sparse files, which use no space
             file.seek(0, 2)
             file.write(b"\n" + text)
     write(folder, step(7, 1))
@@ -155,7 +155,7 @@ def test_a_node_whose_samples_stopped_is_lost(folder: Path, shown: Shown) -> Non
     status = read(folder)
     assert (list(status.lost), status.has_errors) == (["n1"], True)
     code, text = shown()
-    assert (code, "LOST: node n1: no sign of it for 60 s" in text) == (1, True)
+    assert (code, "LOST: node n1: it has sent no sample for 60 s" in text) == (1, True)
     write(folder, {"ended": "all iterations are done"})  # a finished job has no lost nodes
     status = read(folder)
     assert (status.lost, status.is_over) == ({}, True)
@@ -171,7 +171,7 @@ def test_nodes_of_an_earlier_start_do_not_count(folder: Path, shown: Shown) -> N
     assert (status.lost, status.has_errors) == ({}, False)
     code, text = shown()
     assert code == 0
-    assert "--- n1: took part in an earlier start of the job only" in text
+    assert "--- n1: took part only in an earlier start of the job" in text
 
 
 def test_following_ends_with_the_job(

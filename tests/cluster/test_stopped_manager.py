@@ -1,4 +1,4 @@
-"""Tests that jobs continue while their manager is stopped, and restart nodes lost meanwhile."""
+"""Tests jobs whose manager is stopped (SIGSTOP) for a while, during which nodes may fail."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .jobs import ElasticJob
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(280)]
 Start = Callable[[int], ElasticJob]
-STOPPED_S = 30.0  # longer than the timeout after which a node counts as lost
+STOPPED_S = 30.0  # longer than the timeout after which a node is considered lost
 JOBS = int(os.environ.get("STOPPED_MANAGERS", "3"))
 """Number of concurrent jobs in the long test."""
 LATEST_S = 30.0
-"""Latest time of a stop, in seconds after the start of a job."""
+"""Maximum time from the start of a job until its manager is stopped, in seconds."""
 SEED = int(os.environ.get("STOPPED_MANAGERS_SEED", "1"))
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a job of two nodes for some iterations."""
+    """Starts a job with two nodes for some iterations."""
     started: list[ElasticJob] = []
 
     def begin(iterations: int) -> ElasticJob:
@@ -83,7 +83,7 @@ def test_a_job_that_completes_while_its_manager_is_stopped_ends_well(start: Star
     agents = [job.agent(name) for name in "ab"]
     job.manager.send_signal(signal.SIGSTOP)
     job.until(lambda: any("ended" in line for line in job.lines()), "the end of training")
-    # Agents whose wait for the manager timed out exit like this.
+    # Agents whose wait for the manager timed out exit with this status.
     for agent in agents:
         os.kill(agent, signal.SIGKILL)
     job.manager.send_signal(signal.SIGCONT)

@@ -46,7 +46,7 @@ def work(tmp_path: Path) -> NodeWork:
 
 
 def ordered(work: NodeWork, *more: str, **variables: str) -> dict[str, Any]:
-    """Returns a node's version of an order that also names a program and a foreign folder."""
+    """Returns a node's version of an order that also contains a program and a foreign folder."""
     rank = {
         "key": "1/0",
         "variables": {"RANK": "0", **variables},
@@ -105,7 +105,7 @@ def test_a_manager_names_no_other_path_or_variable(
 )
 def test_a_masters_answer_is_whole_and_stays_in_its_folder(change: dict[str, Any]) -> None:
     _check_answer(dict(ANSWER))
-    with pytest.raises(SetupError, match="runs another version of the program"):
+    with pytest.raises(SetupError, match="runs a different version of the program"):
         _check_answer({**ANSWER, **change})
 
 
@@ -113,7 +113,7 @@ def test_a_master_names_no_program() -> None:
     variables = {"LR": "1", "PYTHON": "/tmp/x", "LD_LIBRARY_PATH": "/tmp", "NCCL_DEBUG": "INFO"}
     assert _settings(variables, {}) == {"LR": "1", "NCCL_DEBUG": "INFO"}
     container = {"CONTAINER": "apptainer", "IMAGE": "/tmp/x.sif"}
-    with pytest.raises(ConfigError, match="a node accepts no program from another"):
+    with pytest.raises(ConfigError, match="nodes do not accept programs from another node"):
         _settings(container, {})
     assert _settings(container, {"CONTAINER": "none"}) == {}
     with pytest.raises(ConfigError, match="PATH, which is not a variable of a run"):

@@ -1,4 +1,4 @@
-"""Tests the script for Slurm, and the error on a machine without Slurm."""
+"""Tests the batch script for Slurm, and the error on a machine without Slurm."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_without_slurm(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("bash", "tr"):
         (programs / name).symlink_to(shutil.which(name) or f"/bin/{name}")
     monkeypatch.setenv("PATH", str(programs))
-    with pytest.raises(SetupError, match="there is no sbatch here: .* run_master.sh"):
+    with pytest.raises(
+        SetupError, match="sbatch is not installed on this machine: .* run_master.sh"
+    ):
         submit.main([str(conf)])
     assert not (conf.parent / "logs").exists()
 

@@ -1,4 +1,4 @@
-"""Tests which processes belong to a program, and that none of them outlives it."""
+"""Tests that a program's descendants are listed, and that all of them exit with the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.multiprocess.launch import has_ended, wait_until
 
 
 def test_the_family_of_a_process_is_that_of_psutil() -> None:
-    """Children belong to the thread that started them."""
+    """Checks that a process's children are listed, whichever of its threads started them."""
     started: list[subprocess.Popen[str]] = []
     is_over = threading.Event()
 
@@ -77,14 +77,14 @@ report.measure({"part": part}, options)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_no_process_of_a_part_outlives_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """SIGTERM ended ``python benchmarks/NAME.py`` alone, and its ranks went on."""
+    """Checks that SIGTERM and SIGHUP stop a benchmark together with its ranks."""
     program = subprocess.Popen(
         [sys.executable, "-u", "-c", PROGRAM, str(tmp_path)],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A suite that nohup started ignores SIGHUP, and so would the program.
+        # A test run started by nohup ignores SIGHUP, and the program would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert program.stdout is not None

@@ -1,4 +1,4 @@
-"""Tests for programs that measure: a failed part is a missed goal, and the other parts run."""
+"""Tests that a failed part of a program counts as a missed goal, and that other parts still run."""
 
 from __future__ import annotations
 

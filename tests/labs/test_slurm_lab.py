@@ -230,7 +230,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     first, second = iterations(text)
     assert second[0] == first[-1] + 1
     assert "training ends: signal SIGUSR1" in text
-    assert "the time was nearly over: the run continues in the same job" in text
+    assert "the time limit was near: the run continues in the same job" in text
     assert [path.name for path in conf.parent.glob("logs/[0-9]*") if path.is_dir()] == [str(job)]
     lab.output("scancel", str(job))
     finish(lab, conf, job)
@@ -417,7 +417,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
     logs = ["--log-dir", str(conf.parent / "logs")]
     done = adaptive(lab, "job", "status", "4711", *logs)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: job 4711: Slurm does not know it and there is no ")
+    assert done.stderr.startswith("error: job 4711: Slurm does not know this job, and ")
     command = ["sbatch", "--parsable", "--chdir=/", "--output=/dev/null", "--wrap", "sleep 60"]
     job = lab.output(*NOBODY, *command).partition(";")[0]
     done = adaptive(lab, "job", "status", job, *logs)
@@ -437,7 +437,7 @@ def test_jobs_that_the_monitor_cannot_show(lab: Lab, conf: Path) -> None:
 def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
     where = ["--set", "SLURM_PARTITION=v100"]
     name = submit(lab, conf, *where, "--set", "MASTER_ADDR=nowhere")
-    assert "error: MASTER_ADDR=nowhere does not resolve on n" in finish(lab, conf, name)
+    assert "error: MASTER_ADDR=nowhere cannot be resolved on n" in finish(lab, conf, name)
     hosts = conf.parent / "hosts"
     hosts.write_text((lab.folder / "hosts").read_text().replace("10.66.0.13 n3", "127.0.1.1 n3"))
     assert lab.run(["mount", "--bind", str(hosts), "/etc/hosts"], on="n4").returncode == 0
@@ -456,7 +456,7 @@ def test_nodes_that_cannot_reach_each_other(lab: Lab, conf: Path) -> None:
         )
         finish(lab, conf, wall)
         (far,) = (node for node in status_of(lab, conf, wall)["nodes"] if node["name"] == "n4")
-        expected = r"error: the processes of the job cannot meet at 10.66.0.13:25999 .* firewall"
+        expected = r"error: the processes of the job cannot connect at 10.66.0.13:25999 .* firewall"
         assert re.search(expected, "\n".join(far["errors"])), far
     finally:
         lab.run(["ip", *rule.format("del").split()], on="n3")
@@ -476,7 +476,7 @@ def test_what_slurm_does_not_have_is_named(settings: str, lab: Lab, conf: Path) 
     changes = [word for change in settings.split() for word in ("--set", change)]
     done = adaptive(lab, "job", "submit", str(conf), *changes)
     assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: Slurm refuses the job (sbatch: "), done.stderr
+    assert done.stderr.startswith("error: Slurm rejected the job (sbatch: "), done.stderr
     assert all(word.partition("=")[0] in done.stderr for word in changes[1::2] if word[0] != "D")
     assert len(done.stderr.splitlines()) == 1
 

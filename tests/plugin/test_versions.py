@@ -177,7 +177,8 @@ def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
 def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        SetupError, match=r"^megatron-core [\d.]+ lacks Megatron-LM's trainer.*0\.17 or new"
+        SetupError,
+        match=r"^megatron-core [\d.]+ does not contain Megatron-LM's trainer.*0\.17 or new",
     ):
         pretrain.main([])
 
@@ -185,4 +186,6 @@ def test_one_without_trainer_names_the_version_that_has_it(monkeypatch: pytest.M
 def test_what_needs_megatrons_own_script() -> None:
     error = pretrain._needs_script("fim_data", "text to be filled in")
     assert isinstance(error, ConfigError)
-    assert str(error).startswith("--fim-data (text to be filled in) needs Megatron-LM's own script")
+    assert str(error).startswith(
+        "--fim-data (text to be filled in) requires Megatron-LM's own script"
+    )

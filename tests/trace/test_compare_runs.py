@@ -142,7 +142,7 @@ def test_a_limit_that_is_no_share_is_refused(tmp_path: Path) -> None:
     for text in ("-1%", "three", "nan"):
         done = diff(tmp_path, tmp_path, f"--fail-above={text}")
         assert done.returncode == 2
-        assert "is not a share such as 3% or 0.03" in done.stderr
+        assert "is not a fraction such as 3% or 0.03" in done.stderr
 
 
 @pytest.mark.parametrize(

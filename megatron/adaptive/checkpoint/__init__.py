@@ -1,5 +1,5 @@
-"""Saves a run's state completely or not at all, and loads it with any parallel sizes.
+"""Saves a run's state atomically, and loads it with any parallel sizes.
 
-Contains the folders of checkpoints, the thread that writes during training, checkpoints on the
-nodes' local disks, snapshots in memory, and the format of megatron-core's distributed checkpoints.
+Contains checkpoint folders, the background writer thread, checkpoints on the nodes' local disks,
+in-memory snapshots, and the format of megatron-core's distributed checkpoints.
 """

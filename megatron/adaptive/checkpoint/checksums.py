@@ -1,4 +1,4 @@
-"""Computes and compares checksums, to detect damage to checkpoints and snapshots.
+"""Computes and compares checksums to detect damaged checkpoints and snapshots.
 
 ::
 
@@ -6,13 +6,13 @@
     manifest.json { ..., "files": {name: size}, "blocks": {name: "<16 digits for each block>"},
                     "checksum": "<32 digits>" }                        xxh3, 128 bits, of all above
 
-Checksums of blocks are computed while a file is written, and compared while it is read, before any
-byte of the block is used. The manifest ends with a checksum of all its other text. The same
+Block checksums are computed while a file is written. They are compared while it is read, before any
+byte of the block is used. The manifest ends with a checksum of the rest of its text. The same
 checksums protect files in shared storage, files on the nodes' local disks, uploads from local
-disks, and snapshots in memory. They detect damage, not forgery: anybody who can write a file can
-also write its checksum.
+disks, and in-memory snapshots. They detect damage but not tampering: anybody who can write a file
+can also write its checksum.
 
-This module does not import torch, and treats the files as bytes.
+This module does not import torch. It treats all files as bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.adaptive.errors import CheckpointError, DamagedCheckpointError
 BLOCK_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 _DIGITS = 16
-_PIECE_BYTES = 1 << 22  # size of a write; small enough to stay in the CPU cache
+_PIECE_BYTES = 1 << 22  # size of a write in bytes; small enough to stay in the CPU cache
 _SEAL = ',\n"checksum": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 32))
 _SEALED = re.compile(rb',\n"checksum": "([0-9a-f]{32})"\n}\n')
@@ -74,14 +74,14 @@ class Checksums:
 
 
 def sum_of(data: Any) -> FileSum:
-    """Returns the size of a bytes-like object, and the checksums of its blocks."""
+    """Returns the size of a bytes-like object and the checksums of its blocks."""
     sums = Checksums()
     sums.update(data)
     return sums.result()
 
 
 def sum_of_file(path: Path) -> FileSum:
-    """Returns the size of a file in bytes, and the checksums of its blocks.
+    """Returns the size of a file in bytes and the checksums of its blocks.
 
     Raises:
         OSError: If the file cannot be read.
@@ -94,13 +94,13 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 def write_summed(file: Any, sums: Checksums, data: Any) -> int:
-    """Writes bytes to an unbuffered file, and updates the checksums ``sums`` with them.
+    """Writes bytes to an unbuffered file, and adds them to the checksums ``sums``.
 
     Returns:
         Number of bytes written.
     """
-    # Release the views even if writing fails: Python 3.12.1 crashes when it collects a BytesIO
-    # while the traceback of an error still holds a view of it.
+    # Release the views even if writing fails. Otherwise, Python 3.12.1 crashes when it frees a
+    # BytesIO while an error's traceback still refers to a view of it.
     with memoryview(data) as buffer, buffer.cast("B") as view:
         for start in range(0, len(view), _PIECE_BYTES):
             with view[start : start + _PIECE_BYTES] as piece:
@@ -113,13 +113,13 @@ def write_summed(file: Any, sums: Checksums, data: Any) -> int:
 
 
 class CheckedFile:
-    """Reads a file, and compares the checksum of each block before it returns the block's bytes.
+    """Reads a file, and verifies the checksum of each block before returning the block's bytes.
 
     Args:
-        paths: Paths of copies of the file. If a block is damaged in one copy, that block and all
-            later ones are read from the next copy.
-        expected: Size of the file in bytes, and checksums of its blocks. If there are no checksums,
-            as in checkpoints of earlier versions, only the size is compared.
+        paths: Paths of copies of the file. If a block is damaged in one copy, this block and all
+            later blocks are read from the next copy.
+        expected: Size of the file in bytes, and the checksums of its blocks. If the checksums are
+            missing, as in checkpoints of earlier versions, only the size is verified.
     """
 
     def __init__(self, paths: Sequence[Path], expected: FileSum) -> None:
@@ -135,12 +135,12 @@ class CheckedFile:
 
     @staticmethod
     def blocks_of(offset: int, length: int) -> range:
-        """Returns the indices of the blocks that contain ``length`` bytes from ``offset`` on."""
+        """Returns the indices of the blocks that contain the ``length`` bytes after ``offset``."""
         end = -(-(offset + length) // BLOCK_BYTES) if length else 0
         return range(offset // BLOCK_BYTES, end)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Reads bytes from an offset in the file until the buffer ``into`` is full.
+        """Fills the buffer ``into`` with bytes of the file, starting at ``offset``.
 
         Raises:
             DamagedCheckpointError: If these bytes are damaged in all copies.
@@ -178,7 +178,7 @@ class CheckedFile:
         return view
 
     def close(self) -> None:
-        """Closes the file. Idempotent."""
+        """Closes the file. Safe to call more than once."""
         descriptor, self._file = self._file, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -187,7 +187,7 @@ class CheckedFile:
         return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
 
     def _checked(self, number: int, view: memoryview) -> None:
-        """Reads a block into ``view`` from the first copy of the file in which it is undamaged."""
+        """Reads a block into ``view`` from the first copy of the file whose block is undamaged."""
         while True:
             try:
                 return self._fetch(number, view)
@@ -211,7 +211,7 @@ class CheckedFile:
                 done += count
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            text = f"{path} is damaged (it cannot be read: {reason})"
+            text = f"{path} is damaged (cannot be read: {reason})"
             raise DamagedCheckpointError(text) from None
         if done < len(view):
             raise DamagedCheckpointError(
@@ -231,18 +231,18 @@ def _damaged(path: Path, number: int, length: int) -> DamagedCheckpointError:
 
 
 def sealed(lines: Sequence[str]) -> str:
-    """Returns a manifest: the given lines of JSON, followed by their checksum."""
+    """Returns a manifest, which consists of the given JSON lines and their checksum."""
     text = "{\n" + ",\n".join(lines)
     return text + _seal(text.encode())
 
 
 def is_sealed(raw: bytes) -> bool:
-    """Returns whether a manifest ends with a checksum that matches all of its other text."""
+    """Returns whether a manifest ends with the correct checksum of its other text."""
     return raw[-_SEAL_BYTES:] == _seal(raw[:-_SEAL_BYTES]).encode()
 
 
 def seal_of(file: Path) -> str:
-    """Returns the checksum at the end of a manifest; ``""`` if none can be read."""
+    """Returns the checksum at the end of a manifest, or ``""`` if it cannot be read."""
     try:
         with open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -261,13 +261,14 @@ def _seal(text: bytes) -> str:
 def find_damage(
     folder: Path, files: Mapping[str, int], blocks: Mapping[str, str], report: Callable[[str], None]
 ) -> None:
-    """Reads files completely, and reports those that were damaged since they were written.
+    """Reads files completely, and reports which files are missing or damaged.
 
     Args:
         folder: Folder of the files.
         files: Size in bytes of each file, by name.
-        blocks: Checksums of each file's blocks, by name. Checkpoints of earlier versions have none.
-        report: Function that is called with one line of text for each damaged file.
+        blocks: Checksums of each file's blocks, by name; missing in checkpoints of earlier
+            versions.
+        report: Function that is called with a line of text for each damaged file.
     """
     for name, size in files.items():
         path = folder / name

@@ -1,7 +1,7 @@
 """Raises an error on all ranks if a save or a load fails on one rank.
 
-Without this module, the other ranks would wait for the failed rank. After each action that can
-fail, all ranks exchange their errors over gloo and raise the same error.
+Otherwise the other ranks would wait for the failed rank. After each action that can fail, all ranks
+exchange their errors over gloo, and then raise the same error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.adaptive.errors import (
 
 _Result = TypeVar("_Result")
 
-# Errors that a full disk, a damaged file or a missing permission can cause. Errors of other types
-# are bugs; the rank on which one occurs raises it with its traceback.
+# Types of errors that a full disk, a damaged file or missing permissions can cause. Any other type
+# indicates a bug, so the rank on which it occurs raises it with its traceback.
 _EXPECTED = (
     AdaptiveError,
     OSError,
@@ -36,7 +36,7 @@ _EXPECTED = (
 )
 
 
-# If ranks fail with different types of errors, all ranks raise the first type in this list that
+# If the types of errors differ between ranks, all ranks raise the first type in this list that
 # occurred.
 _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 
@@ -44,7 +44,8 @@ _FIRST: tuple[type[Exception], ...] = (RuntimeError, DamagedCheckpointError)
 class RankGroup:
     """Runs actions on all ranks; if one rank fails, all ranks raise the same error.
 
-    All ranks must call each method together. Each method raises PeerLostError if a rank has exited.
+    All ranks must call each method together. Each method raises PeerLostError if another rank has
+    exited.
 
     Attributes:
         rank: Rank of this process.
@@ -74,36 +75,35 @@ class RankGroup:
         return bool(is_set)
 
     def gather(self, value: _Result) -> list[_Result]:
-        """Returns the values that all ranks passed, ordered by rank."""
+        """Returns the ``value`` arguments of all ranks, ordered by rank."""
         with naming_lost_peers():
             return gather(value, self.group)
 
     def first(self, action: Callable[[], object]) -> None:
-        """Runs ``action`` on rank 0; if it fails there, raises the error on all ranks."""
+        """Runs ``action`` on rank 0. If it fails, raises the error on all ranks."""
         self.together(lambda: action() if self.rank == 0 else None)
 
     def on_first(self, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action`` on rank 0, and returns its result (or raises its error) on all ranks."""
-        # The result is None on ranks other than 0, until from_first() broadcasts the result of rank
-        # 0.
+        """Runs ``action`` on rank 0, and returns its result or raises its error on all ranks."""
+        # Ranks other than 0 have the result None until from_first() broadcasts it.
         result: Any = self.together(lambda: action() if self.rank == 0 else None, name_ranks=False)
         with naming_lost_peers():
             of_first: _Result = from_first(result, self.group)
         return of_first
 
     def together(self, action: Callable[[], _Result], *, name_ranks: bool = True) -> _Result:
-        """Runs ``action`` on each rank; if it fails on any rank, raises an error on all.
+        """Runs ``action`` on each rank. If it fails on any rank, all ranks raise an error.
 
         Args:
-            action: Function to call on this rank.
-            name_ranks: Whether the error message names the ranks that failed.
+            action: Function to run on this rank.
+            name_ranks: Whether the error message lists the ranks that failed.
 
         Raises:
-            CheckpointError: If ``action`` failed for any expected reason other than those below.
-            DamagedCheckpointError: If ``action`` found damaged data on any rank.
-            ConfigError: If all ranks that failed raised ConfigError.
-            RuntimeError: If ``action`` failed on another rank because of a bug. That rank raises
-                the original error.
+            CheckpointError: If ``action`` failed for any other expected reason than those below.
+            DamagedCheckpointError: If ``action`` detected damaged data on any rank.
+            ConfigError: If every rank that failed raised ConfigError.
+            RuntimeError: If ``action`` failed on another rank because of a bug. The other rank
+                raises the original error.
         """
         failure: Exception | None = None
         result: _Result | None = None
@@ -111,7 +111,8 @@ class RankGroup:
             result = action()
         except Exception as error:
             failure = error
-        # Exchange one number first, which is faster than objects: usually no rank failed.
+        # Usually no rank fails, so first exchange a number, which is faster than exchanging
+        # objects.
         if not self.any(failure is not None):
             return cast(_Result, result)
         report = None if failure is None else (_kind(failure), _one_line(failure))
@@ -146,10 +147,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _merged(failures: dict[int, str], *, name_ranks: bool) -> str:
-    """Joins the error messages into one line, without duplicates.
+    """Joins error messages into one line, without repeating equal messages.
 
     Args:
-        failures: Error message of each rank that failed, by rank.
+        failures: Error message of each failed rank, by rank.
         name_ranks: Whether to prefix each message with the ranks on which it occurred.
     """
     if dist.get_world_size() == 1 or not name_ranks:

@@ -1,4 +1,4 @@
-"""Writes checkpoints as Hugging Face folders, and reads and writes adapters in PEFT's format.
+"""Exports checkpoints to Hugging Face folders, and reads and writes adapters in PEFT's format.
 
 ::
 
@@ -7,8 +7,8 @@
     adapter_model.safetensors ──> adapters of a built model
 
 :mod:`~megatron.adaptive.checkpoint.hugging_face_weights` maps the rows of tensors. An adapter is a
-pair of matrices (LoRA), whose product ``b @ a`` is added to a weight. ``b`` has the same rows as
-the weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
+pair of matrices (LoRA) whose product ``b @ a`` is added to a weight. ``b`` has the same rows as the
+weight. ``a`` has one block of rows for each Hugging Face tensor in the weight.
 """
 
 from __future__ import annotations
@@ -83,24 +83,26 @@ def _opened(
     files: Sequence[str],
     hf_family: str | None,
 ) -> Iterator[_Exported]:
-    """Opens a checkpoint to export, and makes the output folder.
+    """Opens a checkpoint to export, and creates the output folder.
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
-        like: Hugging Face folder with the configuration. ``None`` for the folder that the run
-            loaded.
-        output: Folder to make. It may exist.
-        files: Names of the files to write, which the output folder must not contain yet.
-        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
+        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
+        like: Hugging Face folder with the configuration; ``None`` for the folder from which the run
+            loaded the model.
+        output: Folder to create. It may already exist.
+        files: Names of the files to write. The output folder must not contain any of them.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
-        AdaptiveError: If the checkpoint does not fit the configuration, or is damaged.
+        AdaptiveError: If the checkpoint does not match the configuration, or is damaged.
     """
     folder = CheckpointFolder(checkpoints)
     step = folder.latest() if step is None else step
     if step is None:
-        raise CheckpointError(f"{checkpoints} contains no checkpoint; give the folder of --save")
+        raise CheckpointError(
+            f"{checkpoints} contains no checkpoint; pass the folder that the run used as --save"
+        )
     path, manifest = folder.open(step)
     config = TrainerConfig.from_dict(manifest["config"])
     like = like or (Path(config.checkpoint.load_hf) if config.checkpoint.load_hf else None)
@@ -110,7 +112,7 @@ def _opened(
         raise CheckpointError(
             f"{path} does not record the {CONFIG} of its model"
             + (f" ({like} no longer exists)" if like else "")
-            + "; give a folder with this file as --config"
+            + "; pass a folder with this file as --config"
         )
     hf_family = hf_family or config.checkpoint.hf_family
     model = load_config(like, hf_family)
@@ -137,7 +139,7 @@ class _HuggingFaceTensors:
     Args:
         reader: Reader of the checkpoint.
         tensors: Shape and sources of each tensor of megatron-core, by name.
-        copies: Maps each Hugging Face tensor that duplicates another one to the other's name.
+        copies: Name of the original tensor for each Hugging Face tensor that is a duplicate.
     """
 
     def __init__(
@@ -192,26 +194,27 @@ def export_folder(
 
     Args:
         checkpoints: Folder of checkpoints.
-        step: Iteration of the checkpoint. ``None`` for the latest checkpoint.
-        like: Hugging Face folder with configuration and tokenizer. ``None`` for the folder that the
-            run loaded, or for the copy of its files next to the checkpoints if that folder is gone.
+        step: Iteration of the checkpoint; ``None`` for the latest checkpoint.
+        like: Hugging Face folder with configuration and tokenizer; ``None`` for the folder that the
+            run loaded. If that folder is gone, the copy of its files next to the checkpoints is
+            used.
         output: Folder to write. It may exist, but must not contain a model.
         kind: ``model`` for a model without adapters. ``adapters`` for adapters in PEFT's format,
             with their original configuration if the run loaded them. ``merged`` for the model with
-            the adapters added to its weights; if the checkpoint lacks the model's weights, they are
-            read from ``like``.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
-        hf_family: Value of ``--hf-family``. ``None`` to use the run's value.
+            the adapters added to its weights; if the checkpoint does not contain the model's
+            weights, they are read from ``like``.
+        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
+        hf_family: Value of ``--hf-family``; ``None`` to use the run's value.
 
     Raises:
-        AdaptiveError: If the checkpoint does not fit the configuration, the checkpoint is damaged,
-            or the output cannot be written.
+        AdaptiveError: If the checkpoint does not match the configuration, the checkpoint is
+            damaged, or the output cannot be written.
     """
     files = (peft.ADAPTER_CONFIG, ADAPTERS) if kind == "adapters" else (CONFIG, SINGLE, INDEX)
     with _opened(checkpoints, step, like, output, files, hf_family) as exported:
         if kind == "adapters":
             adapters = _adapters_of(exported)
-            no_limit = 1 << 62  # PEFT reads a single file
+            no_limit = 1 << 62  # PEFT reads only a single file
             write_folder(
                 output,
                 adapters.about,
@@ -240,22 +243,23 @@ def _plain(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
     """
     if exported.config.lora.is_on:
         raise CheckpointError(
-            f"{exported.path} contains adapters; export them with --lora, or the model with "
-            "--merge-lora"
+            f"{exported.path} contains adapters; use --lora to export the adapters, or "
+            "--merge-lora to export the model"
         )
     model = _whole(exported)
     described = exported.tensors
     extra = [name for name in exported.reader.tensors if _is_weight(name) and name not in described]
     if extra:
         raise CheckpointError(
-            f"{exported.path} contains {extra[0]}, which models of type "
-            f"{exported.model.document['model_type']} do not have; export a run without it"
+            f"{exported.path} contains {extra[0]}, but models of type "
+            f"{exported.model.document['model_type']} do not have this tensor; export a run "
+            "without it"
         )
     return model.about, model.read_hugging_face
 
 
 def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]:
-    """Returns the tensors to export for a model with the adapters added to its weights.
+    """Returns the tensors to export for a model with the adapters merged into its weights.
 
     Returns:
         Dtype and shape of each tensor, and a function that reads a tensor by name.
@@ -285,7 +289,8 @@ def _merged(exported: _Exported) -> tuple[_About, Callable[[str], torch.Tensor]]
 def _whole(exported: _Exported) -> _HuggingFaceTensors:
     family = exported.model.family
     copies = copies_of(exported.config, family)
-    # Write only copies in layers, and not an output matrix (head) that is tied to the embedding.
+    # Export copies only if they are inside layers. An output matrix (head) that is tied to the
+    # embedding is not exported.
     copies = {copied: name for copied, name in copies.items() if family.is_in_layer(copied)}
     return _HuggingFaceTensors(exported.reader, exported.tensors, copies)
 
@@ -300,7 +305,7 @@ def _config_of(path: Path, document: Mapping[str, Any], dtype: str) -> bytes:
     Args:
         path: Path of the original ``config.json``.
         document: Content of the original file.
-        dtype: Dtype of the exported tensors, which replaces the original one.
+        dtype: Dtype of the exported tensors, which replaces the original dtype.
     """
     key = "dtype" if "dtype" in document else "torch_dtype"
     if document.get(key) in (None, dtype) and "quantization_config" not in document:
@@ -317,11 +322,11 @@ def require_same(
     Args:
         config: Settings of the checkpoint.
         settings: Settings from the configuration file, by field name.
-        where: Name of the configuration file, for the error message.
-        path: Path of the checkpoint, for the error message.
+        where: Name of the configuration file for the error message.
+        path: Path of the checkpoint for the error message.
 
     Raises:
-        CheckpointError: If a setting differs; the message names the setting.
+        CheckpointError: If a setting differs. The message names the setting.
     """
     expected_config = parse(_ANY_RUN, world_size=1, settings=settings)
     is_rotary = settings.get("position_embedding_type") == "rope"
@@ -329,27 +334,27 @@ def require_same(
         for name in names:
             saved = getattr(getattr(config, group), name)
             expected = getattr(getattr(expected_config, group), name)
-            # Rotary embeddings have no weight with a row per position, so the number of positions
-            # may differ.
+            # Rotary embeddings have no weights that depend on the number of positions, so this
+            # number may differ.
             is_free = name == "max_position_embeddings" and is_rotary
             if saved != expected and not is_free:
                 raise CheckpointError(
                     f"{path} has {name.replace('_', ' ')} {saved}, but {where} has {expected}; "
-                    "give the folder of the checkpoint's model as --config"
+                    "pass the folder of the checkpoint's model as --config"
                 )
 
 
 def adapter_tensors(
     config: TrainerConfig, tensors: Mapping[str, CoreTensor]
 ) -> dict[str, CoreTensor]:
-    """Describes the core tensors of a model's adapters.
+    """Returns descriptions of the core tensors of a model's adapters.
 
     Args:
         config: Settings of the model and of the adapters.
-        tensors: Shape and sources of each tensor of the model, by megatron-core's name.
+        tensors: Shape and sources of each of the model's tensors, by megatron-core's name.
 
     Returns:
-        Two tensors for each adapted weight, by their names in a checkpoint.
+        Two tensors for each weight with an adapter, by their names in a checkpoint.
     """
     rank = config.lora.lora_rank or 0
     adapters: dict[str, CoreTensor] = {}
@@ -375,17 +380,17 @@ def adapter_tensors(
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Reads the adapters of this rank's chunks from a PEFT folder, in place.
+    """Loads the adapters of this rank's chunks from a PEFT folder, in place.
 
     Raises:
-        AdaptiveError: If the folder's adapters are for another base model or other layers, or have
-            another rank (``--lora-rank``).
+        AdaptiveError: If the adapters in the folder are for a different base model or different
+            layers, or have a different rank (``--lora-rank``).
     """
     adapters = adapter_tensors(config, core_tensors(config, peft.base_of(config).family))
     file = folder / ADAPTERS
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} does not contain {ADAPTERS}; give a folder that PEFT wrote"
+            f"{folder} does not contain {ADAPTERS}; pass a folder that PEFT wrote"
         )
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
@@ -412,10 +417,10 @@ def load_adapters(chunks: Sequence[torch.nn.Module], folder: Path, config: Train
 
 
 def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
-    """Returns the adapters in a checkpoint as Hugging Face tensors.
+    """Returns the adapters of a checkpoint as Hugging Face tensors.
 
     Raises:
-        CheckpointError: If there are no adapters, or their shapes do not fit the model.
+        CheckpointError: If there are no adapters, or their shapes do not match the model.
     """
     if not exported.config.lora.is_on:
         raise CheckpointError(
@@ -428,7 +433,7 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
             raise CheckpointError(
                 f"{exported.path} has {name} with shape {list(saved.size)}, but layers of "
                 f"{exported.like} have {tensor.shape}; train adapters with --load-hf, so that "
-                "they have the names of its layers"
+                "they have the names of the model's layers"
             )
     return _HuggingFaceTensors(exported.reader, adapters, {})
 
@@ -436,7 +441,7 @@ def _adapters_of(exported: _Exported) -> _HuggingFaceTensors:
 def _adapter_config(exported: _Exported) -> bytes:
     """Returns the content of ``adapter_config.json`` for exported adapters.
 
-    If the run loaded the adapters and did not change their settings, this is the original file.
+    If the run loaded the adapters and did not change their settings, the original file is returned.
     """
     lora = exported.config.lora
     loaded = None if lora.load_lora is None else Path(lora.load_lora)

@@ -1,4 +1,4 @@
-"""Manages folders of checkpoints, with one subfolder per step.
+"""Manages checkpoint folders, which have one subfolder per step.
 
 A subfolder gets its final name only when it is complete::
 
@@ -22,18 +22,19 @@ A subfolder gets its final name only when it is complete::
                                               user's objects, such as a scheduler
         .metadata __0_0.distcp                tensors by name, for torch.distributed.checkpoint
 
-A checkpoint is written under its hidden name, flushed to disk with ``fsync``, and renamed. Only
-then is its iteration written to the tracker (``latest_checkpointed_iteration.txt``), if the folder
-has one. The tracker therefore always names a complete checkpoint. A job that takes over the lease
-(``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If such a
-job was only suspended, it can then no longer rename its checkpoint.
+A checkpoint is written under a hidden name, flushed to disk with ``fsync``, and renamed. Only then
+is its iteration written to the tracker (``latest_checkpointed_iteration.txt``), if the folder has a
+tracker. The tracker therefore always names a complete checkpoint. A job that takes over the lease
+(``engine.folder_lease``) removes everything that earlier jobs left under hidden names. If an
+earlier job was only suspended, it can no longer rename its checkpoint afterwards.
 
-The names of the trainer's folders and of its tracker are Megatron-LM's. ``.metadata`` and
-``common.pt`` are pickles, for Megatron-LM and torch; this program does not read them if there is an
-index. Checkpoints of earlier versions have no index, and are opened only if the caller trusts them.
+The names of the trainer's folders and of the tracker are the same as in Megatron-LM. ``.metadata``
+and ``common.pt`` are pickles for Megatron-LM and torch; this program does not read them if there is
+an index. Checkpoints of earlier versions have no index, and are opened only if the caller trusts
+them.
 
 This module neither communicates with other ranks nor reads tensors. Only one process at a time may
-call it for the same folder.
+use it on a folder.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ _LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 PIPELINE_FORMAT = 2
 INDEX = "index.json"
-PIPELINE_STATE = "state.values"  # Name of the file with the state of the user's objects.
-_UNSEALED = 1  # Last format version whose manifests had no checksums.
-_SUMMED = frozenset({"blocks", "checksum"})  # Entries that only manifests with checksums have.
-_SHARD = ".distcp"  # Suffix of tensor files, whose checksums are compared while reading.
+PIPELINE_STATE = "state.values"  # name of the file with the state of the user's objects
+_UNSEALED = 1  # last format version whose manifests have no checksums
+_SUMMED = frozenset({"blocks", "checksum"})  # entries that only manifests with checksums have
+_SHARD = ".distcp"  # suffix of tensor files, whose checksums are compared while reading
 _FORMAT = "megatron-adaptive-checkpoint"
 _CORE_METADATA = "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -81,21 +82,21 @@ class StepFolders:
     """A folder with one subfolder per step. Each subfolder has a manifest that lists its files.
 
     Args:
-        path: Path of the folder, which need not exist.
+        path: Path of the folder. The folder need not exist.
 
     Attributes:
-        lease: Lease that lets only this job write to the folder, ``None`` to write without a lease.
-        manifest_name: Name of the manifest file, which only complete subfolders have.
+        lease: Lease that lets only this job write to the folder; ``None`` to write without a lease.
+        manifest_name: Name of the manifest file. Only complete subfolders have this file.
     """
 
     manifest_name: ClassVar[str]
-    _prefix: ClassVar[str] = "iter_"  # Beginning of the subfolders' names.
-    _digits: ClassVar[int] = 7  # Minimum number of digits in the subfolders' names.
-    # First entries of each manifest: the newest format version that can be read, and the format's
-    # name if it has one.
+    _prefix: ClassVar[str] = "iter_"  # prefix of the subfolders' names
+    _digits: ClassVar[int] = 7  # minimum number of digits in the subfolders' names
+    # First entries of each manifest: the name of the format, if it has a name, and the newest
+    # version that can be read.
     _form: ClassVar[Mapping[str, Any]] = {}
-    _needed = frozenset({"files"})  # Names of entries that each manifest must have.
-    _schema: ClassVar[str] = "manifest"  # Name of the JSON schema of manifests.
+    _needed = frozenset({"files"})  # names of the entries that each manifest must have
+    _schema: ClassVar[str] = "manifest"  # name of the JSON schema for manifests
     _trust = "--trust-checkpoint"
 
     def __init__(self, path: str | Path) -> None:
@@ -104,38 +105,38 @@ class StepFolders:
         self.lease: Lease | None = None
 
     def complete_path(self, step: int) -> Path:
-        """Returns the path of a step's subfolder once it is complete."""
+        """Returns the path that a step's subfolder has once it is complete."""
         return self.path / self._name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Returns the hidden path of a step's subfolder while it is being written."""
+        """Returns the hidden path that a step's subfolder has while it is being written."""
         return self.path / f".{self._name(step)}{self._mark}.partial"
 
     def replaced_path(self, step: int) -> Path:
-        """Returns the hidden path that a step's old subfolder has while a new one replaces it."""
+        """Returns the hidden path of a step's old subfolder while a new subfolder replaces it."""
         return self.path / f".{self._name(step)}.replaced"
 
     def steps(self) -> dict[int, Path]:
-        """Returns the path of each complete subfolder by step, in ascending order of the steps."""
+        """Returns the paths of the complete subfolders by step, in ascending order."""
         manifests = self.path.glob(f"{self._prefix}*/{self.manifest_name}")
         matches = ((self._complete.fullmatch(file.parent.name), file.parent) for file in manifests)
         return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
     def latest(self) -> int | None:
-        """Returns the step to resume from, ``None`` if no subfolder is complete."""
+        """Returns the step to resume from, or ``None`` if no subfolder is complete."""
         return max(self.steps(), default=None)
 
     def named(self) -> list[int]:
-        """Returns the steps that have a subfolder, complete or not, in ascending order."""
+        """Returns the steps that have a subfolder, whether complete or not, in ascending order."""
         names = (folder.name for folder in self.path.glob(f"{self._prefix}*"))
         return sorted(int(match[1]) for name in names if (match := self._complete.fullmatch(name)))
 
     def candidates(self) -> Iterator[int]:
-        """Yields the steps to try to resume from, in order. Used if the user chose no step.
+        """Yields the steps to try to resume from, in order. Used if the user did not choose a step.
 
-        The first is the latest complete step. Without a tracker, the first may be a later step
-        whose manifest is missing, so that the user learns of the damage. Earlier steps follow,
-        newest first.
+        The latest complete step comes first. If there is no tracker, a later step whose manifest is
+        missing comes first, so that the user learns of the damage. Earlier steps follow, newest
+        first.
 
         Raises:
             CheckpointError: If the path is not a folder of checkpoints.
@@ -150,11 +151,11 @@ class StepFolders:
         yield from (step for step in reversed(named) if step < first)
 
     def _is_tracked(self) -> bool:
-        """Returns whether the folder has a tracker, a file that names the latest step."""
+        """Returns whether the folder has a tracker file, which contains the latest step."""
         return False
 
     def begin(self, step: int) -> Path:
-        """Cleans up after crashed runs with :meth:`clear`, and makes a step's empty partial folder.
+        """Calls :meth:`clear` to clean up after crashed runs, and creates a step's partial folder.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -169,7 +170,7 @@ class StepFolders:
     def clear(self) -> None:
         """Removes or restores the hidden folders that crashed runs left behind.
 
-        If an earlier job still runs, it can then no longer rename its partial folder into place.
+        If an earlier job is still running, it can no longer rename its partial folder afterwards.
 
         Raises:
             LeaseTakenError: If another job has taken over the folder.
@@ -190,15 +191,16 @@ class StepFolders:
     def commit(
         self, step: int, manifest: Mapping[str, Any], check: Callable[[], None] | None = None
     ) -> Path:
-        """Turns the partial checkpoint of a step into a complete one, which becomes the latest.
+        """Completes the partial checkpoint of a step, which becomes the latest checkpoint.
 
-        The caller has already flushed all files except the manifest to disk, with :func:`sync`.
+        The caller must already have flushed all files except the manifest to disk, with
+        :func:`sync`.
 
         Args:
-            step: Step that :meth:`begin` was called with.
-            manifest: Contents of the manifest. ``files`` holds the size of each file by name, and
-                defaults to the sizes in the partial folder. Missing checksums in ``blocks`` are
-                computed and added.
+            step: Step that was passed to :meth:`begin`.
+            manifest: Contents of the manifest. ``files`` contains the size of each file by name,
+                and defaults to the sizes in the partial folder. Checksums that are missing in
+                ``blocks`` are computed and added.
             check: Function that is called after the last write and before the rename. If it raises
                 an error, the checkpoint stays partial.
 
@@ -206,9 +208,9 @@ class StepFolders:
             Path of the complete checkpoint.
 
         Raises:
-            CheckpointError: If a file's size differs from the one in ``manifest``.
+            CheckpointError: If the size of a file differs from its size in ``manifest``.
             LeaseTakenError: If another job has taken over the folder.
-            OSError: If writing failed; the partial checkpoint still exists.
+            OSError: If writing failed. The partial checkpoint is kept.
         """
         partial = self.partial_path(step)
         complete = self.complete_path(step)
@@ -221,8 +223,8 @@ class StepFolders:
                 raise CheckpointError(f"{path} has {size} bytes instead of {files[name]}")
             if name not in blocks:
                 blocks[name] = sum_of_file(partial / name)[1]
-        # Add the line breaks here: json.dumps with an indent runs in Python instead of C, and would
-        # delay training.
+        # Insert line breaks here, because json.dumps with an indent runs in Python instead of C and
+        # would delay training.
         body = {**self._form, **manifest, **self._form}
         body |= {"step": step, "files": files, "blocks": blocks, **self._order(step)}
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
@@ -248,35 +250,35 @@ class StepFolders:
         return complete
 
     def keep(self, number: int, also: Collection[int] = ()) -> None:
-        """Removes all complete subfolders except the newest ones; ignores file system errors.
+        """Removes all but the newest complete subfolders, and ignores file system errors.
 
         Args:
             number: Number of newest subfolders to keep.
-            also: Older steps whose subfolders are also kept.
+            also: Older steps whose subfolders are kept too.
         """
         for step in list(self.steps())[:-number]:
             if step not in also:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Removes a complete subfolder; ignores file system errors."""
-        # Rename the subfolder first, so that nobody loads it while its files are being removed.
+        """Removes a complete subfolder, and ignores file system errors."""
+        # Rename the subfolder first, so that no process loads it while its files are being removed.
         doomed = self.partial_path(step)
         with contextlib.suppress(OSError):
             self.complete_path(step).rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
-        """Removes a step's partial folder; ignores file system errors."""
+        """Removes a step's partial folder, and ignores file system errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def read_manifest(self, path: Path, remedy: str = "restore it from a copy") -> dict[str, Any]:
-        """Returns a subfolder's manifest after checking that it is undamaged.
+        """Returns a subfolder's manifest after checking that the manifest is undamaged.
 
         Raises:
-            CheckpointError: If another program wrote the manifest, or it has a newer format.
-            DamagedCheckpointError: If the manifest changed since it was written. The error message
-                ends with ``remedy``.
+            CheckpointError: If the manifest was written by another program or in a newer format.
+            DamagedCheckpointError: If the manifest has changed since it was written. The error
+                message ends with ``remedy``.
         """
         file = path / self.manifest_name
         try:
@@ -309,7 +311,7 @@ class StepFolders:
                 )
         missing = sorted(self._needed - body.keys())
         if missing:
-            text = f"{file} is damaged (it has no {missing[0]!r}); {remedy}"
+            text = f"{file} is damaged ({missing[0]!r} is missing); {remedy}"
             raise DamagedCheckpointError(text)
         body.pop("checksum", None)
         if wrong := self._broken_rule(body):
@@ -332,18 +334,19 @@ class StepFolders:
             return f"{outside[0]!r} is not the name of a file in its folder"
         iteration = body.get("progress", {}).get("iteration", 0)
         if "step" in body and iteration and iteration != body["step"]:
-            return f"its progress is of iteration {iteration}, but its step is {body['step']}"
+            return f"its progress contains iteration {iteration}, but its step is {body['step']}"
         return ""
 
     def verify(self, step: int) -> list[str]:
-        """Reads all files of one checkpoint and compares their sizes and checksums.
+        """Reads all files of a checkpoint, and verifies their sizes and checksums.
 
-        Needs no process group and no torch, and takes little longer than reading the files.
+        This requires neither a process group nor torch, and takes only a little longer than reading
+        the files.
 
         Returns:
-            One line per damaged file, with its name and the first damaged block if it has several.
-            The list is empty if no file is damaged. Files of earlier versions have no checksums, so
-            only their sizes are checked.
+            List with a line for each damaged file, which contains the file's name and, if it has
+            several blocks, the first damaged block. The list is empty if no file is damaged. Files
+            of earlier versions have no checksums, so only their sizes are verified.
         """
         path = self.complete_path(step).absolute()
         try:
@@ -357,15 +360,15 @@ class StepFolders:
         return problems
 
     def _read(self, path: Path, step: int, remedy: str, *, trust: bool) -> dict[str, Any]:
-        """Returns a subfolder's manifest after checking its files.
+        """Returns a subfolder's manifest after checking the subfolder's files.
 
-        Checks the sizes of all files, and the checksums of all files except shards (files with
-        tensors). Checksums of shards are compared later, while the shards are read.
+        Verifies the sizes of all files, and the checksums of all files except shards (files with
+        tensors). Checksums of shards are verified later, while the shards are read.
 
         Raises:
-            CheckpointError: If another program or a newer format wrote the checkpoint, or it
-                contains pickles and ``trust`` is False.
-            DamagedCheckpointError: If the manifest is damaged, a file is missing or has another
+            CheckpointError: If the checkpoint was written by another program or in a newer format,
+                or contains pickles while ``trust`` is False.
+            DamagedCheckpointError: If the manifest is damaged, a file is missing or has the wrong
                 size, or a checksum does not match. The error message ends with ``remedy``.
         """
         body = self.read_manifest(path, remedy)
@@ -383,19 +386,19 @@ class StepFolders:
         if INDEX not in files and not trust:
             raise CheckpointError(
                 f"{path} was written by an earlier version and contains pickles, which can run "
-                f"code when they are loaded; give {self._trust} if you trust its source"
+                f"code when they are loaded; pass {self._trust} if you trust its source"
             )
         return body
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         """Returns the error to raise for a subfolder without a manifest."""
         return DamagedCheckpointError(
-            f"{path} is incomplete (it has no {self.manifest_name}); {remedy}"
+            f"{path} is incomplete ({self.manifest_name} is missing); {remedy}"
         )
 
     @property
     def _mark(self) -> str:
-        """Suffix that this job adds to hidden names: a dot and the number of its lease."""
+        """Suffix of the hidden names that this job uses: a dot and the number of its lease."""
         return "" if self.lease is None else f".{self.lease.number}"
 
     def _require_lease(self) -> None:
@@ -403,10 +406,10 @@ class StepFolders:
             self.lease.require()
 
     def _discard(self, path: Path) -> None:
-        """Removes a file or folder that another process may still write to.
+        """Removes a file or folder that another process may still be writing to.
 
-        A folder is renamed first, so that the other process cannot rename it into place. Errors
-        while its files are removed are ignored.
+        A folder is renamed first, so that the other process cannot rename it to its final name.
+        Errors while removing the folder's files are ignored.
         """
         if path.is_file():
             path.unlink(missing_ok=True)
@@ -417,13 +420,14 @@ class StepFolders:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _order(self, step: int) -> Mapping[str, Any]:
-        """Returns manifest entries that identify the checkpoint saved before ``step``."""
+        """Returns manifest entries that identify the checkpoint that was saved before ``step``."""
         return {}
 
     def _track(self, step: int) -> None:
-        """Records that a step is the latest one.
+        """Records ``step`` as the latest step.
 
-        Called before the replaced version of the same step, if there is one, is removed.
+        This method is called before an earlier version of the same step, if there is any, is
+        removed.
         """
 
     def _name(self, step: int) -> str:
@@ -431,19 +435,19 @@ class StepFolders:
 
 
 Manifest = Mapping[str, Any]
-"""Describes a checkpoint of the trainer; saved as JSON next to megatron-core's files:
+"""Manifest of a trainer checkpoint; saved as JSON next to megatron-core's files:
 
-    progress: Counts of the iterations and samples that the run had done, by name.
+    progress: Number of iterations and samples completed by the run, by name.
     config: Settings of the run, from ``TrainerConfig.to_dict``.
-    shape: Parallel sizes of the run and number of chunks per rank, by name.
-    padded_vocab_size: Number of rows of the embedding.
+    shape: Parallel sizes of the run, and number of chunks per rank, by name.
+    padded_vocab_size: Number of rows in the embedding.
     has_optimizer: Whether the checkpoint includes optimizer state.
     has_rng: Whether the checkpoint includes random states.
-    files: Size in bytes of each file except the manifest, by file name.
-    blocks: Checksums of each file except the manifest, by file name; none in earlier versions.
-        Their form is described in ``checkpoint.checksums``.
-    follows: Checksum of the previous checkpoint's manifest, empty for the first checkpoint.
-    save_id: Identifier of this save, to recognize its files on the nodes' local disks. It is empty
+    files: Size of each file in bytes, by file name, except for the manifest.
+    blocks: Checksums of each file, by file name, except for the manifest; missing in earlier
+        versions. ``checkpoint.checksums`` describes their form.
+    follows: Checksum of the previous checkpoint's manifest; empty for the first checkpoint.
+    save_id: Identifier of this save, used to recognize its files on the nodes' local disks; empty
         if there are no such files.
 """
 
@@ -452,7 +456,7 @@ class CheckpointFolder(StepFolders):
     """A folder of the trainer's checkpoints.
 
     Args:
-        path: Path of the folder, which need not exist.
+        path: Path of the folder. The folder need not exist.
     """
 
     manifest_name = "manifest.json"
@@ -463,23 +467,23 @@ class CheckpointFolder(StepFolders):
     )
 
     def latest(self) -> int | None:
-        """Returns the iteration to resume from, ``None`` if the folder has no checkpoint.
+        """Returns the iteration to resume from, or ``None`` if the folder has no checkpoint.
 
-        This is the complete checkpoint that was written last. A run may end after it renames a
-        checkpoint and before it updates the tracker. Complete checkpoints that were saved after the
-        tracker's are therefore considered too. Other checkpoints of later iterations are ignored:
-        they were written before a run went back with ``--ckpt-step``.
+        This is the complete checkpoint that was written last. A run may stop after it renames a
+        checkpoint and before it updates the tracker. Therefore complete checkpoints that were saved
+        after the tracker's checkpoint are considered too. Other checkpoints of later iterations are
+        ignored, because they were written before a run went back with ``--ckpt-step``.
 
         Raises:
-            CheckpointError: If the tracker does not contain an iteration, or the folder is a file.
+            CheckpointError: If the tracker does not contain an iteration, or the path is a file.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"--load {self.path} is a file; give the folder of checkpoints")
+            raise CheckpointError(f"--load {self.path} is a file; pass the folder of checkpoints")
         tracked = self._tracked()
         return super().latest() if tracked is None else self._last_after(tracked)
 
     def _tracked(self) -> int | None:
-        """Returns the iteration that the tracker names, ``None`` if there is no tracker."""
+        """Returns the iteration in the tracker, or ``None`` if there is no tracker."""
         tracker = self.path / _TRACKER
         if not os.path.lexists(tracker):
             return None
@@ -488,21 +492,22 @@ class CheckpointFolder(StepFolders):
         except OSError as error:
             raise DamagedCheckpointError(
                 f"cannot read {tracker} ({error.strerror}); write the number of one of the "
-                "checkpoints next to it into it, or choose one with --ckpt-step"
+                "checkpoints in its folder to this file, or choose a checkpoint with --ckpt-step"
             ) from None
         if not (text.isascii() and text.isdecimal() and len(text) <= _TRACKER_DIGITS):
             raise DamagedCheckpointError(
                 f"{tracker} contains {text[:40]!r}, which is not an iteration; write the number "
-                "of one of the checkpoints next to it, or choose one with --ckpt-step"
+                "of one of the checkpoints in its folder to this file, or choose a checkpoint "
+                "with --ckpt-step"
             )
         return int(text)
 
     def _last_after(self, tracked: int) -> int:
-        """Returns the step of the last complete checkpoint saved since step ``tracked``.
+        """Returns the last complete step in the chain of checkpoints that starts at ``tracked``.
 
-        Each manifest holds the checksum of the previous checkpoint's manifest, so the checkpoints
-        form a chain. Manifests of earlier versions hold no such checksum. Their checkpoints were
-        saved later if the manifest is newer than the tracker file.
+        Each manifest contains the checksum of the previous checkpoint's manifest, so the
+        checkpoints form a chain. Manifests of earlier versions do not contain this checksum; their
+        checkpoints are considered later if the manifest is newer than the tracker file.
         """
         steps = self.steps()
         if tracked not in steps:
@@ -514,11 +519,11 @@ class CheckpointFolder(StepFolders):
         return last
 
     def _follows(self, path: Path, seal: str) -> bool:
-        """Returns whether a checkpoint was saved after another one.
+        """Returns whether a checkpoint was saved directly after a given checkpoint.
 
         Args:
-            path: Path of the checkpoint.
-            seal: Checksum of the other checkpoint's manifest.
+            path: Path of the checkpoint to check.
+            seal: Checksum of the given checkpoint's manifest.
         """
         try:
             follows = self.read_manifest(path).get("follows")
@@ -545,8 +550,9 @@ class CheckpointFolder(StepFolders):
             latest = self.latest()
             if tracked is not None and latest is not None and latest != tracked:
                 _LOG.warning(
-                    "WARNING: %s names iteration %d, but the checkpoint of iteration %d was "
-                    "written later; resuming from the later one; --ckpt-step %d goes back",
+                    "WARNING: %s contains iteration %d, but the checkpoint of iteration %d was "
+                    "written later; resuming from the later checkpoint; use --ckpt-step %d to "
+                    "go back",
                     printable(str(self.path / _TRACKER)),
                     tracked,
                     latest,
@@ -563,20 +569,20 @@ class CheckpointFolder(StepFolders):
         return os.path.lexists(self.path / _TRACKER)
 
     def open(self, iteration: int, *, trust: bool = False) -> tuple[Path, Manifest]:
-        """Returns the path and manifest of a checkpoint after checking that it is complete.
+        """Returns the path and the manifest of a checkpoint after checking that it is complete.
 
-        Compares the checksums of all files except shards (files with tensors). Checksums of shards
-        are compared later, while the shards are read.
+        Verifies the checksums of all files except shards (files with tensors). Checksums of shards
+        are verified later, while the shards are read.
 
         Args:
             iteration: Iteration of the checkpoint.
             trust: Whether to accept checkpoints with pickles, from earlier versions or Megatron-LM.
-                For a checkpoint of Megatron-LM, the returned manifest lists just the files that
-                exist.
+                For a checkpoint of Megatron-LM, the returned manifest only lists the existing
+                files.
 
         Raises:
-            CheckpointError: If the checkpoint has a newer format, another program wrote it, or it
-                contains pickles and ``trust`` is False.
+            CheckpointError: If the checkpoint was written by another program or in a newer format,
+                or contains pickles while ``trust`` is False.
             DamagedCheckpointError: If the checkpoint is missing, incomplete or damaged.
         """
         path = self.complete_path(iteration)
@@ -585,8 +591,8 @@ class CheckpointFolder(StepFolders):
             path = self.replaced_path(iteration)
         if not path.is_dir():
             raise DamagedCheckpointError(
-                f"{path} does not exist, but the checkpoint of iteration {iteration} should be "
-                f"there; {others}"
+                f"{path} does not exist, although the checkpoint of iteration {iteration} should "
+                f"be there; {others}"
             )
         if trust and self._is_megatrons(path):
             files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
@@ -594,35 +600,38 @@ class CheckpointFolder(StepFolders):
         body = self._read(path, iteration, others, trust=trust)
         if _CORE_METADATA not in body["files"]:
             raise DamagedCheckpointError(
-                f"{path} is incomplete (its list of files has no {_CORE_METADATA}); {others}"
+                f"{path} is incomplete ({_CORE_METADATA} is missing in its list of files); {others}"
             )
         return path, {"blocks": {}, "save_id": "", **body}
 
     def _lacks_manifest(self, path: Path, remedy: str) -> CheckpointError:
         if any(path.glob("mp_rank_*")):
             return CheckpointError(
-                f"{path} is in Megatron-LM's old torch format, but only torch_dist can be read; "
+                f"{path} is in Megatron-LM's old torch format, but only torch_dist is supported; "
                 f"convert it with Megatron-LM, or start without --load; {remedy}"
             )
         if self._is_megatrons(path):
             return CheckpointError(
-                f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and contains "
-                f"pickles, which can run code when they are loaded; give {self._trust} if you "
-                "trust its source"
+                f"{path} was written by Megatron-LM (it has no {self.manifest_name}) and "
+                f"contains pickles, which can run code when they are loaded; pass {self._trust} "
+                "if you trust its source"
             )
         return super()._lacks_manifest(path, remedy)
 
     def _is_megatrons(self, path: Path) -> bool:
-        """Returns whether a folder is a checkpoint of Megatron-LM in the torch_dist format."""
+        """Returns whether a folder is a Megatron-LM checkpoint in the torch_dist format."""
         has = {name: (path / name).exists() for name in (self.manifest_name, INDEX, _CORE_METADATA)}
         return has == {self.manifest_name: False, INDEX: False, _CORE_METADATA: True}
 
     def _others(self, iteration: int) -> str:
-        """Returns advice for a user whose checkpoint of ``iteration`` cannot be used."""
+        """Returns advice for users whose checkpoint of ``iteration`` cannot be loaded."""
         others = sorted({*self.steps()} - {iteration})
         if not others:
             return "restore it from a copy, or start without --load"
-        return f"restore it from a copy, or resume from another with --ckpt-step {others[-1]}"
+        return (
+            "restore it from a copy, or resume from another checkpoint with --ckpt-step "
+            f"{others[-1]}"
+        )
 
     def _track(self, step: int) -> None:
         temporary = self.path / f".{self._prefix}latest{self._mark}.partial"
@@ -635,7 +644,7 @@ class PipelineFolder(StepFolders):
     """A folder of a ``Pipeline``'s checkpoints.
 
     Args:
-        path: Path of the folder, which need not exist.
+        path: Path of the folder. The folder need not exist.
     """
 
     manifest_name = "pipeline.json"
@@ -646,22 +655,22 @@ class PipelineFolder(StepFolders):
     _trust = "trust_checkpoint=True"
 
     def open(self, step: int | None, *, trust: bool = False) -> tuple[Path, dict[str, Any]]:
-        """Returns the path and manifest of a checkpoint.
+        """Returns the path and the manifest of a checkpoint.
 
         Args:
             step: Step of the checkpoint; ``None`` for the newest checkpoint.
-            trust: Whether to accept checkpoints of earlier versions too, which contain pickles.
+            trust: Whether to also accept checkpoints of earlier versions, which contain pickles.
 
         Raises:
             CheckpointError: If the checkpoint does not exist, has a newer format, or contains
-                pickles and ``trust`` is False.
+                pickles while ``trust`` is False.
             DamagedCheckpointError: If the checkpoint is incomplete or damaged.
         """
         steps = self.steps()
         if step is None and not steps:
             raise CheckpointError(
-                f"{self.path} contains no complete checkpoint of a Pipeline; give the folder that "
-                "Pipeline.save was given"
+                f"{self.path} contains no complete checkpoint of a Pipeline; pass the folder "
+                "that was passed to Pipeline.save"
             )
         step = max(steps) if step is None else step
         path = self.complete_path(step)
@@ -674,21 +683,21 @@ class PipelineFolder(StepFolders):
 
 
 def is_shard(name: str) -> bool:
-    """Returns whether a file contains tensors, so that its checksums are compared while reading."""
+    """Returns whether a file contains tensors. Its checksums are then verified while it is read."""
     return name.endswith(_SHARD)
 
 
 STEP_PREFIXES = (CheckpointFolder._prefix, PipelineFolder._prefix)
-"""Prefixes of the names of checkpoint folders: the trainer's, then a ``Pipeline``'s."""
+"""Prefixes of checkpoint folders' names: the trainer's, followed by a ``Pipeline``'s."""
 
 
 def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
-    """Returns the folder of checkpoints for a path, and the steps to use in ascending order.
+    """Returns the checkpoint folder for a path, and the steps to use in ascending order.
 
     Args:
-        path: Path of a folder of checkpoints or of a single checkpoint. Either the trainer or a
-            ``Pipeline`` wrote it.
-        step: Step to use. ``None`` for all steps in the folder.
+        path: Path of a folder of checkpoints or of a single checkpoint, written by the trainer or
+            by a ``Pipeline``.
+        step: Step to use; ``None`` for all steps in the folder.
 
     Raises:
         CheckpointError: If there is no such checkpoint.
@@ -705,22 +714,22 @@ def find(path: Path, step: int | None = None) -> tuple[StepFolders, list[int]]:
             return folders, steps if step is None else [step]
     reason = "contains no checkpoint" if path.is_dir() else "is not a folder"
     raise CheckpointError(
-        f"{path} {reason}; give the folder that --save or Pipeline.save was given"
+        f"{path} {reason}; pass the folder that was passed to --save or Pipeline.save"
     )
 
 
 def make_pipeline_manifest(
     head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the entries of a ``Pipeline`` checkpoint's manifest, except its format and files.
+    """Returns manifest entries for a ``Pipeline`` checkpoint, without its format and files.
 
     Args:
-        head: Entries that are equal on all ranks: ``step``, ``seed``, ``loss_scale`` and ``extra``.
-            Also ``save_id`` if parts of the checkpoint may be on nodes' local disks.
-        parts: One mapping for each of several ranks that together have all parameters. ``kind`` is
-            the name of the optimizer, ``None`` if there is no optimizer. ``groups`` lists each
-            parameter group's options and names of parameters. ``plain`` has the optimizer's values
-            that are not tensors, by name.
+        head: Entries that are the same on all ranks: ``step``, ``seed``, ``loss_scale`` and
+            ``extra``, plus ``save_id`` if parts of the checkpoint may be on nodes' local disks.
+        parts: Entries of ranks that together hold all parameters, with a mapping per rank. ``kind``
+            is the name of the optimizer, or ``None`` if there is no optimizer. ``groups`` lists
+            each parameter group's options and parameter names. ``plain`` contains the optimizer's
+            non-tensor values by name.
     """
     names = ("step", "seed", "loss_scale", "extra")
     groups = [group for part in parts for group in part["groups"]]
@@ -734,7 +743,7 @@ def make_pipeline_manifest(
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files and flushes them to disk, so that they survive a power failure.
+    """Writes files, and flushes them to disk so that they survive a power failure.
 
     Raises:
         OSError: If a file cannot be written.
@@ -745,7 +754,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's content, or a folder's entries, to disk with ``fsync``."""
+    """Flushes a file's content or a folder's entries to disk with ``fsync``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,20 +1,20 @@
 """Converts weights between Hugging Face models and megatron-core's models or checkpoints.
 
-A core tensor is a tensor of megatron-core, under the name that it has in a checkpoint. A Hugging
-Face tensor is a tensor in a Hugging Face folder. The model's family (``config/families``) maps core
-modules to Hugging Face modules. Each core tensor is assembled from rows of Hugging Face tensors. A
-list of :class:`RowRun` names these rows, and is used for both import and export::
+A core tensor is a tensor of megatron-core, under its name in a checkpoint. A Hugging Face tensor is
+a tensor in a Hugging Face folder. The model's family (``config/families``) maps core modules to
+Hugging Face modules. Each core tensor is assembled from rows of Hugging Face tensors. A list of
+:class:`RowRun` describes these rows, and is used for both import and export::
 
     core tensor, [rows, columns]                            Hugging Face tensors
     linear_qkv    q q k v | q q k v | ...  by query group    q_proj, k_proj, v_proj, or one tensor
     linear_fc1    gate | up                                  gate_proj, up_proj, or one tensor
     others        the same rows; GPT-2's matrices transposed
 
-The run's settings determine the size of each tensor. A tensor of another size is therefore rejected
-before it is read, and so is a tensor that the model does not have. Padding rows of the embedding
-are zero in the core tensor and absent in the Hugging Face tensor. megatron-core decides how core
-tensors are sharded. A rank asks for the regions of its shards, so any parallel sizes, partition and
-placement of stages work.
+The run's settings determine the size of each tensor. A tensor with a different size, or that the
+model does not have, is therefore rejected before it is read. Padding rows of the embedding are zero
+in the core tensor and absent in the Hugging Face tensor. megatron-core decides how core tensors are
+sharded. Each rank requests the regions of its shards, so any parallel sizes, partition and
+placement of stages are supported.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from megatron.adaptive.data.tokenizer import padded_vocab_size
 from megatron.adaptive.errors import CheckpointError, ConfigError
 from megatron.adaptive.gpt.lora import MARK
 
-# Names of buffers that older versions of transformers saved. The trainer computes these buffers, so
-# it ignores them in a folder.
+# Names of buffers that older versions of transformers saved. They are ignored, because the trainer
+# computes these buffers.
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 COMPANION_FILES = (
     "generation_config.json",
@@ -63,11 +63,11 @@ COMPANION_FILES = (
     "chat_template.json",
     "tekken.json",
 )
-"""Names of the files that are copied together with a model's config.json, if they exist."""
+"""Names of the files that are copied together with a model's ``config.json``, if they exist."""
 DESCRIPTION = "hugging_face"
-"""Name of the subfolder with the model's configuration and tokenizer in a checkpoint folder."""
+"""Name of a checkpoint folder's subfolder that contains the model's configuration and tokenizer."""
 _SHARD = "__0_0.distcp"
-# Settings of megatron-core that must be equal for the same weights to give the same results.
+# Settings of megatron-core that affect the results of a model with given weights.
 CORE_MEANINGS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -93,13 +93,14 @@ class ModuleSize(NamedTuple):
     """Describes the size of a megatron-core module's weight.
 
     Attributes:
-        blocks: Number of rows of each matrix (block) that the module's weight stacks. Examples of
-            blocks are the matrices of queries, keys and values.
-        columns: Number of columns of the weight, 0 for a vector.
+        blocks: Number of rows of each matrix (block) that is stacked in the module's weight.
+            Examples of blocks are the matrices for queries, keys and values.
+        columns: Number of columns of the weight; 0 for a vector.
         has_bias: Whether the module has a bias.
-        groups: Number of equal parts that each block is cut into. The parts are interleaved: first
-            part 0 of each block, then part 1, and so on.
-        experts: Number of experts that have such a module; 0 if the module is not in an expert.
+        groups: Number of equal parts into which each block is divided. The parts are interleaved:
+            first part 0 of each block, then part 1, and so on.
+        experts: Number of experts that have such a module; 0 if the module is not part of an
+            expert.
     """
 
     blocks: tuple[int, ...]
@@ -115,14 +116,14 @@ class RowRun(NamedTuple):
     Attributes:
         row: Index of the first row in the core tensor.
         count: Number of rows.
-        expert: Index of the expert along the core tensor's first axis. 0 if there are no experts.
+        expert: Index of the expert along the core tensor's first axis; 0 if there are no experts.
         name: Name of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
         transposed: Whether the Hugging Face tensor is stored transposed.
     """
 
     row: int
-    count: int  # type: ignore[assignment]  # tuple has a method of that name
+    count: int  # ``tuple`` has a method with this name.
     expert: int
     name: str
     first: int
@@ -140,19 +141,19 @@ class _Run(NamedTuple):
     """
 
     row: int
-    count: int  # type: ignore[assignment]  # tuple has a method of that name
+    count: int  # ``tuple`` has a method with this name.
     block: int
     first: int
 
 
 class RowRegion(NamedTuple):
-    """Describes a part of a requested region of a core tensor, and where to read its values.
+    """Describes a part of a requested region of a core tensor, and the source of its values.
 
     Attributes:
         rows: Consecutive rows of the core tensor that contain the part.
         row: Index of the first row to read in the Hugging Face tensor.
         column: Index of the first column to read in the Hugging Face tensor.
-        target: View of the region's memory, into which the part is read.
+        target: View of the region's memory into which the part is read.
     """
 
     rows: RowRun
@@ -165,9 +166,9 @@ class CoreTensor(NamedTuple):
     """Describes the shape and the sources of a core tensor.
 
     Attributes:
-        experts: Number of experts along the first axis; 0 if the tensor has no axis for experts.
+        experts: Number of experts along the first axis; 0 if the tensor has no expert axis.
         height: Number of rows, without padding rows.
-        columns: Number of columns, 0 for a vector.
+        columns: Number of columns; 0 for a vector.
         rows: Rows of Hugging Face tensors that make up the tensor, ordered by expert.
     """
 
@@ -178,15 +179,15 @@ class CoreTensor(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Shape of the whole (not sharded) tensor."""
+        """Shape of the whole tensor, before sharding."""
         lead = [self.experts] if self.experts else []
         return [*lead, self.height, *([self.columns] if self.columns else [])]
 
 
 def _sizes(config: TrainerConfig, layer: int | None) -> dict[str, ModuleSize]:
-    """Returns the sizes of a layer's modules by name.
+    """Returns the sizes of a layer's modules, by name.
 
-    If ``layer`` is ``None``, returns the sizes of the modules outside the layers.
+    If ``layer`` is ``None``, returns the sizes of the modules outside of layers.
     """
     model = config.model
     core = config.core
@@ -265,17 +266,17 @@ def _attention_sizes(config: TrainerConfig, norm: ModuleSize) -> dict[str, Modul
 
 
 def _has_experts(config: TrainerConfig, layer: int) -> bool:
-    # Multi-token prediction layers are numbered after the last layer, and are built like it.
+    # Multi-token prediction layers are numbered after the last layer, and have its structure.
     return config.expert_layers[min(layer, config.model.num_layers - 1)]
 
 
 def core_tensors(config: TrainerConfig, family: Family) -> dict[str, CoreTensor]:
-    """Returns the core tensors of a model by their names in a checkpoint, in the model's order.
+    """Returns a model's core tensors by their names in a checkpoint, in the model's order.
 
     Args:
         config: Settings of the model. ``vocab_size`` is the number of rows in the Hugging Face
             embedding.
-        family: Family of the model, which defines the names of the model's modules.
+        family: Family of the model, which defines the names of the modules.
     """
     tensors: dict[str, CoreTensor] = {}
     outside = _sizes(config, None)
@@ -316,10 +317,10 @@ def _predictions(config: TrainerConfig, family: Family) -> int:
 
 
 def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
-    """Maps the name of each Hugging Face tensor that duplicates another one to the other's name.
+    """Returns the name of the original tensor for each duplicated Hugging Face tensor.
 
-    Examples are an output matrix (head) that is tied to the embedding, and the copies of embedding
-    and head in each multi-token prediction layer.
+    Duplicated tensors are an output matrix (head) that is tied to the embedding, and the copies of
+    embedding and head in each multi-token prediction layer.
     """
     (embedding,) = family.outer_modules["embedding.word_embeddings"]
     (output,) = family.outer_modules["output_layer"]
@@ -338,7 +339,7 @@ def copies_of(config: TrainerConfig, family: Family) -> dict[str, str]:
 def _saved_module(module: str, config: TrainerConfig, layer: int) -> str:
     """Returns a module's name in a checkpoint.
 
-    megatron-core saves some normalization layers under the name of the linear layer after them.
+    megatron-core saves some normalization layers under the name of the linear layer that follows.
     """
     engine = config.model.transformer_impl != "local"
     latent = config.core.multi_latent_attention
@@ -365,12 +366,12 @@ def _add(
     """Adds a module's weight and bias to ``tensors``.
 
     Args:
-        tensors: Shape and sources of each core tensor by name; entries are added.
+        tensors: Shape and sources of each core tensor, by name. Entries are added.
         module: Name of the module in its layer.
         size: Size of the module's weight.
-        sources: Names of the Hugging Face modules from which the module is assembled. There is one
-            for each block, or one for all blocks.
-        family: Family of the model, which says how Hugging Face stores the model's matrices.
+        sources: Names of the Hugging Face modules that make up the module: one for each block, or
+            one for all blocks.
+        family: Family of the model, which defines how Hugging Face stores the model's matrices.
         saved: Name of the module in a checkpoint.
     """
     is_whole = module.endswith("expert_bias")
@@ -392,11 +393,11 @@ def _add(
 
 
 def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
-    """Yields the consecutive rows of a module's weight that come from one block.
+    """Yields the runs of consecutive rows of a module's weight that come from the same block.
 
     Args:
         size: Size of the module's weight.
-        is_one: Whether the Hugging Face tensor has its rows in the same order. All rows are then
+        is_one: Whether the Hugging Face tensor has its rows in the same order. If so, all rows are
             yielded as one run.
     """
     if is_one:
@@ -411,7 +412,7 @@ def _runs(size: ModuleSize, *, is_one: bool) -> Iterator[_Run]:
 
 
 def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes, by name, of the Hugging Face tensors that make up the core tensors."""
+    """Returns the shapes of the Hugging Face tensors that make up the core tensors, by name."""
     heights: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     order: dict[str, int] = {}
@@ -421,13 +422,13 @@ def hugging_face_shapes(tensors: Mapping[str, CoreTensor]) -> dict[str, tuple[in
             shape = (height, tensor.columns) if tensor.columns else (height,)
             shapes[run.name] = shape[::-1] if run.transposed else shape
             order.setdefault(run.name.rpartition(".")[0], len(order))
-    # Sort by module, in the model's order; a module's bias comes after its weight.
+    # Sort by module, in the model's order. The bias of a module follows its weight.
     names = sorted(shapes, key=lambda name: (order[name.rpartition(".")[0]], name[-4:] == "bias"))
     return {name: shapes[name] for name in names}
 
 
 class HuggingFaceReader:
-    """Assembles core tensors from a Hugging Face folder; a context manager that closes its files.
+    """Context manager that assembles core tensors from a Hugging Face folder.
 
     Args:
         folder: Folder of the Hugging Face model.
@@ -438,8 +439,8 @@ class HuggingFaceReader:
 
     Raises:
         ConfigError: If the trainer does not support the model.
-        CheckpointError: If the folder lacks tensors of the model, or has tensors that are not in
-            the model.
+        CheckpointError: If the folder lacks tensors of the model, or has tensors that the model
+            does not have.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig) -> None:
@@ -461,7 +462,8 @@ class HuggingFaceReader:
         """Returns the dtype of a core tensor.
 
         Raises:
-            CheckpointError: If the Hugging Face tensors that make it up have different dtypes.
+            CheckpointError: If the Hugging Face tensors that make up this tensor have different
+                dtypes.
         """
         types = {
             run.name: self._folder.tensors[self._names[run.name]].dtype
@@ -470,18 +472,18 @@ class HuggingFaceReader:
         if len({*types.values()}) > 1:
             kinds = ", ".join(f"{key} is {value}" for key, value in list(types.items())[:3])
             raise CheckpointError(
-                f"{self._folder.folder}: tensors that become one tensor have different types "
-                f"({kinds}); save them with one type"
+                f"{self._folder.folder}: tensors that become one tensor have different dtypes "
+                f"({kinds}); save them with the same dtype"
             )
         return DTYPES[next(iter(types.values())).replace(FP8, "BF16")]
 
     def read(self, name: str, offset: Sequence[int], target: torch.Tensor) -> None:
-        """Reads a region of a core tensor; sets padding rows of the vocabulary to zero.
+        """Reads a region of a core tensor, and sets padding rows of the vocabulary to zero.
 
         Args:
             name: Name of the core tensor.
-            offset: Index of the region's first element, per axis of the core tensor.
-            target: Tensor with the shape of the region, which receives the values.
+            offset: Index of the region's first element along each axis of the core tensor.
+            target: Tensor with the shape of the region, to which the values are written.
         """
         with torch.no_grad():
             for rows, row, column, region in meet(self.tensors[name], offset, target):
@@ -493,7 +495,7 @@ class HuggingFaceReader:
 
     @property
     def about(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each Hugging Face tensor by name, in the model's order."""
+        """Dtype and shape of each Hugging Face tensor, by name, in the model's order."""
         entries = {name: self._folder.tensors[stored] for name, stored in self._names.items()}
         return {name: (DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()}
 
@@ -506,36 +508,38 @@ class HuggingFaceReader:
         return target
 
     def _match(self, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-        """Maps each Hugging Face tensor to its name in the folder; checks names and shapes."""
+        """Checks names and shapes, and maps each Hugging Face tensor to its name in the folder."""
         there = self._folder.tensors
         base = next(iter(shapes)).partition(".")[0] + "."
-        # If a folder has a model without its head, all names lack their first part (``model.``).
+        # If a folder contains a model without its head, all names lack their first part
+        # (``model.``).
         is_bare = not any(name.startswith(base) for name in there)
         names = {name: name.removeprefix(base) if is_bare else name for name in shapes}
         missing = [name for name, stored in names.items() if stored not in there]
         if missing:
             tied = (
-                f" ({CONFIG} says that embedding and head are not tied)"
+                f"({CONFIG} says that embedding and head are not tied)"
                 if _HEAD in self.tensors and missing == [self.tensors[_HEAD].rows[0].name]
                 else ""
             )
             raise CheckpointError(
                 f"{folder} has no {missing[0]}{tied}, and {len(missing)} of {len(names)} tensors "
-                f"are missing; it is incomplete, or belongs to another model than its {CONFIG}"
+                "are missing; it is incomplete, or belongs to a different model than its "
+                f"{CONFIG}"
             )
         for name, shape in shapes.items():
             if there[names[name]].shape != shape:
                 raise CheckpointError(
                     f"{there[names[name]].file} has {name} with shape "
-                    f"{list(there[names[name]].shape)}, but the model of {CONFIG} and flags needs "
-                    f"{list(shape)}; the file belongs to another model"
+                    f"{list(there[names[name]].shape)}, but the model defined by {CONFIG} and "
+                    f"flags requires {list(shape)}; the file belongs to a different model"
                 )
         used = {*names.values()}
         for name in there:
             if name not in used and not _COMPUTED.search(name) and not self._is_copy(name, names):
                 raise CheckpointError(
-                    f"{there[name].file} contains {name}, which the model of {CONFIG} does not "
-                    "have; remove it, or load another model"
+                    f"{there[name].file} contains {name}, but the model defined by {CONFIG} does "
+                    "not have this tensor; remove it, or load a different model"
                 )
         return names
 
@@ -564,7 +568,7 @@ class HuggingFaceReader:
                     tied = "they are tied (tie_word_embeddings)"
                     reason = f"{CONFIG} says that {tied}; set it to false"
                 raise CheckpointError(
-                    f"{first.file} has {name} with other values than {embedding}, but {reason}"
+                    f"{first.file} has {name} with different values than {embedding}, but {reason}"
                 )
         return True
 
@@ -572,11 +576,11 @@ class HuggingFaceReader:
 def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Iterator[RowRegion]:
     """Divides a region of a core tensor into parts that each come from one Hugging Face tensor.
 
-    Rows of the region that are padding of the vocabulary are set to zero.
+    Rows of the region that are vocabulary padding are set to zero.
 
     Args:
         tensor: Shape and sources of the core tensor.
-        offset: Index of the region's first element, per axis of the core tensor.
+        offset: Index of the region's first element along each axis of the core tensor.
         target: Tensor with the shape of the region.
 
     Yields:
@@ -600,18 +604,18 @@ def meet(tensor: CoreTensor, offset: Sequence[int], target: torch.Tensor) -> Ite
 
 
 def check_folder(folder: Path, config: TrainerConfig) -> None:
-    """Checks that a folder has a model's tensors. Reads only the headers of the folder's files.
+    """Checks that a folder contains a model's tensors. Reads only the headers of the files.
 
     Raises:
         AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
-            fewer rows than the folder's.
+            fewer rows than the embedding in the folder.
     """
     with HuggingFaceReader(folder, config) as reader:
         for name in reader.tensors:
             reader.dtype(name)
         multiple = config.model.make_vocab_size_divisible_by
         ranks = config.parallel.tensor_model_parallel_size
-        # NullTokenizer does not count the end-of-document token in vocab_size, so add it.
+        # The vocab_size of NullTokenizer does not include the end-of-document token, so add it.
         ids = (config.data.vocab_size or 0) + (config.data.tokenizer_type == "NullTokenizer")
         rows = padded_vocab_size(ids, multiple, ranks)
         _require_rows(rows, reader, config, folder)
@@ -620,20 +624,20 @@ def check_folder(folder: Path, config: TrainerConfig) -> None:
 def _require_rows(
     rows_here: int, reader: HuggingFaceReader, config: TrainerConfig, folder: Path
 ) -> None:
-    """Raises ConfigError if the run's embedding has fewer rows than the folder's."""
+    """Raises ConfigError if the run's embedding has fewer rows than the embedding in the folder."""
     if rows_here < (rows := reader.tensors[EMBEDDING].height):
         raise ConfigError(
-            f"--vocab-size {config.data.vocab_size} makes {rows_here} rows of the embedding, but "
-            f"{folder} has {rows}; remove it"
+            f"--vocab-size {config.data.vocab_size} results in {rows_here} embedding rows, but "
+            f"{folder} has {rows}; remove this flag"
         )
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, config: TrainerConfig) -> None:
-    """Reads the weights of this rank's chunks from a Hugging Face folder, in place.
+    """Loads the weights of this rank's chunks from a Hugging Face folder, in place.
 
     Raises:
         AdaptiveError: If :class:`HuggingFaceReader` rejects the folder, or the run's embedding has
-            fewer rows than the folder's.
+            fewer rows than the embedding in the folder.
     """
     weights = megatron_state.sharded_model(chunks, megatron_state.METADATA)
     apply_factories(weights)
@@ -652,7 +656,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
     Args:
         folder: Folder of the Hugging Face model.
-        output: Folder for checkpoints, which must not contain any yet.
+        output: Folder for checkpoints, which must not contain any checkpoints yet.
         config: Settings of the model.
 
     Returns:
@@ -705,7 +709,7 @@ def import_folder(folder: Path, output: Path, config: TrainerConfig) -> Path:
 
 
 def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
-    """Returns the entries of a checkpoint's index, one for each tensor and expert.
+    """Returns the entries of a checkpoint's index, with an entry for each tensor and expert.
 
     Args:
         reader: Reader of the Hugging Face folder.
@@ -729,11 +733,10 @@ def _entries_of(reader: HuggingFaceReader, rows: int) -> list[Entry]:
 def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
     """Copies a model's configuration and tokenizer into a folder of checkpoints.
 
-    A folder that has them already stays unchanged.
+    A folder that already has these files is not changed.
 
     Args:
-        sources: Folders to look in. Files are copied from the first folder that has a
-            configuration.
+        sources: Folders to search. Files are copied from the first folder that has a configuration.
         checkpoints: Folder of checkpoints.
 
     Raises:
@@ -755,8 +758,8 @@ def carry_description(sources: Sequence[Path], checkpoints: Path) -> None:
 def carry_flags(config: TrainerConfig) -> None:
     """Writes the model's flags to the ``--save`` folder, from which ``evaluate`` builds the model.
 
-    If the run trains adapters, its checkpoints lack the base model's weights. The flags then also
-    name the base model's folder. An existing file is not replaced.
+    If the run trains adapters, its checkpoints do not contain the base model's weights. The flags
+    then also specify the base model's folder. An existing file is not replaced.
 
     Raises:
         OSError: If the file cannot be written.

@@ -1,10 +1,10 @@
-"""Builds a manifest for a checkpoint that Megatron-LM wrote.
+"""Builds a manifest for checkpoints that Megatron-LM wrote.
 
-Megatron-LM saves the command-line arguments of a run with the state that all ranks share. The
-manifest contains the arguments that decide which weights the model has and how it uses them. They
-are compared with the settings of the run that loads the checkpoint, as for this program's own
-checkpoints. Random states are not read, because dropout depends only on the seed and the position
-of each microbatch.
+Megatron-LM saves a run's command-line arguments with the state that all ranks share. The manifest
+contains the arguments that determine the model's weights and how they are used. They are compared
+with the settings of the run that loads the checkpoint, like those of this program's checkpoints.
+Random states are not read, because dropout depends only on the seed and the position of each
+microbatch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.adaptive.checkpoint.folder import Manifest
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Settings that decide which weights the model has, and their shapes.
+# Settings that determine which weights the model has, and their shapes.
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -36,8 +36,8 @@ SHAPES = (
     "add_qkv_bias",
     "untie_embeddings_and_output_weights",
 )
-# Settings that change the computation but not the shapes of the weights. They may differ with
-# --finetune.
+# Settings that change the computation but not the shapes of the weights. They may differ if
+# --finetune is used.
 MEANINGS = (
     "parallel_residual",
     "squared_relu",
@@ -56,8 +56,8 @@ MEANINGS = (
     "logit_softcap",
     "moe_router_group_best",
 )
-# Arguments of Megatron-LM that are copied to the manifest. The keys are this program's groups of
-# settings.
+# Arguments of Megatron-LM that are copied to the manifest. The keys are names of this program's
+# groups of settings.
 _COMPARED = {
     "model": (
         *SHAPES,
@@ -78,17 +78,17 @@ _RESHARDABLE = "fully_reshardable"
 def make_manifest(
     path: Path, files: Mapping[str, int], common: Mapping[str, Any], config: TrainerConfig
 ) -> Manifest:
-    """Builds the manifest for a checkpoint of Megatron-LM, which does not have one.
+    """Builds the manifest for a checkpoint of Megatron-LM, which has no manifest.
 
     Args:
         path: Path of the checkpoint.
         files: Size in bytes of each file of the checkpoint, by name.
-        common: State that all ranks share, read from ``common.pt``.
-        config: Settings of the run that loads the checkpoint. They replace arguments that the
-            checkpoint does not have.
+        common: State that all ranks share, as read from ``common.pt``.
+        config: Settings of the run that loads the checkpoint. They are used where the checkpoint
+            has no argument.
 
     Raises:
-        CheckpointError: If ``common`` lacks a value that each checkpoint of Megatron-LM has.
+        CheckpointError: If ``common`` lacks a value that every checkpoint of Megatron-LM has.
     """
     try:
         arguments = vars(common["args"])
@@ -100,7 +100,8 @@ def make_manifest(
         rows = arguments["padded_vocab_size"]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"--load {path} has no {error} in common.pt, so Megatron-LM's trainer did not write it"
+            f"--load {path} has no {error} in common.pt, so it was not written by Megatron-LM's "
+            "trainer"
         ) from None
     numbers = {**progress, "rows": rows}
     if wrong := [name for name, number in numbers.items() if type(number) is not int]:
@@ -122,20 +123,19 @@ def make_manifest(
 
 
 def require_reshardable(path: Path, content: Mapping[str, Any]) -> None:
-    """Checks that a distributed optimizer's state can be loaded with other parallel sizes.
+    """Checks that a distributed optimizer's state can be loaded with different parallel sizes.
 
     Args:
         path: Path of the checkpoint, for the error message.
         content: Content metadata of the checkpoint, from Megatron-LM.
 
     Raises:
-        CheckpointError: If the state can be loaded only with the parallel sizes with which it was
-            saved.
+        CheckpointError: If the state can only be loaded with the parallel sizes of the saving run.
     """
     if content.get(_SHARDING, _RESHARDABLE) != _RESHARDABLE:
         raise CheckpointError(
             f"--load {path} contains the state of a distributed optimizer as "
-            f"{content[_SHARDING]!r}, which can be loaded only with the same parallel sizes; save "
-            "it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or load only the weights "
-            "with --no-load-optim"
+            f"{content[_SHARDING]!r}, which can be loaded only with the same parallel sizes; "
+            "save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or use "
+            "--no-load-optim to load only the weights"
         )

@@ -1,8 +1,8 @@
-"""Splits a run's state for megatron-core's distributed checkpointing, and restores it.
+"""Prepares a run's state for megatron-core's distributed checkpoints, and restores it.
 
 megatron-core's optimizers are written for the fused Adam of Transformer Engine or apex. If neither
-is installed, torch's Adam is used, and this module works around the differences. It does not access
-folders or files.
+is installed, torch's Adam is used, and this module works around the differences. This module does
+not access files.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ from megatron.adaptive.checkpoint.writer import Part, Piece
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import CheckpointError
 
-# Options for megatron-core. With them, it saves one key per layer, so that a run with any partition
-# of the layers can load the checkpoint. It saves optimizer state in the shape of the parameters, so
-# that a run with any parallel sizes can load the state.
+# Options for megatron-core. It then saves a key per layer, so that the checkpoint can be loaded
+# with any partition of the layers. It also saves optimizer state in the shape of the parameters, so
+# that the state can be loaded with any parallel sizes.
 METADATA = {
     "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 
-# Settings of a parameter group by which megatron-core finds the group in a checkpoint, in addition
-# to lr_mult. From 0.18 on they include limits of the learning rate and of the weight decay.
+# Settings of a parameter group that, together with lr_mult, identify the group in a checkpoint for
+# megatron-core. From version 0.18 on, they include limits of the learning rate and the weight
+# decay.
 _GROUP_KEYS = frozenset(
     "wd_mult is_expert_parallel is_decoupled_lr max_lr min_lr start_wd end_wd optimizer".split()
 )
 
 _LOG = logging.getLogger(__name__)
-_GPU_STATE_BYTES = 64  # a GPU generator's state is smaller than this, a CPU generator's larger
+# a GPU generator's state is smaller than this limit, and a CPU generator's state is larger
+_GPU_STATE_BYTES = 64
 
 RNG = "rng_state"
 """Key of the random states in a checkpoint."""
-# Keys in the optimizer's state for the state of a separate optimizer: the one for experts, and the
-# one for all weights that muon does not train.
+# Keys under which the state of a second optimizer is saved: the optimizer for experts, or the
+# optimizer for all weights that muon does not train.
 _EXPERTS = "experts"
 _SCALARS = "scalars"
 
-# Maps the scheduler's settings in a checkpoint to the flags that set them, for error messages.
+# Names the flags that set the scheduler's settings in a checkpoint, for error messages.
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -81,7 +83,7 @@ def padded_vocab_size(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def mesh_shape(config: TrainerConfig) -> dict[str, int]:
-    """Returns the parallel sizes of a run by name, and the number of chunks per pipeline rank."""
+    """Returns a run's parallel sizes and its number of chunks per pipeline rank, by name."""
     parallel = config.parallel
     if parallel.unequal_sizes is not None:
         sizes = enumerate(parallel.unequal_sizes)
@@ -100,7 +102,7 @@ def mesh_shape(config: TrainerConfig) -> dict[str, int]:
 def sharded_model(
     chunks: Sequence[torch.nn.Module], metadata: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns each chunk's weights, with their offsets in the tensors of the whole model."""
+    """Returns each chunk's weights with their offsets in the tensors of the whole model."""
     return {
         f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=dict(metadata))
         for index, chunk in enumerate(chunks)
@@ -108,11 +110,11 @@ def sharded_model(
 
 
 def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
-    """Removes duplicates of this rank's tensors from a state that is going to be saved.
+    """Removes duplicates of this rank's tensors from a state that will be saved.
 
     If the first and last stage are on the same rank, both copies of a tied embedding, and of its
-    optimizer state, have the same name. megatron-core chooses one rank to write the tensors of a
-    name, and that rank would write both copies.
+    optimizer state, have the same name. megatron-core selects one rank to write the tensors with
+    this name, and that rank would write both copies.
     """
     kept: dict[tuple[str, tuple[int, ...]], ShardedTensor] = {}
     copies: set[int] = set()
@@ -131,9 +133,9 @@ def without_local_copies(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_own_storage(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Gives each tensor of a loaded state its own memory; changes and returns the state.
+    """Gives each tensor of a loaded state its own memory, and returns the changed state.
 
-    If a rank has two tensors of the same name, such as the copies of a tied embedding,
+    If a rank has two tensors with the same name, such as the copies of a tied embedding,
     megatron-core's parallel load returns the same memory for both. The optimizer would then update
     that memory twice.
     """
@@ -168,26 +170,27 @@ def load_model(
 def sharded_optimizer(
     optimizer: Any, model_state: Mapping[str, Any], metadata: Mapping[str, Any], *, loading: bool
 ) -> dict[str, Any]:
-    """Returns the optimizer's state, with offsets in the tensors of the whole model.
+    """Returns the optimizer's state with offsets in the tensors of the whole model.
 
-    With expert parallelism, experts have a separate optimizer. With muon, so have all weights that
-    it does not train, such as biases. The tensors of such an optimizer have other names than those
-    of the main optimizer. Its parameter groups are in a separate entry, but the groups of
+    With expert parallelism, experts have a separate optimizer. With muon, all weights that muon
+    does not train, such as biases, have a separate optimizer. Its tensors have different names than
+    those of the main optimizer, and its parameter groups are in a separate entry. The groups of
     experts are never read.
 
     Args:
         optimizer: megatron-core's optimizer.
         model_state: Sharded weights, from :func:`sharded_model`.
-        metadata: Metadata that :func:`sharded_model` was called with.
-        loading: Whether a checkpoint will be loaded. Then only shapes and offsets are used.
+        metadata: Metadata that was passed to :func:`sharded_model`.
+        loading: Whether the state is used to load a checkpoint. Then only shapes and offsets
+            matter.
     """
     states: list[dict[str, Any]] = []
     for leaf in _leaves(optimizer):
         distributed = isinstance(leaf, DistributedOptimizer)
         fill_state(leaf)
         with _step_for_empty_rank(leaf):
-            # Optimizers that are not distributed would initialize missing state themselves with
-            # is_loading. That fails for SGD, and loses the step count of torch's Adam.
+            # Non-distributed optimizers initialize missing state themselves if is_loading is True.
+            # This fails for SGD, and loses the step count of torch's Adam.
             state: dict[str, Any] = leaf.sharded_state_dict(
                 model_state, is_loading=loading and distributed, metadata=dict(metadata)
             )
@@ -204,7 +207,7 @@ class StateParts:
 
     Attributes:
         pieces: Parts of tensors, by name and offset in the whole tensor.
-        objects: Lists of values that are not tensors, by megatron-core's name; one list per name.
+        objects: Lists of non-tensor values, by megatron-core's name.
         common: Values that all ranks share, by name.
     """
 
@@ -218,10 +221,7 @@ class StateParts:
     ) -> StateParts:
         """Splits megatron-core's sharded state.
 
-        Args:
-            sharded_state_dict: Nested dictionary whose leaves are shards.
-            common: Values that all ranks share, by name.
-            is_whole: Whether to keep shards that another rank also writes.
+        Splits megatron-core's sharded state into its parts.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(
@@ -240,8 +240,8 @@ class StateParts:
     def is_lasting(self, chunks: Any, optimizer: Any) -> bool:
         """Returns whether these parts can be reused for later steps.
 
-        They can if each tensor shares memory with a weight or with optimizer state, and no object
-        except the random states has any content.
+        They can be reused if each tensor shares memory with a weight or with optimizer state, and
+        all objects except the random states are empty.
         """
         empty = (data for name, data in self.objects.items() if not name.startswith(f"{RNG}/"))
         if not all(_is_nothing(value) for data in empty for value in data):
@@ -253,14 +253,14 @@ class StateParts:
 
 
 def _is_nothing(data: Any) -> bool:
-    """Returns whether a layer's extra state is empty, as it always is without 8-bit formats."""
+    """Returns whether a layer's extra state is empty, which it always is without 8-bit formats."""
     if isinstance(data, io.BytesIO):
         return not data.getbuffer().nbytes
     return data is None or (isinstance(data, torch.Tensor) and not data.numel())
 
 
 def addresses(chunks: Any, optimizer: Any) -> list[int]:
-    """Returns the memory addresses of all weights and optimizer state, to detect moved tensors."""
+    """Returns the addresses of all weights and optimizer state, to detect moved tensors."""
     return [tensor.data_ptr() for tensor in _state_tensors(chunks, optimizer)]
 
 
@@ -277,15 +277,15 @@ def _state_tensors(chunks: Any, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Returns whether data-parallel ranks each hold a part of the optimizer's state."""
+    """Returns whether the optimizer's state is sharded over data-parallel ranks."""
     return isinstance(_leaves(optimizer)[0], DistributedOptimizer)
 
 
 def refresh_optimizer(common: dict[str, Any], optimizer: Any) -> None:
-    """Updates the optimizer's values that are not tensors, in a state that is reused for a save.
+    """Updates the optimizer's non-tensor values in a state that is reused for a save.
 
     Args:
-        common: Part of the optimizer's state that all ranks share; changed in place.
+        common: Part of the optimizer's state that all ranks share. It is changed in place.
         optimizer: megatron-core's optimizer, which must not be a distributed one.
     """
     second = common.get(_second(optimizer))
@@ -310,14 +310,14 @@ def _refresh(common: dict[str, Any], leaf: Any) -> None:
 
 
 def has_parameters(optimizer: Any) -> bool:
-    """Returns whether the optimizer has parameters on this rank. An empty stage has none."""
+    """Returns whether the optimizer has parameters on this rank (an empty stage has none)."""
     return any(
         group["params"] for leaf in _leaves(optimizer) for group in leaf.optimizer.param_groups
     )
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Sets the optimizer's state from a loaded state, with the keys of :func:`sharded_optimizer`.
+    """Sets the optimizer's state from a loaded state with the keys of :func:`sharded_optimizer`.
 
     Tensors and the step count come from the checkpoint. Hyperparameters, such as betas, weight
     decay multipliers and learning rate limits, keep the values of this run's settings.
@@ -327,7 +327,8 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     _move_step_to_groups(state)  # Megatron-LM saves the step count outside of the groups
     step = _steps_of(state)
     if rest and not _has_muon(optimizer):
-        # A run without expert parallelism saves no groups for experts, so use this run's groups.
+        # Runs without expert parallelism do not save the groups of experts, so use this run's
+        # groups.
         (leaf,) = rest
         tree = second.setdefault("optimizer", {}) if "optimizer" in leaf.state_dict() else second
         groups = leaf.optimizer.state_dict()["param_groups"]
@@ -346,8 +347,8 @@ def _steps_of(state: Mapping[str, Any]) -> int:
 def _load(leaf: Any, state: dict[str, Any]) -> None:
     inner = leaf.optimizer
     kept = [_without(group, "params", "step") for group in inner.param_groups]
-    # Give each group a distinct lr_mult. Saved and current groups have the same order on all ranks,
-    # but megatron-core matches them by their multipliers. Those are equal in the groups with and
+    # Give each group a unique lr_mult. Saved and current groups have the same order on all ranks,
+    # but megatron-core matches them by their multipliers, which are equal for groups with and
     # without a decoupled learning rate.
     tree = state.get("optimizer", state)
     saved = tree["param_groups"]
@@ -358,7 +359,7 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
         group_here["lr_mult"] = group_saved["lr_mult"] = float(index)
         for name in _GROUP_KEYS.intersection(group_here, group_saved):
             group_saved[name] = group_here[name]
-    # Load param_state separately: megatron-core would expect the step of torch's Adam in it.
+    # Load param_state separately, because megatron-core would expect the step of Adam in it.
     shards = state.pop("param_state", None) if isinstance(leaf, DistributedOptimizer) else None
     with _step_for_empty_rank(leaf):
         leaf.load_state_dict(state)
@@ -370,21 +371,21 @@ def _load(leaf: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> None:
-    """Checks that a checkpoint has as many parameter groups as the optimizer of this rank.
+    """Checks that a checkpoint has the same number of parameter groups as this rank's optimizer.
 
     Args:
         optimizer: megatron-core's optimizer.
         saved: Part of the checkpoint's optimizer state that all ranks share.
-        name: Name by which the error message refers to the checkpoint.
+        name: Name of the checkpoint for the error message.
 
     Raises:
-        CheckpointError: If the checkpoint has another number of groups.
+        CheckpointError: If the checkpoint has a different number of groups.
     """
     groups = saved.get("optimizer", saved).get("param_groups")
     if groups is None:  # saved by Megatron-LM with expert parallelism
         raise CheckpointError(
-            f"{name} contains the state of several optimizers, which cannot be loaded; load only "
-            "the weights with --no-load-optim"
+            f"{name} contains the state of several optimizers, which cannot be loaded; use "
+            "--no-load-optim to load only the weights"
         )
     parts = [groups]
     leaves = _leaves(optimizer)
@@ -397,9 +398,9 @@ def require_same_groups(optimizer: Any, saved: Mapping[str, Any], name: str) -> 
     now = sum(len(leaf.optimizer.param_groups) for leaf in leaves)
     if before != now:
         raise CheckpointError(
-            f"{name} has optimizer state in {before} groups of parameters, but this run has "
-            f"{now}; give the same --decoupled-lr and weight decay, or load only the weights with "
-            "--no-load-optim"
+            f"{name} has {before} parameter groups in its optimizer state, but this run has "
+            f"{now}; use the same --decoupled-lr and weight decay, or use --no-load-optim to "
+            "load only the weights"
         )
 
 
@@ -407,7 +408,7 @@ def _leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers in megatron-core's chain.
 
     Without expert parallelism and muon, there is one optimizer. With expert parallelism, a second
-    optimizer follows for the experts. With muon, a second optimizer follows for all weights that
+    optimizer follows, for the experts. With muon, a second optimizer follows, for all weights that
     muon does not train.
     """
     return list(optimizer.chained_optimizers)
@@ -418,7 +419,7 @@ def _has_muon(optimizer: Any) -> bool:
 
 
 def _second(optimizer: Any) -> str:
-    """Returns the name of the entry for the second optimizer in the chain."""
+    """Returns the key of the second optimizer in the chain."""
     return _SCALARS if _has_muon(optimizer) else _EXPERTS
 
 
@@ -431,10 +432,10 @@ def _is_torch_adam(leaf: Any) -> bool:
 
 
 def fill_state(leaf: Any) -> None:
-    """Creates the optimizer state of each parameter, which is otherwise created in the first step.
+    """Creates the optimizer state of each parameter, which the first step would otherwise create.
 
     A checkpoint then has the same entries before and after the first step. With float16, the first
-    step may not happen for a dozen iterations, because gradients overflow.
+    step may be skipped for a dozen iterations because gradients overflow.
     """
     inner = leaf.optimizer
     if leaf.init_state_fn is not None:
@@ -447,13 +448,13 @@ def fill_state(leaf: Any) -> None:
             if _is_torch_adam(leaf):
                 state = inner.state[parameter]
                 step = state.get("step", torch.tensor(float(group.get("step", 0))))
-                # A fused Adam needs the step count on the device. A checkpoint of another Adam has
-                # the count in host memory.
+                # Fused Adam requires the step count on the device. Other implementations of Adam
+                # save the step count from host memory.
                 state["step"] = step.to(parameter.device) if group.get("fused") else step
 
 
 def _move_step_to_groups(state: dict[str, Any]) -> None:
-    """Stores the step count in the parameter groups, where all implementations of Adam find it."""
+    """Stores the step count in the parameter groups, where each implementation of Adam reads it."""
     inner = state.get("optimizer", state)
     groups = inner["param_groups"]
     common = inner.get("state", {}).pop("common_step", None)
@@ -463,18 +464,18 @@ def _move_step_to_groups(state: dict[str, Any]) -> None:
 
 
 def _give_steps(muon: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-    """Copies the second optimizer's step count to the groups of muon, which counts no steps."""
+    """Copies the second optimizer's step count to muon's groups, as muon does not count steps."""
     for group in muon.get("optimizer", muon)["param_groups"]:
         group["step"] = _steps_of(scalars)
 
 
 @contextlib.contextmanager
 def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
-    """Gives the distributed optimizer a step count if it has no parameter on this rank.
+    """Gives the distributed optimizer a step count if it has no parameters on this rank.
 
-    With torch's Adam, megatron-core reads the step count from the state of a parameter. Without
-    this function, that would fail on a rank without parameters. A rank has none if its stage is
-    empty, or if there are more data-parallel ranks than elements.
+    With torch's Adam, megatron-core reads the step count from the state of a parameter, which would
+    fail on a rank without parameters. A rank has no parameters if its stage is empty, or if there
+    are more data-parallel ranks than elements.
     """
     key = "step of a rank without parameters"
     inner = leaf.optimizer
@@ -491,10 +492,10 @@ def _step_for_empty_rank(leaf: Any) -> Iterator[None]:
 def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
     """Loads the distributed optimizer's main weights and moments on this rank.
 
-    megatron-core copies each entry of a parameter's state. With torch's Adam that includes the step
-    count, which is not among the saved entries. megatron-core also uses a single step tensor for
-    all parameters, which each parameter would increment. This function therefore sets the step
-    counts aside, and gives each parameter its own copy afterwards.
+    megatron-core copies each entry of a parameter's state. With torch's Adam, the state includes
+    the step count, which is not among the saved entries. megatron-core would also use a single step
+    tensor for all parameters, and each parameter would increment it. This function therefore sets
+    the step counts aside, and then gives each parameter its own copy.
     """
     inner = leaf.optimizer
     torch_adam = _is_torch_adam(leaf)
@@ -505,11 +506,11 @@ def _load_shards(leaf: Any, shards: Mapping[Any, Any]) -> None:
 
 
 def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Sets the schedule of learning rate and weight decay to the saved number of samples.
+    """Sets the schedules of learning rate and weight decay to the saved number of samples.
 
     Raises:
-        CheckpointError: If the schedule differs from the one in the checkpoint, and no flag says
-            which of the two to use.
+        CheckpointError: If the schedule differs from the checkpoint's schedule, and no flag says
+            which schedule to use.
     """
     settings_here = scheduler.state_dict()
     if _constant_decay(settings_here) and _constant_decay(saved):
@@ -523,16 +524,16 @@ def load_scheduler(scheduler: Any, optimizer: Any, saved: dict[str, Any]) -> Non
             for name in different
         )
         raise CheckpointError(
-            f"the checkpoint has another schedule of the learning rate: {listed}. Use the same "
-            "settings, --override-opt-param-scheduler for those of this run, or "
-            "--use-checkpoint-opt-param-scheduler for those of the checkpoint"
+            f"the checkpoint has a different learning rate schedule: {listed}. Use the same "
+            "settings, or pass --override-opt-param-scheduler to use those of this run, or "
+            "--use-checkpoint-opt-param-scheduler to use those of the checkpoint"
         )
     scheduler.load_state_dict(saved)
     for group in optimizer.param_groups:
         if group["default_config"]:
             group["max_lr"] = scheduler.max_lr
             group["min_lr"] = scheduler.min_lr
-    scheduler.step(0)  # sets the groups' weight decay, which loading leaves unchanged
+    scheduler.step(0)  # sets the groups' weight decay, which loading does not change
 
 
 def _constant_decay(state: Mapping[str, Any]) -> bool:
@@ -555,8 +556,8 @@ def sharded_rng(config: TrainerConfig) -> ShardedObject:
 def load_rng(state: Mapping[str, Any]) -> None:
     """Sets the random states of this rank.
 
-    If the states were saved on another kind of device, logs a warning and keeps the device's
-    current state: a CPU generator cannot use the state of a GPU generator, nor the reverse.
+    If the states were saved on a different type of device, logs a warning and keeps the device's
+    current state, because CPU and GPU generators cannot use each other's states.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -567,8 +568,8 @@ def load_rng(state: Mapping[str, Any]) -> None:
         states = (state["device"], now)
         kinds = ["GPU" if s.numel() <= _GPU_STATE_BYTES else "CPU" for s in states]
         _LOG.warning(
-            "WARNING: the checkpoint holds random states of a %s, and this rank computes on a %s: "
-            "dropout continues from --seed; --no-load-rng avoids this warning",
+            "WARNING: the checkpoint contains random states of a %s, but this rank computes on "
+            "a %s: dropout continues from --seed; use --no-load-rng to avoid this warning",
             *kinds,
         )
         return
@@ -577,10 +578,10 @@ def load_rng(state: Mapping[str, Any]) -> None:
 
 
 def _mesh_position(config: TrainerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the pipeline, tensor and data parallel size, and this rank's index in each."""
+    """Returns the pipeline, tensor and data-parallel sizes, and this rank's index in each."""
     if config.parallel.unequal_sizes is not None:
-        # Stages with different numbers of ranks form no grid, so use the global rank as the only
-        # index.
+        # Stages with different numbers of ranks do not form a grid, so use the global rank as the
+        # only index.
         return (dist.get_world_size(), 1, 1), (dist.get_rank(), 0, 0)
     shape = (
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -13,10 +13,10 @@
     <local> is DIR/<name of --save>-<hash>/<node>, because several jobs and nodes may share a disk
     <local>/iter_0000100/local.json     manifest of the whole checkpoint, which lists all files
 
-A checkpoint can be loaded once it is complete in shared storage. A node's local disk then serves as
-a faster source of the same files. It also allows a new run to finish an upload that the previous
-run could not. Each rank copies some of its node's files. About once a second, all ranks exchange
-their errors and whether any rank has more to copy.
+A checkpoint can be loaded once it is complete in shared storage. After that, the node's local disk
+is a faster source of the same files. The local disk also allows a new run to finish an upload that
+the previous run did not finish. Each rank uploads some of its node's files. About once per second,
+all ranks exchange errors, and whether any rank has more to upload.
 """
 
 from __future__ import annotations
@@ -46,40 +46,44 @@ from megatron.adaptive.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "local.json"
-_KEPT = 2  # default number of checkpoints: the newest, and the previous while that is written
+# default number of checkpoints: the newest, and the previous checkpoint until the newest is
+# complete
+_KEPT = 2
 _LOOK_S = 10.0
-_END_S = 5.0  # maximum time in seconds to wait until an abandoned upload has stopped
+_END_S = 5.0  # maximum time in seconds to wait for an abandoned upload to stop
 _ROUND_S = 1.0
 
 
 Done = SimpleQueue[tuple[int, Path]]
 Stored = Mapping[str, Any]
-"""Manifest that a checkpoint will have in shared storage; lists the files of all nodes."""
+"""Manifest that a checkpoint will have in shared storage. It lists the files of all nodes."""
 
 
 class _NodeFolder(StepFolders):
-    """A folder on a node's local disk with the checkpoint files that the node's ranks write."""
+    """A folder on a node's local disk with the checkpoint files written by the node's ranks."""
 
     manifest_name = _MANIFEST
 
 
 class LocalDisk:
-    """Manages the files of checkpoints that are on this node's local disk.
+    """Manages the checkpoint files on this node's local disk.
 
     All ranks must call each method together.
 
     Args:
-        job: Rank, process groups and environment. Its timeout also limits waits for uploads.
+        job: Rank, process groups and environment. The job's timeout also limits how long to wait
+            for uploads.
         shared: Folder of checkpoints in shared storage. No other program may write to it.
         base: Folder on the local disk of each node.
-        keep: Number of complete checkpoints to keep, on local disks and in shared storage. ``None``
-            keeps all in shared storage, and the last two on local disks.
+        keep: Number of complete checkpoints to keep, on local disks and in shared storage; ``None``
+            to keep all in shared storage, and the last two on local disks.
 
     Attributes:
         shared: Folder of checkpoints in shared storage.
-        done: Queue of (step, path) for each checkpoint that is complete in shared storage.
-        resumed: Step that the run resumed from. Later steps on the local disk are outdated, because
-            the run repeats them. The first save removes the later steps from the disk.
+        done: Queue that contains (step, path) for each checkpoint that is complete in shared
+            storage.
+        resumed: Step from which the run resumed. Later steps on the local disk are outdated,
+            because the run repeats them. The first save removes them from the disk.
     """
 
     def __init__(self, job: Job, shared: StepFolders, base: Path, keep: int | None) -> None:
@@ -110,11 +114,11 @@ class LocalDisk:
         Args:
             step: Step of the checkpoint.
             state: Tensors and other values of this rank to save.
-            save_id: New identifier of this save; the value of rank 0 is used.
+            save_id: New identifier of this save. The value from rank 0 is used.
             ranks: Group of all ranks. No other communication may use it during the call.
 
         Returns:
-            True if the checkpoint is on the local disks. If False, no upload is running, so the
+            True if the checkpoint is on the local disks. If False, no upload is running, and the
             caller can write the checkpoint to shared storage directly.
 
         Raises:
@@ -124,7 +128,7 @@ class LocalDisk:
             newest, shares = self._newest = self._write(step, state, save_id, ranks)
         except CheckpointError as error:
             self._warn(
-                "%s: %s; the checkpoint of iteration %d goes to %s at once",
+                "%s: %s; the checkpoint of iteration %d goes to %s directly",
                 self._base,
                 error,
                 step,
@@ -141,8 +145,9 @@ class LocalDisk:
             self._start(newest, shares)
         else:
             self._warn(
-                "the checkpoint of iteration %d stays on the nodes' own disks, because an "
-                "earlier one is still being copied to %s; the next one is copied",
+                "the checkpoint of iteration %d stays only on the nodes' local disks, because "
+                "an earlier checkpoint is still being copied to %s; the next checkpoint is "
+                "copied",
                 step,
                 self.shared.path,
             )
@@ -152,11 +157,11 @@ class LocalDisk:
         """Waits until the newest checkpoint is in shared storage.
 
         Returns:
-            Path of the newest checkpoint in shared storage, ``None`` if this run wrote none to the
-            local disks.
+            Path of the newest checkpoint in shared storage, or ``None`` if this run wrote no
+            checkpoint to the local disks.
 
         Raises:
-            CheckpointError: If the upload failed. The checkpoint is then on the local disks only.
+            CheckpointError: If the upload failed. The checkpoint is then only on the local disks.
         """
         until_s = time.monotonic() + self._timeout_s
         self._wait(self._control, until_s)
@@ -172,11 +177,12 @@ class LocalDisk:
         return upload.path
 
     def finish_former(self, latest: Callable[[], int | None]) -> None:
-        """Finishes the upload of a checkpoint that a previous run wrote, if all its files exist.
+        """Finishes the upload of a previous run's checkpoint if all of its files exist.
 
         Args:
             latest: Function that is called on rank 0. It returns the newest step in shared storage,
-                0 if there is none, and ``None`` if the run does not resume from shared storage.
+                0 if there is no checkpoint, or ``None`` if the run does not resume from shared
+                storage.
         """
         newest = self._control.on_first(latest)
         if newest is None:
@@ -189,8 +195,8 @@ class LocalDisk:
             shares = share_out([files for files, _ in parts], stored["files"])
             if shares is None:
                 self._warn(
-                    "the checkpoint of iteration %d is not uploaded, because the disks of these "
-                    "nodes lack a part of it",
+                    "the checkpoint of iteration %d is not uploaded, because the disks of "
+                    "these nodes do not contain all of it",
                     step,
                 )
                 continue
@@ -204,7 +210,7 @@ class LocalDisk:
                 self._warn("%s; resuming from iteration %d", error, newest)
                 return
             if upload.failure is None:
-                self.done.get()  # remove the entry, as this run did not write the checkpoint
+                self.done.get()  # remove the entry, because this run did not write the checkpoint
                 return
 
     def near(self, step: int, save_id: str, files: Mapping[str, int]) -> dict[str, Path]:
@@ -212,7 +218,7 @@ class LocalDisk:
 
         Args:
             step: Step of the checkpoint.
-            save_id: Identifier of the save, empty if local disks have no files of it.
+            save_id: Identifier of the save; empty if local disks have no files from it.
             files: Size in bytes of each of the checkpoint's files, by name.
         """
         sizes: dict[str, int] = {}
@@ -228,12 +234,12 @@ class LocalDisk:
             least = min(held) / total
             most = max(held) / total
             self._say(
-                f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their own disks"
+                f"  ranks have {least:.0%} to {most:.0%} of iteration {step} on their local disks"
             )
         return {name: folder / name for name in here}
 
     def close(self) -> None:
-        """Destroys the process group that uploads use. Must be called after :meth:`drain`."""
+        """Destroys the process group for uploads. Must be called after :meth:`drain`."""
         if self._ranks.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._ranks.group)
 
@@ -243,7 +249,7 @@ class LocalDisk:
         """Writes a checkpoint to the local disks.
 
         Returns:
-            Manifest of the checkpoint, and the names of the files that each rank will upload.
+            Manifest of the checkpoint, and names of the files that each rank will upload.
         """
         partial = self._folder.partial_path(step)
         try:
@@ -261,7 +267,9 @@ class LocalDisk:
             raise
         shares = share_out(held, stored["files"])
         if shares is None:
-            raise CheckpointError(f"{partial}: files have other sizes than were written")
+            raise CheckpointError(
+                f"{partial}: the sizes of files differ from the sizes that were written"
+            )
         return stored, shares
 
     def _begin(self, step: int) -> None:
@@ -285,10 +293,10 @@ class LocalDisk:
     def _require_lease(self) -> None:
         """Raises LeaseTakenError if another job has taken over the folder in shared storage.
 
-        Without this check a rank that was suspended could overwrite the other job's files.
+        Otherwise a rank that was suspended could overwrite the other job's files.
         """
         lease = self._job.leases.get(self.shared.path.resolve())
-        with contextlib.suppress(OSError):  # local disks must work while shared storage fails
+        with contextlib.suppress(OSError):  # local disks must work even if shared storage fails
             if lease is not None:
                 lease.require()
 
@@ -300,10 +308,10 @@ class LocalDisk:
         return ranks.any(self._upload is not None and self._upload.is_alive())
 
     def _wait(self, ranks: RankGroup, until_s: float) -> None:
-        """Waits until the running upload ends, whether it succeeds or fails.
+        """Waits until the running upload stops, whether it succeeds or fails.
 
         Raises:
-            CheckpointError: If the upload does not finish in time.
+            CheckpointError: If the upload does not stop in time.
         """
         upload = self._upload
         if upload is None:
@@ -318,16 +326,17 @@ class LocalDisk:
             upload.is_given_up = True
             upload.join(_END_S)
             raise CheckpointError(
-                f"the copy of iteration {upload.step} to {self.shared.path} did not finish within "
-                f"{self._timeout_s:g} s; it is on the nodes' own disks, and the same command on "
-                "the same nodes continues it; a longer time limit of the job gives it more time"
+                f"the copy of iteration {upload.step} to {self.shared.path} did not finish "
+                f"within {self._timeout_s:g} s; the checkpoint is on the nodes' local disks, and "
+                "running the same command on the same nodes continues the copy; to allow more "
+                "time, increase the job's time limit"
             )
 
     def _held(self, latest: int) -> dict[tuple[int, str], tuple[dict[str, int], Stored | None]]:
-        """Returns the checkpoint files on this disk that belong to steps after ``latest``.
+        """Returns the checkpoint files on this disk for steps after ``latest``.
 
-        The keys are step and identifier of the save. The values are the sizes of the files by name,
-        and the manifest. The manifest is ``None`` except on one rank per node.
+        Each key consists of the step and the identifier of the save. Each value consists of the
+        sizes of the files by name, and the manifest, which is ``None`` except on one rank per node.
         """
         return {
             (step, manifest["save_id"]): (
@@ -339,12 +348,12 @@ class LocalDisk:
         }
 
     def _stored(self) -> dict[int, Stored]:
-        """Returns the manifests on this node's disk that can be read, by step."""
+        """Returns the readable manifests on this node's disk, by step."""
         manifests: dict[int, Stored] = {}
         for step, path in self._folder.steps().items():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CheckpointError):
                 body = self._folder.read_manifest(path)
-                # Manifests of earlier versions have most entries in a nested mapping.
+                # Manifests of earlier versions store most entries in a nested mapping.
                 stored = {**body.pop("told", {}), **body, "step": step}
                 if stored["files"] and stored["save_id"]:
                     manifests[step] = stored
@@ -363,15 +372,15 @@ class BackgroundWrite(threading.Thread):
     """Thread that writes one checkpoint while training continues.
 
     Args:
-        write: Function that writes the checkpoint and returns its path. It returns ``None`` if the
+        write: Function that writes the checkpoint and returns its path, or ``None`` if the
             checkpoint is not at its final path yet.
         step: Step of the checkpoint.
         done: Queue that receives (step, path) once the checkpoint is complete.
 
     Attributes:
         step: Step of the checkpoint.
-        path: Path of the complete checkpoint, ``None`` until the checkpoint is complete.
-        failure: Error that ended the write, ``None`` if there was no error.
+        path: Path of the complete checkpoint; ``None`` until the checkpoint is complete.
+        failure: Error that stopped the write; ``None`` if there was no error.
     """
 
     def __init__(self, write: Callable[[], Path | None], step: int, done: Done) -> None:
@@ -399,11 +408,11 @@ def hold(
     Args:
         folder: Folder of checkpoints.
         job: Rank, process groups and environment of this process.
-        ranks: Group of all ranks, over which the ranks communicate.
+        ranks: Group of all ranks, used for communication.
         remedy: Advice to append to the error if the folder cannot be written. If empty, the OSError
-            is raised unchanged, for a caller that adds its own advice.
-        has_local: Whether checkpoints are written to local disks first. It is then no error if
-            shared storage cannot be written now, because it may be available later.
+            is raised unchanged, so that the caller can add advice.
+        has_local: Whether checkpoints are first written to local disks. If so, it is not an error
+            if shared storage cannot be written now, because it may become available later.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -443,17 +452,18 @@ def hold(
 def writing(
     folder: StepFolders, step: int, job: Job, ranks: RankGroup, message: str
 ) -> Iterator[None]:
-    """Makes a step's folder, and removes it if the block fails. All ranks must call it.
+    """Creates a step's folder, and removes it if the block fails. All ranks must call it together.
 
     Args:
         folder: Folder of checkpoints.
-        step: Step that is written.
+        step: Step to write.
         job: Rank, process groups and environment of this process.
-        ranks: Group of all ranks, over which the ranks communicate.
-        message: Error message, in which the cause replaces ``{}``.
+        ranks: Group of all ranks, used for communication.
+        message: Error message, in which ``{}`` is replaced by the cause.
 
     Raises:
-        CheckpointError: On all ranks, instead of a CheckpointError that the ``with`` block raised.
+        CheckpointError: If the ``with`` block raises a CheckpointError. It is raised on all ranks,
+            and replaces that error.
     """
     try:
         hold(folder, job, ranks)
@@ -473,7 +483,8 @@ def writing(
                     return text
             return text
 
-        if isinstance(error, CheckpointError):  # raised on all ranks, so all can call on_first()
+        # all ranks raise this error, so all can call on_first()
+        if isinstance(error, CheckpointError):
             text = ranks.on_first(clear)
             raise CheckpointError(message.replace("{}", text)) from error
         if ranks.is_first:
@@ -489,20 +500,20 @@ def prepare(
     latest: Callable[[], int | None],
     keep: int | None,
 ) -> LocalDisk | None:
-    """Reserves a folder, and finishes uploads of previous runs. All ranks must call it.
+    """Reserves a folder and finishes uploads of previous runs. All ranks must call this together.
 
     Args:
         shared: Folder of checkpoints in shared storage.
         job: Rank, process groups and environment of this process.
-        remedy: Advice for the error if the folder cannot be written.
-        base: Folder on each node's local disk, ``None`` to write to ``shared`` directly.
-        latest: Function that returns the newest step in ``shared``, or 0 if there is none. It
-            returns ``None`` if the run does not resume from ``shared``.
-        keep: Number of checkpoints to keep. ``None`` keeps all in ``shared`` and two on local
+        remedy: Advice for the error message if the folder cannot be written.
+        base: Folder on each node's local disk; ``None`` to write to ``shared`` directly.
+        latest: Function that returns the newest step in ``shared``, 0 if there is no checkpoint, or
+            ``None`` if the run does not resume from ``shared``.
+        keep: Number of checkpoints to keep; ``None`` to keep all in ``shared`` and two on local
             disks.
 
     Returns:
-        Object that manages this node's local files, ``None`` without local disks.
+        Object that manages this node's local files, or ``None`` if local disks are not used.
 
     Raises:
         CheckpointError: If another job has reserved the folder, or the folder cannot be written.
@@ -517,18 +528,18 @@ def prepare(
 
 
 class Upload(BackgroundWrite):
-    """Thread that copies files of one checkpoint to shared storage.
+    """Thread that uploads files of one checkpoint to shared storage.
 
-    Collective: all ranks must make an upload of the same checkpoint, and the threads communicate.
+    All ranks must create an upload of the same checkpoint, because the threads communicate.
 
     Args:
-        disk: Local disk of this node, with the files that this rank copies.
+        disk: Local disk of this node, with the files that this rank uploads.
         stored: Manifest of the checkpoint, with the sizes and checksums of all files.
-        names: Names of the files that this rank copies.
+        names: Names of the files that this rank uploads.
 
     Attributes:
-        is_given_up: Flag that a caller sets to True to make the upload fail within about a second.
-            It has no effect while a rank hangs in a write to shared storage.
+        is_given_up: Flag that a caller sets to True to abort the upload within about a second. It
+            has no effect while a rank hangs in a write to shared storage.
     """
 
     def __init__(self, disk: LocalDisk, stored: Stored, names: Sequence[str]) -> None:
@@ -552,14 +563,14 @@ class Upload(BackgroundWrite):
     def _copy(self) -> Path:
         message = (
             f"the checkpoint of iteration {self.step} was not copied to {self._shared.path}: "
-            f"{{}}; it is on the nodes' own disks, and earlier checkpoints are unchanged"
+            f"{{}}; it is on the nodes' local disks, and earlier checkpoints are unchanged"
         )
         with writing(self._shared, self.step, self._disk._job, self._ranks, message):
             pieces = self._pieces()
 
             def go_on() -> bool:
                 if self.is_given_up:
-                    raise CheckpointError("it took too long")
+                    raise CheckpointError("the copy took too long")
                 return _some(pieces)
 
             while self._ranks.any(self._ranks.together(go_on)):
@@ -568,7 +579,7 @@ class Upload(BackgroundWrite):
         return self._shared.complete_path(self.step)
 
     def _pieces(self) -> Iterator[None]:
-        """Copies files and flushes them to disk; yields after each block."""
+        """Copies files and flushes them to disk. Yields after each block."""
         partial = self._shared.partial_path(self.step)
         stored = self._stored
         for name in self._names:
@@ -601,15 +612,15 @@ class Upload(BackgroundWrite):
 def share_out(
     held: Sequence[Mapping[str, int]], files: Mapping[str, int]
 ) -> list[list[str]] | None:
-    """Divides the files to copy among the ranks.
+    """Divides the files to upload among the ranks.
 
     Args:
         held: For each rank, the size in bytes of each file on the node's local disk, by name.
         files: Size in bytes of each file of the checkpoint, by name.
 
     Returns:
-        Names of the files that each rank copies, about equally many for the ranks of a node.
-        ``None`` if a file is on no node.
+        Names of the files that each rank uploads, divided evenly among the ranks of a node, or
+        ``None`` if a file is not on any node.
     """
     shares: list[list[str]] = [[] for _ in held]
     for number, (name, size) in enumerate(sorted(files.items())):
@@ -623,7 +634,7 @@ def share_out(
 def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
     """Returns a key that is equal on two ranks if and only if they share the local folder.
 
-    The key includes device and inode of the folder, because two machines may have the same name.
+    The key includes the folder's device and inode, because two machines may have the same name.
     """
     identity: tuple[int, ...] = ()
     with contextlib.suppress(OSError):
@@ -634,7 +645,7 @@ def _place(base: Path, node: str, job: Job) -> tuple[Any, ...]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the sizes of a folder's files except the manifest; empty if there is no folder."""
+    """Returns the sizes of a folder's files without the manifest. Empty if there is no folder."""
     with contextlib.suppress(FileNotFoundError):
         files = (file for file in folder.iterdir() if file.name != _MANIFEST)
         return {file.name: file.stat().st_size for file in files}
@@ -642,6 +653,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _some(pieces: Iterator[None]) -> bool:
-    """Copies blocks for about a second; returns whether there may be more to copy."""
+    """Copies blocks for about a second, and returns whether there may be more to copy."""
     until_s = time.monotonic() + _ROUND_S
     return any(time.monotonic() >= until_s for _ in pieces)

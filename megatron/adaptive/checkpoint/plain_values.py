@@ -1,4 +1,4 @@
-r"""Serializes state other than the model's tensors, in a form that can be read safely.
+r"""Serializes state other than the model's tensors in a format that is safe to read.
 
 ::
 
@@ -6,9 +6,8 @@ r"""Serializes state other than the model's tensors, in a form that can be read 
     bytes of the tensors, arrays and long lists of numbers that the line refers to, each at a
     multiple of 64 after the line
 
-The first line is JSON. A value that JSON cannot express is represented by a JSON object, in which
-the entry ``!`` is the type of the value. Unlike a pickle, such data cannot run code while it is
-read.
+The first line is JSON. Values that JSON cannot express are represented by a JSON object whose entry
+``!`` is the type of the value. Unlike a pickle, such data cannot run code when it is read.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from megatron.adaptive.config.input_files import parse_json
 
 _KIND = "!"
 _ALIGN = 64
-_LINE = 256  # The line is padded to a multiple of this, so the bytes after it rarely move.
-_LONG = 16  # Minimum length of a list of integers that is written as bytes.
+_LINE = 256  # The line is padded to a multiple of this length, so the bytes after it rarely move.
+_LONG = 16  # minimum length of a list of integers that is written as bytes
 _PLAIN = (bool, int, float, str, type(None))
 _ARRAYS = "biufc"  # NumPy kinds (dtype.kind) that contain only numbers, and no Python objects
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -39,12 +38,13 @@ def dumps(value: Any) -> bytes:
     """Serializes a value to bytes, which :func:`loads` can read safely.
 
     Args:
-        value: Value made of plain Python types, tensors and arrays. Allowed are dictionaries,
-            lists, tuples, sets, numbers, strings, bytes, tensors, arrays, :class:`io.BytesIO`, and
-            types and devices of torch.
+        value: Value that consists of plain Python types, tensors and arrays. Supported are
+            dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors, arrays,
+            :class:`io.BytesIO`, and torch types and devices.
 
     Raises:
-        TypeError: If ``value`` contains an object of another type. The message names its position.
+        TypeError: If ``value`` contains an object of any other type. The message states its
+            position.
     """
     writer = _Writer()
     line = json.dumps(writer.plain(value, "it"), separators=(",", ":")).encode()
@@ -53,14 +53,14 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Reads the bytes that :func:`dumps` returned; copies tensors and arrays out of ``data``.
+    """Deserializes the bytes that :func:`dumps` returned, and copies tensors out of ``data``.
 
     Raises:
         ValueError: If the bytes do not have the format that :func:`dumps` writes.
     """
     end = data.find(b"\n") + 1
     if not end:
-        raise ValueError("it does not begin with a line of JSON")
+        raise ValueError("it does not start with a line of JSON")
     try:
         return _value(parse_json(data[:end], strict=False), memoryview(data)[end:])
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
@@ -73,7 +73,7 @@ class _Writer:
         self._end = 0
 
     def plain(self, value: Any, where: str) -> Any:
-        """Converts a value to types that JSON can express; large data goes to ``buffers``.
+        """Converts a value to types that JSON can express, and moves large data to ``buffers``.
 
         Args:
             value: Value to convert.
@@ -83,7 +83,7 @@ class _Writer:
             return value
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided or value.is_quantized:
-                raise TypeError(f"{where} is a tensor without plain memory")
+                raise TypeError(f"{where} is a tensor that is not dense in memory")
             flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             kind = str(value.dtype).removeprefix("torch.")
             return self._bytes("tensor", flat.tobytes(), type=kind, shape=list(value.shape))

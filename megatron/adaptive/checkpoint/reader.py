@@ -1,17 +1,16 @@
-"""Reads tensors, or regions of them, and other state from a checkpoint.
+"""Reads tensors, regions of tensors, and other state from a checkpoint.
 
 ::
 
     index.json     {"tensors": {name: {"type", "whole", "parts": [[offset, size, file, at], ...]}},
                     "objects": {name: [file, at, length], or null for an empty one}}
 
-The bytes of a part of a tensor begin at the offset ``at`` in the file, and are read directly into
-the target tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. The
-checksum of each block of a file is compared before the block is used. No data can run code while it
-is read.
+Each part of a tensor starts at the offset ``at`` in its file, and is read directly into the target
+tensor. Objects are serialized by :mod:`megatron.adaptive.checkpoint.plain_values`. The checksum of
+each block is verified before the block is used. Reading never runs code from the checkpoint.
 
-Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index, and each
-tensor and object was written by ``torch.save``. They are opened only if the caller trusts them.
+Checkpoints of earlier versions and of Megatron-LM have ``.metadata`` instead of an index, and store
+each tensor and object as written by ``torch.save``. They are opened only if the caller trusts them.
 Even then they are read by restricted unpicklers, which create only tensors, plain values and the
 classes of an index. Objects of other classes, such as enumerations in Megatron-LM's arguments, are
 replaced by placeholders.
@@ -38,7 +37,7 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.errors import DamagedCheckpointError
 
 _Result = TypeVar("_Result")
-# Classes and functions that the pickle ``.metadata`` may name, by module.
+# Classes and functions that the pickle ``.metadata`` may refer to, by module.
 _KNOWN = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -59,7 +58,7 @@ _KNOWN = {
     "pathlib._local": ("PosixPath",),
 }
 _PLANS = "torch.distributed.checkpoint.planner"
-# Name of the object with common values that megatron-core saves from 0.19 on. Older versions saved
+# Name of the object in which megatron-core 0.19 and newer saves common values. Older versions saved
 # these values in a file.
 _COMMON_OBJECT = "common_state/shard_0_1"
 
@@ -72,8 +71,9 @@ class SavedPart:
         offset: Index of the part's first element in the whole tensor.
         size: Shape of the part.
         file: Name of the file.
-        begin: Offset of the part in the file in bytes.
-        pickled: Size in bytes of the part if ``torch.save`` wrote it; ``None`` if it is raw bytes.
+        begin: Offset of the part in the file, in bytes.
+        pickled: Size of the part in bytes if ``torch.save`` wrote it; ``None`` if it is stored as
+            raw bytes.
     """
 
     offset: Sequence[int]
@@ -90,7 +90,7 @@ class SavedTensor:
     Attributes:
         dtype: Dtype of the elements.
         size: Shape of the whole tensor.
-        parts: Saved parts, which together make up the tensor.
+        parts: Saved parts that together make up the tensor.
     """
 
     dtype: torch.dtype
@@ -100,12 +100,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedPart:
-    """Describes a region of a tensor to read, and the memory that receives it.
+    """A region of a tensor to read, and the memory into which it is read.
 
     Attributes:
         name: Name of the tensor.
         offset: Index of the region's first element in the whole tensor.
-        target: Tensor with the shape of the region, which receives the values.
+        target: Tensor with the shape of the region, to which the values are written.
         may_exceed: Whether the region may extend beyond the saved tensor. Elements outside of the
             saved tensor keep their values.
     """
@@ -117,19 +117,19 @@ class WantedPart:
 
 
 class CheckpointReader:
-    """Reads one checkpoint; a context manager that closes its files.
+    """Reads one checkpoint. As a context manager, it closes the checkpoint's files at the end.
 
     Args:
         path: Path of the checkpoint.
         files: Size in bytes of each file, from the manifest.
         blocks: Checksums of each file's blocks, from the manifest.
-        near: Paths of the files' copies on the local disk, by file name. Copies are read first.
+        near: Paths of copies of the files on the local disk, by file name. Copies are read first.
 
     Attributes:
         path: Path of the checkpoint.
         tensors: Dtype, shape and saved parts of each tensor, by name.
-        objects: File, offset and length of each object that is not a tensor, by name. ``None`` for
-            an empty object.
+        objects: File, offset and length of each non-tensor object, by name; ``None`` for an empty
+            object.
 
     Raises:
         DamagedCheckpointError: If the index is damaged.
@@ -166,7 +166,7 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files. Idempotent."""
+        """Closes the files. Safe to call more than once."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -174,7 +174,7 @@ class CheckpointReader:
         """Reads regions of tensors from the checkpoint.
 
         Raises:
-            DamagedCheckpointError: If a checksum does not match, or a part of a region is missing.
+            DamagedCheckpointError: If a checksum does not match, or part of a region is missing.
         """
         regions: list[_Region] = []
         for request in requests:
@@ -216,9 +216,9 @@ class CheckpointReader:
 
         Args:
             name: Name of the file.
-            former: Name of the corresponding file in checkpoints of earlier versions, and of
-                megatron-core. ``torch.save`` wrote that file. Checkpoints of megatron-core 0.19 and
-                newer may lack it.
+            former: Name of the corresponding file in checkpoints of earlier versions and of
+                megatron-core, which ``torch.save`` wrote. Checkpoints of megatron-core 0.19 and
+                newer may not contain this file.
 
         Raises:
             DamagedCheckpointError: If the file is damaged.
@@ -232,14 +232,14 @@ class CheckpointReader:
         return self._guarded(name, lambda: read(data))
 
     def check_rest(self, share: int, shares: int) -> None:
-        """Verifies the checksums of this rank's portion of the blocks that hold no tensor data.
+        """Verifies the checksums of this rank's share of the blocks without tensor data.
 
-        Blocks with tensor data are verified while tensors are read. Together, the ranks thus verify
-        all blocks of a checkpoint.
+        Blocks with tensor data are verified while the tensors are read. Together, the ranks
+        therefore verify all blocks of a checkpoint.
 
         Args:
-            share: Index of this rank's portion, from 0.
-            shares: Number of portions, which is the number of ranks.
+            share: Index of this rank's share, from 0.
+            shares: Number of shares, which equals the number of ranks.
 
         Raises:
             DamagedCheckpointError: If a block is damaged.
@@ -299,7 +299,7 @@ class CheckpointReader:
     def _size(self, name: str) -> int:
         if name not in self._files:
             raise DamagedCheckpointError(
-                f"{self.path} does not contain {name}, which its index lists"
+                f"{self.path} does not contain {name}, which is listed in its index"
             )
         return self._files[name]
 
@@ -309,13 +309,13 @@ class CheckpointReader:
         return data
 
     def _guarded(self, name: str, action: Callable[[], _Result]) -> _Result:
-        """Runs ``action``, which parses a file; replaces its errors by DamagedCheckpointError."""
+        """Runs ``action``, which parses a file. Converts its errors to DamagedCheckpointError."""
         try:
             return action()
         except (DamagedCheckpointError, OSError, MemoryError):
             raise
         except Exception as error:
-            # Omit the text of torch's errors, because it advises to load the file with an unpickler
+            # Omit the text of torch's errors, because it advises loading the file with an unpickler
             # that can run code.
             reason = str(error) if isinstance(error, _Refused) else type(error).__name__
             text = f"cannot read {self.path / name} ({reason})"
@@ -358,13 +358,13 @@ class CheckpointReader:
 
 
 class _Region(NamedTuple):
-    """Describes the overlap of a saved part and a requested region.
+    """Overlap of a saved part with a requested region.
 
     Attributes:
         part: Saved part of the tensor.
         dtype: Dtype of the saved elements.
         start: Index of the overlap's first element in the saved part.
-        target: View of the overlap in the caller's tensor, which receives the elements.
+        target: View of the overlap in the caller's tensor, to which the elements are written.
     """
 
     part: SavedPart
@@ -376,7 +376,7 @@ class _Region(NamedTuple):
 def _overlap(
     part: SavedPart, dtype: torch.dtype, offset: Sequence[int], target: torch.Tensor
 ) -> _Region | None:
-    """Returns the overlap of a saved part with a requested region, ``None`` if there is none.
+    """Returns the overlap of a saved part with a requested region, or ``None`` without overlap.
 
     Args:
         part: Saved part of the tensor.
@@ -396,7 +396,7 @@ def _overlap(
 
 
 class _Refused(pickle.UnpicklingError):
-    """Raised if a pickle names a class or function that no checkpoint needs."""
+    """Raised if a pickle refers to a class or function that no checkpoint needs."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -404,15 +404,15 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module == _PLANS:  # records which rank wrote what, which reading does not need
+        if module == _PLANS:  # records which rank wrote which data; not needed for reading
             return UnreadObject
         if not is_dtype and name not in _KNOWN.get(module, ()):
-            raise _Refused(f"it names {module}.{name}, which is not part of an index")
+            raise _Refused(f"it refers to {module}.{name}, which is not part of an index")
         return super().find_class(module, name)
 
 
 def _unpickled(data: bytearray) -> Any:
-    """Reads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
+    """Loads a value that ``torch.save`` wrote, with torch's restricted unpickler."""
     array = np.array(0, np.uint32)
     rebuild: Any = array.__reduce__()[0]
     kind = type(array.dtype)
@@ -427,7 +427,7 @@ def _unpickled(data: bytearray) -> Any:
 
 
 class UnreadObject:
-    """Placeholder for an object whose class is not allowed; it keeps the object's attributes."""
+    """Placeholder for an object whose class is not allowed. It keeps the object's attributes."""
 
     def __init__(self, *_: object) -> None:
         pass

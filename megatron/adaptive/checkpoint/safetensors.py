@@ -6,13 +6,13 @@
     model-00001-of-00002.safetensors  the same, for a model in several files, and
     model.safetensors.index.json      {"metadata": {...}, "weight_map": {name: file}}
 
-The ``safetensors`` package would need more memory. It maps files into memory, so that all pages it
-has read count as the process's memory. To write a file, it needs all of the file's tensors at once.
-This module reads a part of a tensor directly into its target, and writes one tensor at a time.
+The ``safetensors`` package would need more memory. It maps files into memory, so all pages that it
+has read count as memory of the process. To write a file, it needs all tensors of the file at once.
+This module reads parts of tensors directly into their targets, and writes one tensor at a time.
 
-A weight with 8-bit elements comes with a second tensor, ``NAME_scale_inv``, which has one scale
-factor for each 128 x 128 block of elements. Reading such a weight multiplies by the scale factors.
-The scale factors themselves are not listed among the tensors.
+A weight with 8-bit elements has a second tensor, ``NAME_scale_inv``, with a scale factor for each
+block of 128 x 128 elements. When such a weight is read, its elements are multiplied by their scale
+factors. Tensors of scale factors are not listed among the folder's tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALL_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of any module's parameters and buffers, by their codes in the files."""
+"""Dtypes that parameters and buffers of a module may have, by their codes in the files."""
 _CODES = {dtype: code for code, dtype in ALL_DTYPES.items()}
 _PICKLED = (".bin", ".pt", ".pth")
 _BLOCK_BYTES = 1 << 23
@@ -57,13 +57,13 @@ _RESTORE = "copy the file again"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Locates a tensor in a file.
+    """Position of a tensor in a file.
 
     Attributes:
         file: Path of the file.
         dtype: Dtype in the notation of safetensors, such as ``BF16``.
         shape: Shape of the tensor.
-        begin: Offset of the tensor's first byte in the file.
+        begin: Offset of the tensor in the file, in bytes.
     """
 
     file: Path
@@ -73,11 +73,11 @@ class StoredTensor:
 
 
 class TensorFolder:
-    """Reads tensors from a model's folder; a context manager that closes the files.
+    """Reads tensors from a model's folder. As a context manager, it closes the files at the end.
 
     Args:
         folder: Folder of the model.
-        only: Name of a single file to read, ``None`` for all files of the model.
+        only: Name of a single file to read; ``None`` for all files of the model.
         dtypes: Dtypes that the folder's tensors may have, by their codes in the files.
 
     Attributes:
@@ -85,7 +85,7 @@ class TensorFolder:
 
     Raises:
         CheckpointError: If the folder has no ``safetensors`` files, or only pickles.
-        DamagedCheckpointError: If a file is missing, truncated, or has an invalid header.
+        DamagedCheckpointError: If a file is missing or truncated, or has an invalid header.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TensorFolder:
             entries = _read_header(path, dtypes)
             if missing := sorted(set(names) - entries.keys()):
                 raise DamagedCheckpointError(
-                    f"{path} does not contain {missing[0]}, which {INDEX} lists; {_RESTORE}"
+                    f"{path} does not contain {missing[0]}, which is listed in {INDEX}; {_RESTORE}"
                 )
             self.tensors.update(entries)
         self._scales: dict[str, StoredTensor] = {}
@@ -110,7 +110,7 @@ class TensorFolder:
                 if scale is None or scale.shape != tuple(-(-n // _SCALED) for n in stored.shape):
                     raise CheckpointError(
                         f"{stored.file}: {name} has 8-bit elements without {_SCALES[1:]} for "
-                        f"blocks of {_SCALED} x {_SCALED}; save the model in 16 bits"
+                        f"blocks of {_SCALED} x {_SCALED}; save the model in a 16-bit type"
                     )
                 self._scales[name] = scale
 
@@ -122,15 +122,15 @@ class TensorFolder:
             os.close(self._open.popitem()[1])
 
     def read(self, name: str, row: int, column: int, target: torch.Tensor) -> None:
-        """Reads some rows and columns of a tensor.
+        """Reads a range of rows and columns of a tensor.
 
         Args:
-            name: Name of the tensor, which has one or two axes. A tensor with one axis is treated
-                as a matrix with one column.
+            name: Name of the tensor, which must have one or two axes. A tensor with one axis is
+                read as a matrix with one column.
             row: Index of the first row to read.
             column: Index of the first column to read.
-            target: Tensor ``[rows, columns]`` that receives the values. It may have any dtype,
-                layout and device.
+            target: Tensor ``[rows, columns]`` to which the values are written. It may have any
+                dtype, layout and device.
 
         Raises:
             DamagedCheckpointError: If the file is truncated.
@@ -158,15 +158,15 @@ class TensorFolder:
         return self._dtypes[self.tensors[name].dtype]
 
     def read_whole(self, name: str, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Reads a tensor with any number of axes.
+        """Reads a whole tensor with any number of axes.
 
         Args:
-            name: Name of the tensor, whose elements must not have 8 bits.
-            target: Tensor that receives the values if it is in host memory and has the dtype, shape
-                and layout of the saved tensor. Otherwise its values are not changed.
+            name: Name of the tensor. Its elements must not have 8 bits.
+            target: Tensor to which the values are written if it is in host memory and has the
+                dtype, shape and layout of the saved tensor. Otherwise it is not changed.
 
         Returns:
-            ``target``, or a new tensor in host memory if ``target`` cannot receive the values.
+            ``target``, or a new tensor in host memory if ``target`` is unsuitable.
 
         Raises:
             DamagedCheckpointError: If the file is truncated.
@@ -209,7 +209,7 @@ class TensorFolder:
             done += count
 
     def _files(self) -> dict[Path, list[str]]:
-        """Maps each file of the model to the names of the tensors that the index lists for it."""
+        """Returns the model's files, with the tensors that the index lists for each."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -219,10 +219,11 @@ class TensorFolder:
             raise CheckpointError(
                 f"{self.folder} has neither {SINGLE} nor {INDEX}"
                 + (
-                    f" but {pickled[0]}, a pickle, which can run code when it is loaded; save the "
-                    "model again with save_pretrained of transformers, which writes safetensors"
+                    f" but {pickled[0]}, a pickle, which can run code when it is loaded; save "
+                    "the model again with save_pretrained of transformers, which writes "
+                    "safetensors"
                     if pickled
-                    else "; give the folder of a Hugging Face model"
+                    else "; pass the folder of a Hugging Face model"
                 )
             )
         document = read_json(index, _RESTORE, DamagedCheckpointError)
@@ -247,8 +248,8 @@ def _read_header(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, Sto
     for name, entry in read_header(path).items():
         if entry.dtype not in dtypes:
             raise CheckpointError(
-                f"{path}: {name} has the type {entry.dtype}, but only {', '.join(dtypes)} can be "
-                "read; convert it first"
+                f"{path}: {name} has the type {entry.dtype}, but only {', '.join(dtypes)} are "
+                "supported; convert it first"
             )
         tensors[name] = StoredTensor(
             file=path, dtype=entry.dtype, shape=entry.shape, begin=entry.begin
@@ -264,15 +265,15 @@ def write_folder(
     shard_bytes: int,
     single: str = SINGLE,
 ) -> None:
-    """Writes a model's files and their index like ``transformers``, and flushes them to disk.
+    """Writes a model's files and index in the layout of ``transformers``, and flushes them to disk.
 
     Args:
         folder: Folder to write to.
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        read: Function that takes a name and returns that tensor, contiguous in host memory. It is
-            called once per tensor.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
-        single: Name of the only file, if all tensors fit into one.
+        read: Function that takes a tensor's name, and returns the tensor, contiguous in host
+            memory. It is called once per tensor.
+        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
+        single: Name of the file if all tensors fit into a single file.
 
     Raises:
         OSError: If a file cannot be written.
@@ -295,13 +296,13 @@ def split_shards(
 
     Args:
         tensors: Dtype and shape of each tensor by name, in the model's order.
-        shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
+        shard_bytes: Maximum size of a file in bytes. A tensor that is larger gets its own file.
     """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
-        # Put a file with a tensor larger than the limit before the file that is being filled.
+        # Insert the file of a tensor that exceeds the limit before the file that is being filled.
         if size > shard_bytes:
             shards.insert(len(shards) - 1, [name])
             continue
@@ -314,7 +315,7 @@ def split_shards(
 
 
 def shard_name(number: int, count: int) -> str:
-    """Returns the name of one of several files of a model.
+    """Returns the name of a file of a model that has several files.
 
     Args:
         number: Index of the file, from 0.
@@ -326,11 +327,11 @@ def shard_name(number: int, count: int) -> str:
 def write_index(
     folder: Path, files: Mapping[str, str], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]
 ) -> None:
-    """Writes the index of a model in several files.
+    """Writes the index of a model that has several files.
 
     Args:
         folder: Folder to write to.
-        files: Name of the file that contains each tensor.
+        files: Name of the file that contains each tensor, by the tensor's name.
         tensors: Dtype and shape of each tensor, by name.
 
     Raises:
@@ -356,12 +357,14 @@ def write_shard(
     Args:
         path: Path of the file.
         tensors: Dtype and shape of each tensor of the file, by name.
-        read: Function that takes a name and returns that tensor, contiguous in host memory.
+        read: Function that takes a tensor's name, and returns the tensor, contiguous in host
+            memory.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    # Use the order of the safetensors package: dtypes with larger elements first, then by name.
+    # Use the same order as the safetensors package: dtypes with larger elements first, then by
+    # name.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -6,9 +6,9 @@
     background  state ─> copy in memory ─> folder, in a thread    training waits for the copy
       (local)   state ─> copy in memory ─> local disks ─> folder, see ``checkpoint.node_local``
 
-The trainer and ``Pipeline`` each have a function that returns their state as a :class:`TakenState`.
-For both, this module ensures that a checkpoint is either complete or absent, that old checkpoints
-are removed, and that only one save runs at a time.
+The trainer and ``Pipeline`` each provide a function that returns their state as a
+:class:`TakenState`. For both, this module ensures that a checkpoint is either complete or absent.
+It also removes old checkpoints, and runs only one save at a time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ class CheckpointSaver:
 
     Args:
         job: Rank, process groups and environment of this process.
-        local: Local disk of this node, to which checkpoints are written first. With ``None``, they
-            are written to their folder directly.
+        local: Local disk of this node, to which checkpoints are written first; ``None`` to write
+            them to their folder directly.
 
     Attributes:
-        local: Local disk of this node. ``None`` if the run uses no local disk, and after
-            :meth:`close`.
+        local: Local disk of this node; ``None`` if no local disk is used, and after :meth:`close`.
     """
 
     def __init__(self, job: Job, local: LocalDisk | None = None) -> None:
@@ -80,27 +79,27 @@ class CheckpointSaver:
 
         Blocks until the checkpoint is complete and flushed to disk. With ``behind``, blocks only
         until the previous checkpoint is complete and the state is copied to host memory. If the
-        previous checkpoint could not be written, a warning is logged, and this call blocks until
-        the new one is complete. A disk that is full for a while therefore does not end the run.
+        previous checkpoint could not be written, logs a warning, and blocks until the new
+        checkpoint is complete. A disk that is temporarily full therefore does not stop the run.
 
         Args:
             folder: Folder of checkpoints.
             step: Step of the checkpoint.
-            take: Function that returns this rank's state to save. All ranks call it together.
-            remedy: Advice to append to the error if the folder cannot be written.
-            keep: Number of newest complete checkpoints to keep, ``None`` for all.
-            behind: Whether a background thread writes the checkpoint while training continues.
+            take: Function that returns the state of this rank to save. All ranks call it together.
+            remedy: Advice to append to the error message if the folder cannot be written.
+            keep: Number of newest complete checkpoints to keep; ``None`` to keep all.
+            behind: Whether to write in a background thread while training continues.
 
         Returns:
-            Path of the checkpoint, ``None`` while it is being written.
+            Path of the checkpoint, or ``None`` while it is still being written.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written on some rank. The incomplete
-                checkpoint is removed.
+            CheckpointError: If a rank could not write the checkpoint. The incomplete checkpoint is
+                removed.
             ConfigError: If ``keep`` is not a positive integer.
         """
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise ConfigError(f"keep must be a positive integer, or None for all, got {keep!r}")
+            raise ConfigError(f"keep must be a positive integer, or None to keep all, got {keep!r}")
         message = (
             f"the checkpoint of iteration {step} was not written to {folder.path}: {{}}; earlier "
             f"checkpoints are unchanged. {remedy}"
@@ -130,13 +129,13 @@ class CheckpointSaver:
     def reading(
         self, path: Path, step: int, save_id: str, files: Mapping[str, int], sums: Mapping[str, str]
     ) -> Iterator[CheckpointReader]:
-        """Yields a reader of a checkpoint; at the end checks the blocks without tensor data.
+        """Yields a reader of a checkpoint. At the end, verifies the blocks without tensor data.
 
         Args:
             path: Path of the checkpoint.
             step: Step of the checkpoint.
-            save_id: Identifier of the save, by which its files on local disks are recognized. It is
-                empty if local disks have no such files.
+            save_id: Identifier of the save, used to recognize its files on local disks; empty if
+                local disks have no such files.
             files: Size in bytes of each file of the checkpoint, by name.
             sums: Checksums of each file's blocks, by name.
 
@@ -150,9 +149,9 @@ class CheckpointSaver:
             ranks.together(lambda: reader.check_rest(ranks.rank, ranks.size))
 
     def completed(self) -> tuple[int, Path] | None:
-        """Returns step and path of a checkpoint that was completed in the background.
+        """Returns the step and the path of a checkpoint that was completed in the background.
 
-        Returns each such checkpoint once. ``None`` means that no further checkpoint is complete.
+        Returns each completed checkpoint once, and ``None`` if no further checkpoint is complete.
         """
         queues = [self._done] if self.local is None else [self._done, self.local.done]
         for queue in queues:
@@ -163,7 +162,7 @@ class CheckpointSaver:
         return None
 
     def wait(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if there is one.
+        """Waits for the checkpoint that is being written in the background, if there is any.
 
         If the checkpoint could not be written, the next call of another method reports the failure.
         """
@@ -171,7 +170,7 @@ class CheckpointSaver:
             self._pending.join()
 
     def finish(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if there is one.
+        """Waits for the checkpoint that is being written in the background, if there is any.
 
         Raises:
             CheckpointError: If the checkpoint could not be written.
@@ -186,15 +185,14 @@ class CheckpointSaver:
         """Waits until the last checkpoint is in shared storage.
 
         Raises:
-            CheckpointError: If the checkpoint could not be written, or not copied to shared
-                storage.
+            CheckpointError: If the checkpoint could not be written or copied to shared storage.
         """
         self.finish()
         if self.local is not None:
             self.local.drain()
 
     def close(self) -> None:
-        """Waits for all writes, and destroys the process groups made for them. Idempotent."""
+        """Waits for all writes and destroys the saver's process groups. Safe to call repeatedly."""
         try:
             self.drain()
         except CheckpointError as error:
@@ -207,10 +205,10 @@ class CheckpointSaver:
             local.close()
 
     def _is_former_lacking(self, step: int) -> bool:
-        """Waits for the previous checkpoint; returns, on all ranks, whether writing it failed.
+        """Waits for the previous checkpoint, and returns on all ranks whether writing it failed.
 
         Args:
-            step: Step of the next checkpoint, which the warning names.
+            step: Step of the next checkpoint, for the warning.
         """
         try:
             self.finish()
@@ -262,16 +260,16 @@ class CheckpointSaver:
 def load_first_whole(
     steps: Sequence[int], load: Callable[[int], _Result], ranks: RankGroup
 ) -> _Result:
-    """Loads the first checkpoint that is not damaged. All ranks must call this together.
+    """Loads the first undamaged checkpoint. All ranks must call this together.
 
     Args:
-        steps: Steps of the checkpoints to try, in this order; at least one.
+        steps: Steps of the checkpoints to try, in this order. There must be at least one step.
         load: Function that loads the checkpoint of a step. If it fails, it must raise the same
             error on all ranks.
-        ranks: Group of all ranks, over which the ranks communicate.
+        ranks: Group of all ranks, used for communication.
 
     Raises:
-        CheckpointError: If no checkpoint could be loaded. The error is the one from the first step.
+        CheckpointError: If no checkpoint could be loaded. The error for the first step is raised.
     """
     first: DamagedCheckpointError | None = None
     for step in steps:
@@ -285,7 +283,7 @@ def load_first_whole(
                 raise
             raise first from error
         if first is not None and ranks.is_first:
-            text = printable(f"{first}; resuming from step {step}, the newest undamaged one")
+            text = printable(f"{first}; resuming from step {step}, the newest undamaged checkpoint")
             _LOG.warning("WARNING: %s", text)
         return result
     assert first is not None
@@ -293,28 +291,28 @@ def load_first_whole(
 
 
 def require_seen(path: Path, job: Job) -> None:
-    """Checks that this rank can see a folder that another rank has made.
+    """Checks that this rank can access a folder that another rank has created.
 
     Raises:
-        CheckpointError: If the folder does not exist on this node, because the nodes do not share
+        CheckpointError: If the folder does not exist on this node because the nodes do not share
             it.
     """
     if not path.is_dir():
         host = job.places[job.rank]["host"]
         raise CheckpointError(
-            f"{path} does not exist on {host}; give a folder that all nodes share"
+            f"{path} does not exist on {host}; choose a folder that all nodes share"
         )
 
 
 class _HostCopy:
-    """Copies the state's tensors to host memory, and reuses that memory for later copies."""
+    """Copies the state's tensors to host memory, and reuses the memory for later copies."""
 
     def __init__(self) -> None:
         self._layout: list[tuple[torch.dtype, torch.Size]] | None = None
         self._copies: list[torch.Tensor] = []
 
     def take(self, state: TakenState) -> TakenState:
-        """Returns the state with copies of its tensors. Blocks until the copies are done.
+        """Returns the state with copies of its tensors. Blocks until the tensors are copied.
 
         If all tensors have the same types and shapes as in the previous call, the copies of that
         call are overwritten.
@@ -323,7 +321,7 @@ class _HostCopy:
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if layout != self._layout:
-            self._copies = []  # frees the old copies before the new allocation
+            self._copies = []  # free the old copies before allocating new memory
             self._layout = layout
             self._copies = _room_for(tensors, gpu)
         if self._copies:
@@ -339,13 +337,13 @@ class _HostCopy:
 
 
 def _room_for(tensors: Sequence[torch.Tensor], gpu: torch.device | None) -> list[torch.Tensor]:
-    """Allocates tensors with the same types and shapes, in one block of host memory."""
+    """Allocates tensors with the same types and shapes in one block of host memory."""
     starts = []
     end = 0
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-    # Lock (pin) the pages: otherwise the GPU's driver would copy all data through another buffer.
+    # Pin the memory. Otherwise the GPU driver would copy all data through a second buffer.
     memory = torch.empty(end, dtype=torch.uint8) if gpu is None else locked_memory(end, gpu)
     return [
         memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -9,18 +9,18 @@
                                     |
                      [ marks ][ extra ][ tensors to be sent ][ tensors with a replica elsewhere ]
 
-Each rank's snapshots are in a memory file without a name. The system frees the file when the last
-process that has it open exits, for whatever reason. The rank writes steps into the two slots
-alternately. A slot is valid only if both of its marks have the same step. If the rank is killed at
-any moment, the older step is therefore complete. The buddy, the node that stores this node's
-snapshots too, has the same file without the last part.
+Each rank's snapshots are stored in an anonymous memory file. The system frees the file when the
+last process that has it open exits for any reason. The rank writes steps into the two slots
+alternately. A slot is valid only if both of its marks contain the same step. Therefore, if the rank
+is killed at any moment, the older step is complete. Another node, the buddy, also stores this
+node's snapshots: it has the same file without the last part.
 
-One thread per rank sends each copied step to the buddy while training continues, in messages with
+While training continues, one thread per rank sends each copied step to the buddy, in messages with
 an authentication code (MAC). The rank gets an answer once the buddy has received the whole step.
-Both nodes store a checksum of the sent bytes with the step. A restore compares these checksums.
-Ranks connect over a Unix socket, which accepts only the same user. Buddies connect over TCP and
-must prove that they know the job's secret. A restore opens the files through their descriptors in
-this process (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
+Both nodes store a checksum of the sent bytes with the step, and a restore compares these checksums.
+Ranks connect over a Unix socket, which accepts only connections of the same user. Buddies connect
+over TCP, and must prove that they know the job's secret. A restore opens the files through this
+process's file descriptors (``/proc/<pid>/fd``). Snapshots are lost when this process exits.
 
 This module does not import torch, because the node's agent does not load torch.
 """
@@ -52,17 +52,17 @@ _PURPOSE = "snapshots"
 SLOTS = 2
 ALIGN = 64
 _PAGE = 4096
-_LENGTHS = struct.Struct("<QQ")  # Sizes in bytes of head and slot.
-_MARKS = struct.Struct("<QQQ")  # Step begun, step done, size of the extra bytes.
-_SENT = struct.Struct("<QQ")  # Stored after the marks: step, checksum of its sent bytes.
+_LENGTHS = struct.Struct("<QQ")  # sizes of head and slot in bytes
+_MARKS = struct.Struct("<QQQ")  # step begun, step done, and size of the extra bytes
+_SENT = struct.Struct("<QQ")  # stored after the marks: step, and checksum of its sent bytes
 _MARKS_BYTES = ALIGN
-_STEP_S = 30.0  # Maximum time in seconds for a buddy to receive a message.
-_RUN_S = 30.0  # Maximum time in seconds until the buddy's agent has also started its ranks.
+_STEP_S = 30.0  # maximum time in seconds for a buddy to receive a message
+_RUN_S = 30.0  # maximum time in seconds to wait until the buddy's agent has also started its ranks
 _AGAIN_S = 0.5
 _MESSAGE = 1 << 16
 _MOST_HEAD = 1 << 28
-_FRAME = struct.Struct("<QQQ")  # Step, slot, size of the extra bytes.
-_KEPT = struct.Struct("<Q")  # Step.
+_FRAME = struct.Struct("<QQQ")  # step, slot, and size of the extra bytes
+_KEPT = struct.Struct("<Q")  # step
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -71,15 +71,15 @@ def _rounded(size: int, unit: int) -> int:
 
 
 def slot_bytes(extra_bytes: int, tensor_bytes: int) -> int:
-    """Returns the size in bytes of a slot with the given sizes of extra bytes and tensors."""
+    """Returns the size of a slot for the given sizes of extra bytes and tensors, in bytes."""
     return _rounded(_MARKS_BYTES + _rounded(extra_bytes, ALIGN) + tensor_bytes, _PAGE)
 
 
 class SnapshotFile:
-    """Maps the file with the snapshots of one rank into memory.
+    """Maps the file with one rank's snapshots into memory.
 
     Args:
-        descriptor: Descriptor of the open file. This object owns it and closes it.
+        descriptor: File descriptor of the open file. This object closes it.
 
     Raises:
         OSError: If the file cannot be mapped.
@@ -97,13 +97,13 @@ class SnapshotFile:
 
     @classmethod
     def create(cls, head: bytes, *, whole: bool) -> SnapshotFile:
-        """Makes a file and allocates its memory.
+        """Creates a file and allocates its memory.
 
         Args:
-            head: JSON with the entries ``extra_bytes``, ``tensor_bytes``, ``sent_bytes`` and
-                others. These three are the maximum size of a step's extra bytes, the size of all
-                tensors, and the size of the tensors to be sent.
-            whole: Whether the file has space for all tensors, or only for those that are sent.
+            head: JSON with these entries and others: ``extra_bytes``, the maximum size of a step's
+                extra bytes; ``tensor_bytes``, the size of all tensors; ``sent_bytes``, the size of
+                the tensors that are sent to the buddy.
+            whole: Whether the file has space for all tensors, instead of only those that are sent.
 
         Raises:
             OSError: If the memory cannot be allocated.
@@ -114,8 +114,8 @@ class SnapshotFile:
         descriptor = os.memfd_create("megatron-adaptive-copies", os.MFD_CLOEXEC)
         try:
             first = _rounded(_LENGTHS.size + len(head), _PAGE)
-            # Allocate all memory now. Otherwise the system kills the process at a later write if no
-            # memory is left.
+            # Allocate all memory now. Otherwise the system would kill the process at a later write
+            # if there is no memory left.
             os.posix_fallocate(descriptor, 0, first + SLOTS * size)
             os.pwrite(descriptor, _LENGTHS.pack(len(head), size) + head, 0)
             return cls(descriptor)
@@ -132,16 +132,16 @@ class SnapshotFile:
         return self.extra_offset(slot) + _rounded(self.head["extra_bytes"], ALIGN)
 
     def begin(self, slot: int, step: int) -> None:
-        """Marks a slot as being written, and thus invalid, until :meth:`finish` is called."""
+        """Marks a slot as being written. The slot is invalid until :meth:`finish` is called."""
         self._mark(slot, step, 0, 0)
 
     def finish(self, slot: int, step: int, extra_bytes: int) -> None:
-        """Marks a slot as complete and valid."""
+        """Marks a slot as complete, and thus valid."""
         self._mark(slot, step, 0, extra_bytes)
         self._mark(slot, step, step, extra_bytes)
 
     def steps(self) -> dict[int, int]:
-        """Maps each step that is complete in the file to the index of its slot."""
+        """Returns the index of the slot for each step that is complete in the file."""
         slots = {}
         for slot in range(SLOTS):
             begun, done, _ = self._marks(slot)
@@ -150,13 +150,13 @@ class SnapshotFile:
         return slots
 
     def keep_sum(self, slot: int) -> None:
-        """Stores the checksum of a slot's extra bytes and sent tensors, behind the slot's marks."""
+        """Stores a checksum of a slot's extra bytes and sent tensors behind the slot's marks."""
         step = self._marks(slot)[1]
         offset = self._marks_offset(slot) + _MARKS.size
         _SENT.pack_into(self.memory, offset, step, self._sum(slot))
 
     def is_whole(self, slot: int) -> bool:
-        """Returns whether a slot matches its stored checksum. True if no checksum is stored yet."""
+        """Returns whether a slot matches its checksum, or True if no checksum is stored yet."""
         step, expected = _SENT.unpack_from(self.memory, self._marks_offset(slot) + _MARKS.size)
         is_known = step == self._marks(slot)[1]
         return not is_known or self._sum(slot) == expected
@@ -167,7 +167,7 @@ class SnapshotFile:
         return int(hasher.intdigest())
 
     def extra(self, slot: int) -> memoryview:
-        """Returns a slot's extra bytes, which hold all state except tensors."""
+        """Returns a slot's extra bytes, which contain all state except tensors."""
         start = self.extra_offset(slot)
         return memoryview(self.memory)[start : start + self._marks(slot)[2]]
 
@@ -177,7 +177,7 @@ class SnapshotFile:
         return memoryview(self.memory)[start : start + self.head["sent_bytes"]]
 
     def close(self) -> None:
-        """Unmaps the file; its memory is freed once no process has it open. Idempotent."""
+        """Closes the file. Its memory is freed unless another process has the file open."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -212,7 +212,7 @@ class Buddy:
 
 @dataclass(eq=False)
 class _Store:
-    """Holds the file with snapshots of one rank; ``key`` identifies the run, rank and file."""
+    """The file with one rank's snapshots. ``key`` identifies the run, rank and file."""
 
     key: dict[str, Any]
     file: SnapshotFile
@@ -226,7 +226,7 @@ class _Store:
 
 
 class SnapshotKeeper:
-    """Stores snapshots of this node's ranks and, as a buddy, of another node's ranks.
+    """Stores snapshots of this node's ranks and, as a buddy, those of another node's ranks.
 
     Args:
         host: Address at which to listen for other nodes; empty for all addresses of this machine.
@@ -252,12 +252,12 @@ class SnapshotKeeper:
         self._start(self._accept)
 
     def prepare(self, run: str, secret: str, buddy: Buddy | None) -> None:
-        """Discards all snapshots and prepares for a new start of the ranks.
+        """Discards all snapshots, and prepares for a new start of the ranks.
 
         Args:
-            run: Identifier of this start of the ranks, the same on all nodes.
-            secret: Secret by which the keepers of a job authenticate each other.
-            buddy: Node that also stores this node's snapshots, ``None`` if there is no such node.
+            run: Identifier of this start of the ranks, which is the same on all nodes.
+            secret: Secret with which the keepers of a job authenticate each other.
+            buddy: Node that also stores this node's snapshots; ``None`` if there is no such node.
         """
         with self._changed:
             for store in self._stores:
@@ -269,7 +269,7 @@ class SnapshotKeeper:
             self._changed.notify_all()
 
     def inventory(self, within_s: float) -> list[dict[str, Any]]:
-        """Waits until no connection is open, and returns a description of each snapshot file.
+        """Waits until all connections are closed, and returns a description of each snapshot file.
 
         Args:
             within_s: Maximum time in seconds to wait until ranks have exited and transfers are
@@ -295,11 +295,11 @@ class SnapshotKeeper:
             return items
 
     def close(self) -> None:
-        """Stops listening and discards all snapshots. Idempotent."""
+        """Stops listening and discards all snapshots. Safe to call more than once."""
         self._is_closed = True
         self._gate.close()
         with contextlib.suppress(OSError):
-            self._local.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+            self._local.shutdown(socket.SHUT_RDWR)  # wake up the thread that is blocked in accept()
         self._local.close()
         with self._changed:
             for connection in self._open:
@@ -319,7 +319,7 @@ class SnapshotKeeper:
             except OSError:
                 if self._local.fileno() < 0 or self._is_closed:
                     return
-                time.sleep(_AGAIN_S)  # no file descriptor is free, so retry later
+                time.sleep(_AGAIN_S)  # all file descriptors are in use, so retry later
                 continue
             credentials = connection.getsockopt(
                 socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
@@ -334,7 +334,7 @@ class SnapshotKeeper:
         self._start(self._guarded, sealed.socket, lambda: self._serve_buddy(sealed))
 
     def _guarded(self, connection: socket.socket, serve: Callable[[], None]) -> None:
-        """Serves one connection, and closes it at the end, even after an error."""
+        """Serves one connection, and finally closes it, even after an error."""
         with self._changed:
             self._open.add(connection)
             self._serving += 1
@@ -355,7 +355,7 @@ class SnapshotKeeper:
     def _serve_rank(
         self, connection: socket.socket, about: Mapping[str, Any], file: SnapshotFile
     ) -> None:
-        """Serves a rank until it exits: sends each copied step to the buddy and confirms it."""
+        """Sends each step that a rank copies to the buddy and confirms it, until the rank exits."""
         store = _Store.of(about, "own", file)
         with self._changed:
             buddy = self._buddy
@@ -376,14 +376,14 @@ class SnapshotKeeper:
                             stream.send(message["step"], message["slot"])
                     except OSError as error:
                         name = "" if buddy is None else f" {buddy.name}"
-                        answer = {"failed": f"node{name} does not take copies: {error}"}
+                        answer = {"failed": f"node{name} does not accept copies: {error}"}
                 connection.send(json.dumps(answer).encode())
         finally:
             if stream is not None:
                 stream.close()
 
     def _serve_buddy(self, sealed: SealedSocket) -> None:
-        """Receives the snapshots of a rank on a node that has this node as its buddy."""
+        """Receives the snapshots of a rank whose node has this node as its buddy."""
         sealed.socket.settimeout(_RUN_S)
         about = parse_json(sealed.receive(_MESSAGE))
         with self._changed:
@@ -399,7 +399,7 @@ class SnapshotKeeper:
             return
         sealed.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         while True:
-            sealed.socket.settimeout(None)  # wait for the next step without a limit
+            sealed.socket.settimeout(None)  # wait for the next step without a timeout
             step, slot, extra_bytes = _FRAME.unpack(sealed.receive(_FRAME.size))
             if extra_bytes > file.head["extra_bytes"] or slot >= SLOTS:
                 raise ValueError("the step does not fit into its slot")
@@ -425,10 +425,10 @@ class SnapshotKeeper:
             return True
 
     def _count(self, store: _Store) -> None:
-        """Counts a file's snapshots; after the second, discards the file that this one replaced.
+        """Counts a file's snapshots. After the second snapshot, discards the file that it replaced.
 
-        A rank makes a new file if the number or shapes of its tensors change, for example because
-        stages move.
+        A rank creates a new file if the number or the shapes of its tensors change, for example
+        because stages move to another rank.
         """
         store.taken += 1
         if store.taken != 2:
@@ -452,7 +452,7 @@ class _Stream:
     def __init__(self, buddy: Buddy, secret: str, store: _Store) -> None:
         self._file = store.file
         address = buddy.address, buddy.port
-        # The buddy's agent may not have started its ranks yet, so is_early makes dial retry.
+        # The buddy's agent may not have started its ranks yet, so is_early makes dial() retry.
         self._sealed = dial(address, secret, _PURPOSE, _RUN_S, is_early=True)
         self._sealed.socket.settimeout(_STEP_S)
         head = store.file.raw_head
@@ -460,7 +460,7 @@ class _Stream:
         self._sealed.send_memory(memoryview(head))
 
     def send(self, step: int, slot: int) -> None:
-        """Sends the snapshot of a step and waits until the buddy has stored it."""
+        """Sends the snapshot of a step, and waits until the buddy has stored it."""
         extra = self._file.extra(slot)
         self._sealed.send(_FRAME.pack(step, slot, len(extra)))
         self._sealed.send_memory(extra, self._file.sent(slot))

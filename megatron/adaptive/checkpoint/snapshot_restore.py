@@ -1,4 +1,4 @@
-"""Program that converts snapshots in memory to a checkpoint; a node's forkserver runs it.
+"""Converts in-memory snapshots to a checkpoint. A node's forkserver runs this program.
 
 ::
 
@@ -6,8 +6,8 @@
     assemble  afterwards, on one node: writes the index of all files and completes the checkpoint
 
 The program has one argument, a JSON object. Its exit status is 0, or 2 after it has printed an
-error. The checkpoint has the usual format, except that it has one file per node instead of one per
-rank. It gets its final name only when it is complete.
+error. The checkpoint has the usual format, except that it has one file per node instead of one file
+per rank. It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEAD = "head.json"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command ``write`` or ``assemble``; returns the exit status."""
+    """Runs the command ``write`` or ``assemble``, and returns the exit status."""
     order = parse_json(arguments[0])
     try:
         (assemble if order["what"] == "assemble" else write)(order)
@@ -46,15 +46,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(order: Mapping[str, Any]) -> None:
-    """Writes the snapshots of this node into one file of the checkpoint.
+    """Writes the snapshots on this node into one file of the checkpoint.
 
     Args:
         order: Settings of the command, with these entries. ``checkpoints``: folder of checkpoints.
-            ``is_pipeline``: whether that folder belongs to a ``Pipeline``. ``step``: step of the
-            snapshots. ``lease``: number of the manager's lease, 0 for none. ``index``: index of
-            this node. ``has_common``: whether this node writes the files that exist once per
-            checkpoint. ``parts``: list of snapshot files, each with its path (``file``) and the
-            numbers of the sets of tensors to write from it (``needs``).
+            ``is_pipeline``: whether a ``Pipeline`` uses this folder. ``step``: step of the
+            snapshots. ``lease``: number of the manager's lease, or 0 if there is no lease.
+            ``index``: index of this node. ``has_common``: whether this node writes the files that
+            exist once per checkpoint. ``parts``: list of snapshot files, each with its path
+            (``file``) and the indices of the sets of tensors to write from it (``needs``).
 
     Raises:
         CheckpointError: If a snapshot is missing or damaged.
@@ -107,7 +107,7 @@ def assemble(order: Mapping[str, Any]) -> None:
 
     Args:
         order: Settings of the command. ``checkpoints``, ``is_pipeline``, ``step`` and ``lease`` are
-            as for :func:`write`, and ``count`` is the number of nodes.
+            the same as for :func:`write`, and ``count`` is the number of nodes.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.

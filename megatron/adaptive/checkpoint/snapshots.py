@@ -8,8 +8,8 @@
 
 Only the optimizer's update changes the state. The snapshot of a step can therefore be copied during
 the next forward and backward passes. A step is reported as done once the snapshot of the previous
-step is complete on every node. If ranks are lost at any moment, all other nodes thus have snapshots
-of the same step, and at most one reported step is lost. The node's agent runs a keeper
+step is complete on every node. If ranks fail at any moment, all other nodes thus have snapshots of
+the same step, and at most one reported step is lost. The node's agent runs a keeper
 (``checkpoint.snapshot_keeper``), which stores the snapshots and sends them to another node, the
 buddy.
 
@@ -39,10 +39,10 @@ from megatron.adaptive.config.input_files import parse_json
 from megatron.adaptive.engine.process_context import Job
 from megatron.adaptive.profiling.free_memory import available_host_bytes
 
-_SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may take
+_SHARE = 0.8  # maximum fraction of the machine's available memory that snapshots may use
 _GIB = 1024**3
 _KEPT_S = 60.0
-_ROOM_BYTES = 1 << 16  # reserved space, because a step's extra bytes may grow
+_ROOM_BYTES = 1 << 16  # space to reserve, because a step's extra bytes may grow
 _MIB = 1024**2
 _MESSAGE = 1 << 16
 _FAILED = 2
@@ -51,17 +51,18 @@ _CHANGED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings:
-    """Configures snapshots; the node's agent passes it to the ranks that it starts.
+    """Settings for snapshots, which the node's agent passes to the ranks that it starts.
 
     Attributes:
-        address: Address of the keeper, an abstract Unix socket.
-        run: Identifier of this start of the ranks. A restart uses a new identifier.
-        node: Name of the node that the ranks run on.
-        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
-            of a node, or of a machine with several nodes.
-        buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
-        every: Number of iterations from one snapshot to the next.
-        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
+        address: Address of the keeper, which is an abstract Unix socket.
+        run: Identifier of this start of the ranks. Each restart uses a new identifier.
+        node: Name of the node on which the ranks run.
+        domain: Name of the failure domain, which is a set of ranks that fail together: the ranks of
+            a node, or of a machine with several nodes.
+        buddy: Name of the node that also stores this node's snapshots; ``None`` if there is no such
+            node.
+        every: Number of iterations between two snapshots.
+        limit_bytes: Maximum size of all snapshots on a node in bytes; ``None`` for no limit.
     """
 
     address: str
@@ -74,36 +75,37 @@ class SnapshotSettings:
 
     @classmethod
     def read(cls, text: str) -> SnapshotSettings:
-        """Parses the settings from the JSON in the environment variable that the agent sets."""
+        """Parses the settings from JSON, which the agent passes in an environment variable."""
         return cls(**parse_json(text))
 
 
 class SnapshotState(ABC):
-    """Gives access to the state of a rank. Each training program has a subclass."""
+    """Provides access to a rank's state. Each training program has a subclass."""
 
     @abstractmethod
     def take(self) -> tuple[Mapping[Part, Piece] | None, bytes]:
         """Returns the current tensors, and all other state as bytes (extra bytes).
 
-        Collective. If all tensors are at the same addresses as in the last call, ``None`` is
-        returned instead of the tensors. The extra bytes begin with a line of JSON.
+        All ranks must call this together. If all tensors have the same addresses as in the last
+        call, ``None`` is returned instead of the tensors. The extra bytes begin with a line of
+        JSON.
         """
 
     @abstractmethod
     def head(self) -> Mapping[str, Any]:
         """Returns the values that a restore needs and that are the same for every step.
 
-        ``has_common`` says whether this rank's extra bytes include the values that all ranks share.
+        ``has_common`` is True if this rank's extra bytes include the values that all ranks share.
         The trainer adds ``manifest``, the manifest for a checkpoint of the state.
         """
 
     def is_changed(self) -> bool:
-        """Returns whether the number or the shapes of tensors changed since the last snapshot."""
+        """Returns whether the number or shapes of the tensors changed since the last snapshot."""
         return False
 
 
 class NoSnapshots:
-    """Takes no snapshots; replaces :class:`Snapshots` if snapshots are turned off."""
+    """Does nothing. Replaces :class:`Snapshots` if snapshots are turned off."""
 
     def settle(self, iteration: int) -> None:
         """Waits until the previous snapshot is stored on all nodes.
@@ -111,25 +113,25 @@ class NoSnapshots:
         Must be called before a step is reported as done.
 
         Args:
-            iteration: Iteration that was just done.
+            iteration: Iteration that was just completed.
         """
 
     def take(self, iteration: int) -> None:
-        """Starts to copy the current state; the copy continues during the next iteration.
+        """Starts to copy the current state. The copy continues during the next iteration.
 
         Args:
-            iteration: Iteration that was done last.
+            iteration: Iteration that was completed last.
         """
 
     def before_update(self) -> None:
         """Waits until the running copy is complete, so that the optimizer may change the state."""
 
     def close(self) -> None:
-        """Waits for the running copy and takes no more snapshots. Idempotent."""
+        """Waits for the running copy, and stops taking snapshots. Safe to call more than once."""
 
 
 class Snapshots(NoSnapshots):
-    """Takes snapshots of this rank's state at the end of steps. Collective over all ranks.
+    """Takes snapshots of this rank's state after steps. All ranks must call each method together.
 
     Args:
         state: Object that returns this rank's tensors and other state.
@@ -195,7 +197,8 @@ class Snapshots(NoSnapshots):
             self._sources = [pieces[part].tensor for part in self._parts]
         assert self._pool is not None
         if self._file is not None and len(extra) > self._file.head["extra_bytes"]:
-            # Take no snapshot of this step. At the next snapshot, all ranks make new, larger files.
+            # Do not take a snapshot of this step. At the next snapshot, all ranks create new,
+            # larger files.
             self._is_outgrown = True
             self._copying = self._pool.submit(lambda: None)
             return
@@ -222,7 +225,7 @@ class Snapshots(NoSnapshots):
         self._release()
 
     def _release(self) -> None:
-        """Closes the file in this process; the keeper still has the file and its snapshots."""
+        """Closes the file in this process. The keeper still has the file and its snapshots."""
         self._is_outgrown = self._has_changed = False
         if self._pool is not None:
             self._pool.shutdown()
@@ -241,7 +244,7 @@ class Snapshots(NoSnapshots):
             self._file = None
 
     def _begin(self, pieces: Mapping[Part, Piece], extra_bytes: int) -> None:
-        """Plans the copies, and makes this rank's file. All ranks must call it."""
+        """Plans the copies, and creates this rank's file. All ranks must call this together."""
         job = self._job
         settings = self._settings
         extra_bytes = 2 * extra_bytes + _ROOM_BYTES
@@ -286,7 +289,7 @@ class Snapshots(NoSnapshots):
         self._announce(sum(plan.sent_bytes), sum(plan.tensor_bytes))
 
     def _open(self, head: bytes, generation: int) -> None:
-        """Makes the file and passes the file descriptor to the keeper."""
+        """Creates the file, and passes the file descriptor to the keeper."""
         self._file = SnapshotFile.create(head, whole=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_KEPT_S)
@@ -300,7 +303,7 @@ class Snapshots(NoSnapshots):
         socket.send_fds(self._socket, [json.dumps(message).encode()], [self._file.descriptor])
 
     def _place(self, tensors: list[torch.Tensor], entries: list[dict[str, Any]]) -> None:
-        """Makes the tensors that the state is copied into, in the memory of the file's slots."""
+        """Creates the tensors into which the state is copied, in the memory of the file's slots."""
         self._pool = ThreadPoolExecutor(
             1, "snapshots", initializer=self._job.accelerator.make_current
         )
@@ -310,8 +313,8 @@ class Snapshots(NoSnapshots):
         if self._job.accelerator.is_cuda:
             self._stream = torch.cuda.Stream()
             start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            # Lock the pages. Otherwise the driver copies through its own buffer, and blocks the
-            # device meanwhile.
+            # Pin the memory. Otherwise the driver copies through its own buffer, and blocks the
+            # device.
             if lock_pages(start, len(memory), self._job.accelerator.device):
                 self._registered = start
         for tensor, entry in zip(tensors, entries, strict=True):
@@ -321,17 +324,17 @@ class Snapshots(NoSnapshots):
         self._sources = tensors
 
     def _versions(self) -> list[int]:
-        """Returns each tensor's version counter, which torch increases at each in-place change."""
+        """Returns each tensor's version counter, which torch increments at each in-place change."""
         return [source._version for source in self._sources]
 
     def _copy(self, slot: int, step: int, extra: bytes, event: Any, versions: list[int]) -> None:
-        """Writes the snapshot of a step into a slot; runs on the copying thread.
+        """Writes the snapshot of a step into a slot. Runs on the copying thread.
 
         Args:
             slot: Index of the slot in the file.
-            step: Step number.
+            step: Step of the snapshot.
             extra: State other than tensors.
-            event: CUDA event to wait for before the copy, ``None`` on a CPU.
+            event: CUDA event to wait for before the copy; ``None`` on a CPU.
             versions: Version counters of the tensors before the copy.
         """
         if self._failure or self._file is None or self._socket is None:
@@ -342,8 +345,8 @@ class Snapshots(NoSnapshots):
         file.memory[start : start + len(extra)] = extra
         with torch.no_grad():
             if event is None and self._sources:
-                # Copy in a single call, without Python's global lock (GIL). With a call per tensor
-                # the training thread would often wait for the lock.
+                # Copy all tensors in a single call, which does not need the GIL. With a call per
+                # tensor, the training thread would often have to wait for the GIL.
                 torch._foreach_copy_(self._slots[slot], self._sources)
             elif event is not None:
                 with torch.cuda.stream(self._stream):
@@ -353,14 +356,14 @@ class Snapshots(NoSnapshots):
                 self._stream.synchronize()
         if self._versions() != versions:
             raise ValueError(
-                f"weights or optimizer state changed after step {step} and before the update of "
-                "the next step, while they were copied; change them at the end of a step"
+                f"weights or optimizer state changed while they were copied, after step {step} "
+                "and before the update of the next step; change them only at the end of a step"
             )
         file.finish(slot, step, len(extra))
         self._socket.send(json.dumps({"what": "taken", "step": step, "slot": slot}).encode())
 
     def _kept(self) -> str:
-        """Waits until the keeper has stored the last step; returns an error message, or ``""``."""
+        """Waits until the keeper has stored the last step. Returns an error message, or ``""``."""
         if self._socket is None:
             return ""
         rank = self._job.rank
@@ -395,12 +398,12 @@ def make_snapshots(
     report: Callable[[str], None],
     say: Callable[[str], None],
 ) -> NoSnapshots:
-    """Returns an object that takes snapshots, or one that does nothing if snapshots are off.
+    """Returns an object that takes snapshots, or that does nothing if snapshots are turned off.
 
     Args:
         job: Rank, process groups and environment of this process.
-        state: Function that makes the object for access to this rank's state. Called once, and only
-            if snapshots are taken.
+        state: Function that creates the object with access to this rank's state. It is called once,
+            and only if snapshots are taken.
         report: Function that writes a status line to the progress file.
         say: Function that writes a line to the user's log.
     """
@@ -412,16 +415,17 @@ def make_snapshots(
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """Describes the state and the node of one rank, as input of :func:`make_plan`.
+    """State and node of one rank, as input of :func:`make_plan`.
 
     Attributes:
         node: Name of the rank's node.
-        domain: Name of the failure domain, a set of ranks that are lost together. It has the ranks
-            of a node, or of a machine with several nodes.
-        buddy: Name of the node that stores this node's snapshots too, ``None`` if there is none.
-        machine: Name of the machine that the node is on.
+        domain: Name of the failure domain, which is a set of ranks that fail together: the ranks of
+            a node, or of a machine with several nodes.
+        buddy: Name of the node that also stores this node's snapshots; ``None`` if there is no such
+            node.
+        machine: Name of the machine on which the node runs.
         available_bytes: Free memory of the machine in bytes.
-        extra_bytes: Maximum size in bytes of a step's state other than tensors.
+        extra_bytes: Maximum size of a step's state other than tensors, in bytes.
         parts: Size in bytes of each part of the state on this rank.
     """
 
@@ -439,7 +443,7 @@ class Need:
     """Describes which ranks copy a part of the state. Parts with the same ranks have equal needs.
 
     Attributes:
-        ranks: Ranks that copy the part, one on each node that has it.
+        ranks: Ranks that copy the part: one rank on each node that has the part.
         is_sent: Whether the copy is also sent to the buddy, because no other node has the part.
     """
 
@@ -451,14 +455,15 @@ class Need:
 class SnapshotPlan:
     """Assigns parts of the state to the ranks that copy them.
 
-    Some parts are on ranks of several nodes, such as data-parallel replicas and tied embeddings.
-    One rank on each of these nodes copies such a part, and no rank sends it. A part on a single
-    node is copied by one rank and sent to the node's buddy. All ranks compute the same plan.
+    Some parts of the state, such as data-parallel replicas and tied embeddings, exist on several
+    nodes. One rank on each of these nodes copies such a part, and no rank sends it. A part that
+    exists on a single node is copied by one rank and sent to the node's buddy. All ranks compute
+    the same plan.
 
     Attributes:
-        needs: Maps each part to the ranks that copy it, and whether the copy is sent.
-        sent_bytes: Size in bytes of the tensors that each rank sends per snapshot, by rank.
-        tensor_bytes: Size in bytes of the tensors that each rank copies per snapshot, by rank.
+        needs: Ranks that copy each part, and whether the copy is sent.
+        sent_bytes: Size of the tensors that each rank sends per snapshot, in bytes, by rank.
+        tensor_bytes: Size of the tensors that each rank copies per snapshot, in bytes, by rank.
     """
 
     needs: dict[Part, Need] = field(default_factory=dict)
@@ -472,12 +477,12 @@ class SnapshotPlan:
 
 
 def _within_slot(size: int) -> int:
-    """Returns the size in bytes that a tensor takes in a slot, including the padding after it."""
+    """Returns the number of bytes that a tensor uses in a slot, including padding."""
     return -(-size // ALIGN) * ALIGN
 
 
 def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
-    """Returns a plan that balances the number of copied bytes among the ranks.
+    """Returns a plan that balances the copied bytes among the ranks.
 
     Args:
         ranks: State and node of each rank, ordered by rank.
@@ -511,12 +516,12 @@ def make_plan(ranks: Sequence[RankParts]) -> SnapshotPlan:
 
 
 def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | None) -> str | None:
-    """Returns the reason why a plan does not fit in a node's memory, or ``None`` if it does.
+    """Returns the reason why a plan exceeds a node's memory, or ``None`` if it does not.
 
     Args:
         plan: Assignment of parts of the state to the ranks that copy them.
         ranks: State and node of each rank, ordered by rank.
-        limit_bytes: Maximum size in bytes of all snapshots on a node, ``None`` for no limit.
+        limit_bytes: Maximum size of all snapshots on a node in bytes; ``None`` for no limit.
     """
     taken: dict[str, int] = defaultdict(int)
     for rank, parts in enumerate(ranks):
@@ -527,15 +532,15 @@ def why_not(plan: SnapshotPlan, ranks: Sequence[RankParts], limit_bytes: int | N
         if limit_bytes is not None and size > limit_bytes:
             return (
                 f"they need {size / _GIB:.3g} GiB on node {node}, but --replicate-memory allows "
-                f"only {limit_bytes / _GIB:.3g} GiB; raise it"
+                f"only {limit_bytes / _GIB:.3g} GiB; increase --replicate-memory"
             )
     nodes = {parts.node: parts.machine for parts in ranks}
     for parts in ranks:
         size = sum(taken[node] for node, machine in nodes.items() if machine == parts.machine)
         if size > _SHARE * parts.available_bytes:
             return (
-                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, which has "
-                f"{parts.available_bytes / _GIB:.3g} GiB left and must keep a fifth of that; use "
-                "more nodes, or less memory for other purposes"
+                f"they need {size / _GIB:.3g} GiB on the machine of node {parts.node}, but of "
+                f"its {parts.available_bytes / _GIB:.3g} GiB of available memory a fifth must "
+                "stay free; use more nodes, or less memory for other purposes"
             )
     return None

@@ -1,10 +1,9 @@
 """Saves and loads the checkpoints of a training run.
 
-Saving and loading are collective over all ranks. A checkpoint appears under its final name only
-once it is complete. It has megatron-core's ``torch_dist`` format, which can be loaded with any
-parallel sizes and any partition of the layers, and a manifest (``checkpoint.folder``). A checkpoint
-that does not fit a run is rejected with an error that lists each difference, both values and a
-remedy.
+All ranks save and load together. A checkpoint appears under its final name only once it is
+complete. It has megatron-core's ``torch_dist`` format, which can be loaded with any parallel sizes
+and any partition of the layers, and a manifest (``checkpoint.folder``). A checkpoint that does not
+match a run is rejected with an error that lists each difference, both values and a remedy.
 """
 
 from __future__ import annotations
@@ -81,11 +80,11 @@ _LOG = logging.getLogger(__name__)
 _CONTENT = "content_metadata"
 _SCHEDULER = "opt_param_scheduler"
 _REMEDY = "Free space there or choose another folder with --save"
-# Suffix of the names under which layers of Transformer Engine save state for 8-bit data types. A
-# checkpoint may lack this state, because this trainer does not use 8-bit data types.
+# Suffix of the names under which Transformer Engine saves state for 8-bit data types. A checkpoint
+# may lack this state, because this trainer does not use 8-bit data types.
 _SCRATCH = "_extra_state"
 
-# Settings of megatron-core that decide which weights a model has.
+# Settings of megatron-core that determine which weights a model has.
 _PARTS = (
     "multi_latent_attention",
     "num_moe_experts",
@@ -100,13 +99,13 @@ _FLAGS = {"query_groups": "--num-query-groups"}
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts the iterations and samples that a run has done.
+    """Number of iterations and samples that a run has completed.
 
     Attributes:
-        iteration: Number of iterations done.
+        iteration: Number of completed iterations.
         consumed_train_samples: Number of training samples used.
         consumed_valid_samples: Number of validation samples used.
-        skipped_iterations: Number of iterations without an update because of overflow.
+        skipped_iterations: Number of iterations whose update was skipped because of overflow.
     """
 
     iteration: int = 0
@@ -119,14 +118,14 @@ class Checkpoints:
     """Saves and loads the checkpoints of one run. All ranks must call each method together.
 
     Args:
-        run: Run with a built model. This object keeps references to the model, optimizer and
-            scheduler only.
-        local: Local disk of the node, to which checkpoints are written first. With ``None``, they
-            are written to ``--save`` directly.
-        config: Settings to use instead of the run's. With ``None``, the run's settings are used.
-            ``config.checkpoint`` decides which state is saved and loaded.
-        saver: Saver of the same job to reuse, for instance after layers moved. It may still be
-            writing a checkpoint. ``None`` makes a new one.
+        run: Run with a built model. This object keeps references only to the model, optimizer and
+            scheduler.
+        local: Local disk of the node, to which checkpoints are written first; ``None`` to write
+            them to ``--save`` directly.
+        config: Settings to use; ``None`` to use the run's settings. ``config.checkpoint``
+            determines which state is saved and loaded.
+        saver: Saver of the same job to reuse, for example after layers moved between ranks. It may
+            still be writing a checkpoint. ``None`` to create a new saver.
 
     Attributes:
         saver: Object that writes the checkpoints and reads them back.
@@ -155,9 +154,9 @@ class Checkpoints:
         """Writes a checkpoint and returns its path, or ``None`` if it is not complete yet.
 
         Args:
-            progress: Counts of iterations and samples done. The checkpoint is named after the
+            progress: Number of completed iterations and samples. The checkpoint is named after the
                 iteration.
-            behind: Whether a background thread writes the checkpoint while training continues.
+            behind: Whether to write in a background thread while training continues.
         """
         return self.saver.save(
             CheckpointFolder(str(self._settings.save)),
@@ -171,16 +170,16 @@ class Checkpoints:
     def apart(self, progress: Progress, *, is_whole: bool) -> state.StateParts:
         """Splits this rank's state into the parts of a checkpoint.
 
-        Collective if the optimizer communicates.
+        All ranks must call this together if the optimizer communicates.
 
         Args:
-            progress: Counts of iterations and samples done, which the checkpoint records.
+            progress: Number of completed iterations and samples, to store in the checkpoint.
             is_whole: Whether to include parts that another rank also writes. The value must be the
-                same in each call.
+                same in every call.
 
         Returns:
-            The parts. If no tensor has moved in memory since the last call, this is the object that
-            the last call returned, with updated values.
+            The parts. If no tensor has moved in memory since the last call, the same object is
+            returned again, with updated values.
         """
         if self._standing is not None:
             parts, addresses = self._standing
@@ -190,9 +189,9 @@ class Checkpoints:
             self._standing = None
         sharded, common = save_preprocess(
             self._state_to_save(progress),
-            # All checkpoints of a run have the same parts, so one check of them is enough.
+            # All checkpoints of a run have the same parts, so checking them once is enough.
             validate_access_integrity=not (is_whole or self._is_checked),
-            # Skip the comparison of the ranks' common values, because they differ between stages.
+            # Do not compare the ranks' common values, because they differ between stages.
             preprocess_common_before_consistancy_check=lambda common: {},
         )
         self._is_checked = True
@@ -223,19 +222,20 @@ class Checkpoints:
         }
 
     def load(self) -> Progress | None:
-        """Loads the checkpoint that the settings name into model, optimizer and scheduler.
+        """Loads the checkpoint selected by the settings into model, optimizer and scheduler.
 
-        ``--finetune`` loads only the weights and starts with iteration 0. ``--no-load-optim``
-        continues with the saved iteration, and takes the learning rate from this run's settings.
-        Random states are restored if the parallel sizes are the same. Otherwise they are not
+        ``--finetune`` loads only the weights and starts at iteration 0. ``--no-load-optim``
+        continues at the saved iteration, and uses the learning rate from this run's settings.
+        Random states are restored if the parallel sizes are unchanged. Otherwise they are not
         needed, because dropout depends only on the seed and the position of each microbatch.
 
         Returns:
-            Progress of the run, ``None`` if there is no checkpoint to load.
+            Progress of the run, or ``None`` if there is no checkpoint to load.
 
         Raises:
-            CheckpointError: If the checkpoint is missing and required, damaged, of a newer format,
-                or does not fit this run. Some weights of the model may have changed by then.
+            CheckpointError: If a required checkpoint is missing, or the checkpoint is damaged, has
+                a newer format or does not match this run. The model's weights may already have
+                changed.
         """
         steps: list[int] = []
         if self._settings.load is not None:
@@ -257,7 +257,7 @@ class Checkpoints:
         self._optimizer.reload_model_params()
 
     def _carry_description(self) -> None:
-        """Copies the model's configuration and tokenizer next to the checkpoints, for export."""
+        """Copies the model's configuration and tokenizer to the checkpoint folder, for export."""
         settings = self._settings
         sources = [Path(settings.load) / DESCRIPTION] if settings.load is not None else []
         sources += [Path(settings.load_hf)] if settings.load_hf is not None else []
@@ -270,7 +270,7 @@ class Checkpoints:
                 raise CheckpointError(f"{settings.save}: {error.strerror}. {_REMEDY}") from None
 
     def _load(self, iteration: int) -> Progress:
-        """Loads the checkpoint of one iteration, and returns the run's progress in it."""
+        """Loads the checkpoint of one iteration, and returns its progress."""
         path, manifest = self._all.on_first(lambda: self._find(iteration))
         self._standing = None
         save_id = manifest["save_id"]
@@ -298,7 +298,7 @@ class Checkpoints:
         return progress
 
     def _take(self, progress: Progress) -> TakenState:
-        """Returns this rank's current state, in the form that the saver writes."""
+        """Returns this rank's current state in the form that the saver expects."""
         parts = self.apart(progress, is_whole=False)
         about = self.manifest(progress)
         return TakenState(
@@ -311,7 +311,7 @@ class Checkpoints:
     def _refresh(self, parts: state.StateParts, progress: Progress) -> None:
         """Updates the parts that do not share memory with the run's state.
 
-        These are counters, the optimizer's parameter groups and random states.
+        These parts are counters, the optimizer's parameter groups and random states.
         """
         parts.common.update(self._counters(progress))
         if "optimizer" in parts.common:
@@ -331,7 +331,7 @@ class Checkpoints:
         content = dict(state.METADATA)
         weights = state.sharded_model(self._chunks, content)
         if self._config.lora.is_on and self._settings.load_hf is not None:
-            weights = _only(weights, adapters=True, base=False)  # --load-hf has the base weights
+            weights = _only(weights, adapters=True, base=False)  # the base weights are in --load-hf
         whole: dict[str, Any] = {_CONTENT: content, **self._counters(progress), **weights}
         if not self._settings.no_save_optim:
             whole["optimizer"] = state.sharded_optimizer(
@@ -346,7 +346,7 @@ class Checkpoints:
 
         The list is empty if the run starts from scratch.
 
-        Called on rank 0 only.
+        Called only on rank 0.
         """
         folder = CheckpointFolder(str(self._settings.load))
         named = self._settings.ckpt_step
@@ -356,7 +356,7 @@ class Checkpoints:
         reason = "contains no checkpoint" if folder.path.is_dir() else "does not exist"
         if self._settings.exit_on_missing_checkpoint:
             raise CheckpointError(
-                f"--load {folder.path} {reason}; give a folder with a checkpoint, or remove "
+                f"--load {folder.path} {reason}; pass a folder with a checkpoint, or remove "
                 "--exit-on-missing-checkpoint to start from scratch"
             )
         base = self._settings.load_hf
@@ -366,7 +366,7 @@ class Checkpoints:
         return []
 
     def _find(self, iteration: int) -> tuple[Path, Manifest]:
-        """Returns the path and manifest of an iteration's checkpoint. Only rank 0 calls it."""
+        """Returns the path and the manifest of an iteration's checkpoint. Called only on rank 0."""
         folder = CheckpointFolder(str(self._settings.load))
         path, manifest = folder.open(iteration, trust=self._settings.trust_checkpoint)
         if not manifest["config"]:
@@ -411,7 +411,7 @@ class Checkpoints:
             has_base = EMBEDDING in reader.tensors
             if not has_base and self._settings.load_hf is None:
                 raise CheckpointError(
-                    f"--load {path} contains only adapters; give their model as --load-hf"
+                    f"--load {path} contains only adapters; pass their base model as --load-hf"
                 )
             has_all = has_adapters and has_base
             weights = _only(weights, adapters=has_adapters, base=has_base)
@@ -427,7 +427,7 @@ class Checkpoints:
             )
         if self._loads_rng(manifest):
             whole[state.RNG] = state.sharded_rng(self._config)
-        # Do not add rank numbers to errors here: the errors of _read_shards have them already.
+        # Do not prefix errors with ranks here, because _read_shards already does.
         loaded = self._all.together(
             lambda: self._read_shards(whole, common, reader), name_ranks=False
         )
@@ -436,11 +436,11 @@ class Checkpoints:
     def _read_shards(
         self, whole: dict[str, Any], common: dict[str, Any], reader: CheckpointReader
     ) -> dict[str, Any]:
-        """Returns a state's shards merged with the common values. All ranks must call it.
+        """Reads a state's shards, and adds the common values. All ranks must call this together.
 
         Args:
             whole: State with an empty shard for each saved value.
-            common: Values that all ranks share; changed in place.
+            common: Values that all ranks share. They are changed in place.
             reader: Reader of the checkpoint.
         """
 
@@ -452,8 +452,8 @@ class Checkpoints:
             lambda: _present(extract_sharded_base(shards)[0], reader), name_ranks=False
         )
         if self._settings.ckpt_fully_parallel_load and self._replicas() > 1:
-            # The wrapper calls only the method ``load`` of a strategy, so this object needs no
-            # other method.
+            # The wrapper only calls the strategy's ``load`` method, so this object needs no other
+            # methods.
             strategy = SimpleNamespace(load=read)
             sharing = FullyParallelLoadStrategyWrapper(strategy, _replica_group())
             loaded = sharing.load(shards, reader.path)
@@ -464,7 +464,7 @@ class Checkpoints:
         return state.with_own_storage(apply_factory_merges(common, factories))
 
     def _replicas(self) -> int:
-        """Returns the number of ranks with equal state, which divide its reading and writing."""
+        """Returns the number of ranks with equal state, which share the reading and writing."""
         if self._config.parallel.unequal_sizes is not None:
             return 1
         count: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -472,13 +472,13 @@ class Checkpoints:
 
 
 class _Content(NamedTuple):
-    """Holds the part of a checkpoint that one rank needs.
+    """Part of a checkpoint that one rank needs.
 
     Attributes:
         common: Values that all ranks share, by name.
         loaded: State of this rank, by name.
         has_all: Whether the checkpoint has all weights of the run.
-        has_adapters: Whether the checkpoint has the weights of adapters (LoRA).
+        has_adapters: Whether the checkpoint has adapter weights (LoRA).
     """
 
     common: dict[str, Any]
@@ -488,7 +488,7 @@ class _Content(NamedTuple):
 
 
 def _only(weights: dict[str, dict[str, Any]], *, adapters: bool, base: bool) -> dict[str, Any]:
-    """Selects the adapter weights of each chunk, its other weights, or both.
+    """Selects each chunk's adapter weights, its other weights, or both.
 
     Args:
         weights: Weights of each chunk, by name.
@@ -510,7 +510,7 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
     """Returns the shards that a checkpoint contains. State for 8-bit data types may be missing.
 
     Raises:
-        CheckpointError: If other shards are missing.
+        CheckpointError: If any other shard is missing.
     """
 
     def is_there(shard: Any) -> bool:
@@ -519,19 +519,20 @@ def _present(shards: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]
         return shard.key in reader.tensors
 
     present, others = extract_matching_values(shards, is_there)
-    # Only layers of Transformer Engine save state for 8-bit data types. Other checkpoints lack it.
+    # Only layers of Transformer Engine save state for 8-bit data types.
     keys = {shard.key for shard in nested_values(others)}
     absent = sorted(key for key in keys if not key.endswith(_SCRATCH))
     if absent:
         raise CheckpointError(
             f"--load {reader.path} has no {absent[0]} ({len(absent)} entries are missing), so it "
-            "belongs to another model or optimizer; give the settings it was trained with"
+            "belongs to a different model or optimizer; use the settings with which it was "
+            "trained"
         )
     return dict(present)
 
 
 def _read_into(shards: Any, reader: CheckpointReader) -> Any:
-    """Reads all shards of a state, and returns the state with the values in place of the shards."""
+    """Reads all shards of a state, and returns the state with the shards replaced by values."""
     parts: list[WantedPart] = []
     objects: dict[str, list[Any]] = {}
     padding: list[torch.Tensor] = []
@@ -548,7 +549,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
         if saved != size and not shard.allow_shape_mismatch:
             raise CheckpointError(
                 f"{reader.path} has {shard.key} with shape {list(saved)}, but the run needs "
-                f"{list(size)}; the checkpoint belongs to another model"
+                f"{list(size)}; the checkpoint belongs to a different model"
             )
         if shard.data is None:
             shard.init_data(torch.device("cpu"))
@@ -569,7 +570,7 @@ def _read_into(shards: Any, reader: CheckpointReader) -> Any:
 
     state = dict_list_map_outplace(prepare_target, shards)
     reader.read(parts)
-    for rows in padding:  # padding rows that the checkpoint does not have
+    for rows in padding:  # padding rows that are not in the checkpoint
         rows.zero_()
     return state
 
@@ -583,10 +584,10 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
     """Reserves the folder ``--save`` for this job, and finishes the previous run's upload to it.
 
     The upload is finished only if this run resumes from the newest checkpoint in ``--save``.
-    Without ``--save``, the function does nothing.
+    Without ``--save``, this function does nothing.
 
     Returns:
-        Local disk of this node for checkpoints, ``None`` if the run uses none.
+        Local disk of this node for checkpoints, or ``None`` if the run does not use local disks.
     """
     settings = config.checkpoint
     if settings.save is None:
@@ -605,11 +606,11 @@ def prepare_folder(job: Job, config: TrainerConfig) -> LocalDisk | None:
 def check_model_folder(job: Job, config: TrainerConfig) -> None:
     """Compares the tensors of ``--load-hf`` with those of the model, before the model is built.
 
-    Collective over all ranks; rank 0 reads the headers of the files. A run that resumes from a
-    checkpoint does not need the folder's weights, so it skips the check.
+    All ranks must call this together; rank 0 reads the headers of the files. A run that resumes
+    from a checkpoint skips the check, because it does not need the folder's weights.
 
     Raises:
-        AdaptiveError: If names, shapes or types of the folder's tensors do not fit the model.
+        AdaptiveError: If names, shapes or types of the folder's tensors do not match the model.
     """
     settings = config.checkpoint
     if (folder := settings.load_hf) is None:
@@ -625,17 +626,17 @@ def check_model_folder(job: Job, config: TrainerConfig) -> None:
 
 
 class RunState(SnapshotState):
-    """Gives snapshots in memory access to one run's state.
+    """Gives in-memory snapshots access to a run's state.
 
     Args:
         run: Run with a built model.
-        progress: Function that returns the counts of iterations and samples done so far.
+        progress: Function that returns the number of iterations and samples completed so far.
     """
 
     def __init__(self, run: Run, progress: Callable[[], Progress]) -> None:
         self._run = run
         self._progress = progress
-        # Snapshots need the optimizer's state even if the run's checkpoints do not include it.
+        # Snapshots need the optimizer's state, even if the run's checkpoints do not include it.
         config = run.job.config
         settings = dataclasses.replace(config.checkpoint, no_save_optim=False, no_save_rng=True)
         config = dataclasses.replace(config, checkpoint=settings)
@@ -650,7 +651,7 @@ class RunState(SnapshotState):
         for name in parts.objects:
             if f"{_SCRATCH}/" not in name:
                 raise TypeError(
-                    f"{name} is not a tensor, so snapshots of the state cannot contain it"
+                    f"{name} is not a tensor, so it cannot be included in a snapshot of the state"
                 )
         line = json.dumps({"progress": dataclasses.asdict(progress)}).encode()
         extra = line + b"\n" + plain_values.dumps(parts.common)
@@ -672,11 +673,11 @@ def require_same_model(
         manifest: Manifest of the checkpoint.
         config: Settings of the run.
         padded_vocab_size: Number of rows of the run's embedding.
-        name: Name by which the error message refers to the checkpoint.
+        name: Name of the checkpoint for the error message.
 
     Raises:
-        CheckpointError: If the checkpoint has another model. The message lists the settings that
-            differ.
+        CheckpointError: If the checkpoint has a different model. The message lists the settings
+            that differ.
     """
     saved = _saved_config(manifest, name)
     names = SHAPES if config.checkpoint.finetune else SHAPES + MEANINGS
@@ -686,11 +687,13 @@ def require_same_model(
         different += _differences(saved.lora, config.lora, _OF_ADAPTERS)
     elif saved.lora.is_on:
         different.append(
-            "it has adapters, but the run has none (--lora-rank); hf export --merge-lora merges "
-            "them into the model"
+            "it has adapters, but the run has none (--lora-rank); use hf export --merge-lora to "
+            "merge them into the model"
         )
     elif config.lora.is_on and not config.checkpoint.finetune:
-        different.append("it has no adapters to continue; --finetune starts new ones")
+        different.append(
+            "it has no adapters to continue; use --finetune to start with new adapters"
+        )
     if not _same_vocabulary(saved, manifest["padded_vocab_size"], config, padded_vocab_size):
         different.append(
             f"padded vocabulary is {manifest['padded_vocab_size']} in the checkpoint and "
@@ -698,16 +701,17 @@ def require_same_model(
         )
     if different:
         raise CheckpointError(
-            f"{name} belongs to another model: {'; '.join(different)}. Give the settings it was "
-            "trained with, or choose another folder with --load"
+            f"{name} belongs to a different model: {'; '.join(different)}. Use the settings with "
+            "which it was trained, or choose another folder with --load"
         )
 
 
 def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str) -> None:
-    """Checks that the optimizer state in a checkpoint fits the run's optimizer.
+    """Checks that the optimizer state in a checkpoint matches the run's optimizer.
 
     Raises:
-        CheckpointError: If there is no optimizer state, or it belongs to another kind of optimizer.
+        CheckpointError: If there is no optimizer state, or it belongs to a different type of
+            optimizer.
     """
     remedy = "load only the weights with --no-load-optim or --finetune"
     if not manifest["has_optimizer"]:
@@ -716,13 +720,13 @@ def require_same_optimizer(manifest: Manifest, config: TrainerConfig, name: str)
     for flag, now in _optimizer_of(config).items():
         if before[flag] != now:
             raise CheckpointError(
-                f"{name} contains the state of another optimizer ({flag} is {before[flag]} in the "
-                f"checkpoint, but {now} here); use the same setting, or {remedy}"
+                f"{name} contains the state of a different optimizer ({flag} is {before[flag]} "
+                f"in the checkpoint, but {now} here); use the same setting, or {remedy}"
             )
 
 
 def _optimizer_of(config: TrainerConfig) -> dict[str, str]:
-    """Returns, by flag, the settings that decide which tensors an optimizer's state contains."""
+    """Returns the settings that determine which tensors an optimizer's state has, by flag."""
     settings = config.optimizer
     return {
         "--optimizer": settings.optimizer,
@@ -745,7 +749,7 @@ def _given(value: bool) -> str:
 
 
 def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
-    """Returns a line of text for each of the named settings that differs from the checkpoint."""
+    """Returns a line of text for each listed setting that differs from the checkpoint."""
     specs = {spec.dest: spec for spec in fields_of(settings.__class__)}
     lines = []
     for name in names:
@@ -764,9 +768,9 @@ def _differences(saved: Any, settings: Any, names: Sequence[str]) -> list[str]:
 
 
 def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
-    """Returns whether a setting can be ignored in the comparison of two models.
+    """Returns whether a setting can be ignored when two models are compared.
 
-    Such a setting has no effect on these models, or another setting covers its effect.
+    It can be ignored if it has no effect on these models, or if another setting covers its effect.
     """
     if name == "add_qkv_bias":
         return bool(saved.add_bias_linear or model.add_bias_linear)
@@ -780,7 +784,7 @@ def _is_without_effect(name: str, saved: Any, model: Any) -> bool:
 def _same_vocabulary(
     saved: TrainerConfig, saved_rows: int, config: TrainerConfig, rows: int
 ) -> bool:
-    """Returns whether two embeddings can have the same vocabulary and differ only in padding rows.
+    """Returns whether two embeddings can have the same vocabulary, apart from padding rows.
 
     The number of padding rows may change with the tensor parallel size.
     """

@@ -8,16 +8,17 @@
     .metadata            name, offset in the whole tensor, file and position of each part or object
     index.json           the same as JSON, with the positions of the raw bytes and plain values
 
-This module writes every checkpoint: the checkpoints of the trainer, which megatron-core reads as
-``torch_dist``, those of a ``Pipeline``, and checkpoints made from snapshots in memory. Torch and
-Megatron-LM find the tensors of a checkpoint through ``.metadata``, this program through
+This module writes all checkpoints: those of the trainer, which megatron-core reads as
+``torch_dist``, those of a ``Pipeline``, and those made from in-memory snapshots. Torch and
+Megatron-LM locate a checkpoint's tensors through ``.metadata``; this program uses
 ``index.json`` (``checkpoint.reader``). The training process itself writes the files.
-megatron-core's writer would start processes by ``spawn`` and ``fork`` at each save. That takes
-seconds, and copies the sockets and memory mappings of the pipeline's channels into the children.
+megatron-core's writer would start processes by ``spawn`` and ``fork`` for each save, which
+takes seconds and copies the sockets and memory mappings of the pipeline's channels into the
+child processes.
 
 Ranks agree on which rank writes which parts only when the layout of some rank's state has changed.
 Otherwise a checkpoint takes one write per rank, and ranks exchange only a few numbers. This matters
-for writes in the background, because each line of Python then delays the training thread.
+for background writes, because each line of Python then delays the training thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 COMMON, PICKLED_COMMON = "common.values", "common.pt"
-"""Names of the two files with values that all ranks of the trainer share: plain and pickled."""
+"""Names of the two files with values that all trainer ranks share: plain and pickled."""
 _CORE = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -61,10 +62,10 @@ _CORE = {
 }
 
 Part = tuple[str, tuple[int, ...]]
-"""Identifies a part of a tensor in a checkpoint: its name, and its offset in the whole tensor."""
+"""Key for a part of a tensor in a checkpoint: name, and offset in the whole tensor."""
 
 Entry = dict[str, Any]
-"""Describes a part of a tensor, or an object, for a checkpoint's index.
+"""Entry of a checkpoint's index, for a part of a tensor or for an object.
 
 The entry of a part has the keys that :func:`entry_of` sets. The entry of an object has only
 ``name``. :class:`ShardWriter` adds ``path``, the name of the file, and ``place``, a :class:`Place`.
@@ -72,13 +73,13 @@ The entry of a part has the keys that :func:`entry_of` sets. The entry of an obj
 
 
 class Place(NamedTuple):
-    """Locates a part of a tensor, or an object, in a file.
+    """Position of a part of a tensor, or of an object, in a file.
 
     Attributes:
-        begin: Offset in bytes of the output of ``torch.save``.
-        length: Length in bytes of the output of ``torch.save``.
-        content: Offset in bytes of the tensor's raw bytes, or of the object's plain values.
-        content_length: Length in bytes of the raw bytes or the plain values. If it is 0,
+        begin: Offset of the output of ``torch.save``, in bytes.
+        length: Length of the output of ``torch.save``, in bytes.
+        content: Offset of the tensor's raw bytes or the object's plain values, in bytes.
+        content_length: Length of the raw bytes or the plain values, in bytes. If it is 0,
             ``content`` is 0 too.
     """
 
@@ -94,11 +95,11 @@ Heads = dict[tuple[torch.dtype, torch.Size], int]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedObject:
-    """Holds a value of the state that is not a tensor.
+    """A non-tensor value of the state.
 
     Attributes:
-        pickled: Value as a pickle, which torch and Megatron-LM read; from :func:`pickled`.
-        plain: Value as plain values, which this program reads; from :func:`plain_values.dumps`.
+        pickled: Value as a pickle, for torch and Megatron-LM; from :func:`pickled`.
+        plain: Value as plain values, for this program; from :func:`plain_values.dumps`.
     """
 
     pickled: bytes
@@ -108,7 +109,7 @@ class SavedObject:
     def of(cls, value: Any) -> SavedObject:
         """Serializes a value as a pickle and as plain values.
 
-        The plain values of ``[None]``, the extra state of most layers, are empty.
+        The plain values of ``[None]``, which is the extra state of most layers, are empty.
 
         Raises:
             TypeError: If the value cannot be expressed as plain values.
@@ -119,11 +120,11 @@ class SavedObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Holds a part of one of the tensors in the state.
+    """A part of one of the state's tensors.
 
     Attributes:
-        tensor: Tensor with the data, which the optimizer's next update overwrites.
-        size: Shape of this part, with as many axes as the whole tensor.
+        tensor: Tensor with the data. The optimizer's next update overwrites it.
+        size: Shape of this part, with the same number of axes as the whole tensor.
         whole: Shape of the whole tensor.
     """
 
@@ -134,17 +135,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenState:
-    """Holds the state of a rank at a step, in the form that a checkpoint has.
+    """State of a rank at a step, in the form in which a checkpoint stores it.
 
     Attributes:
-        pieces: Parts of tensors. If several ranks have the same part, the first rank writes it.
-        objects: Other values by name. If several ranks have the same name, the first rank writes
+        pieces: Parts of tensors. If several ranks have the same part, the first of them writes it.
+        objects: Other values by name. If several ranks have the same name, the first of them writes
             the value.
-        once: Contents of files that exist once per checkpoint, not once per rank, by file name.
-            Only rank 0's contents are written.
-        manifest: Function that returns the entries of the manifest except ``files`` and ``blocks``.
-            Its arguments are the identifier of the save, empty if no local disks are used, and the
-            group of all ranks. Collective; the result on rank 0 is used.
+        once: Contents of files that exist once per checkpoint instead of once per rank, by file
+            name. Only rank 0's contents are written.
+        manifest: Function that returns the manifest's entries except ``files`` and ``blocks``. Its
+            arguments are the identifier of the save, which is empty if local disks are not used,
+            and the group of all ranks. All ranks must call it together; the result of rank 0 is
+            used.
     """
 
     pieces: Mapping[Part, Piece]
@@ -154,7 +156,7 @@ class TakenState:
 
 
 def entry_of(part: Part, piece: Piece) -> Entry:
-    """Describes a part of a tensor for the index, in types that JSON can express."""
+    """Returns the index entry for a part of a tensor, in types that JSON can express."""
     name, offset = part
     return {
         "name": name,
@@ -166,7 +168,7 @@ def entry_of(part: Part, piece: Piece) -> Entry:
 
 
 class ShardWriter:
-    """Writes a run's checkpoints; divides parts among ranks again only if the parts changed."""
+    """Writes a run's checkpoints. Reassigns parts to ranks only if the parts have changed."""
 
     def __init__(self) -> None:
         self._layout: list[Entry] | None = None
@@ -185,15 +187,15 @@ class ShardWriter:
         Args:
             state: Tensors and other values of this rank to write.
             folder: Folder of the checkpoint.
-            ranks: Group of all ranks, over which the ranks communicate.
+            ranks: Group of all ranks, used for communication.
 
         Returns:
-            Two mappings. The first has the contents of files that exist once per checkpoint, by
-            name. It is empty except on rank 0, and the caller must write these files. The second
-            has the manifest's entries ``files`` and ``blocks``, sizes and checksums by file name.
+            Two mappings. The first contains the files that exist once per checkpoint, by name. It
+            is empty except on rank 0, and the caller must write these files. The second contains
+            the manifest's entries ``files`` and ``blocks``: sizes and checksums by file name.
 
         Raises:
-            CheckpointError: If a file could not be written on some rank.
+            CheckpointError: If a rank could not write a file.
         """
         pieces = state.pieces
         objects = state.objects
@@ -218,7 +220,7 @@ class ShardWriter:
         return once, {"files": files, "blocks": blocks}
 
     def _place(self, written: list[Place], ranks: RankGroup) -> None:
-        """Updates the index for parts whose position in a file changed. All ranks must call it."""
+        """Updates the index for parts whose position in a file has changed. Collective."""
         is_new = len(written) != len(self._written)
         changed = {
             number: position
@@ -250,7 +252,7 @@ class ShardWriter:
 
 
 def indices_of(entries: Sequence[Entry]) -> dict[str, bytes]:
-    """Returns the contents of the two index files, torch's and this program's, by file name."""
+    """Returns the contents of the two index files (torch's and this program's), by file name."""
     return {METADATA: _torch_index(entries), INDEX: _plain_index(entries)}
 
 
@@ -299,8 +301,8 @@ def write_file(
     Args:
         path: Path of the file.
         data: Tensors and objects to write.
-        heads: Number of bytes before a tensor's raw bytes in ``torch.save``'s output, by type and
-            shape. Missing entries are added.
+        heads: Number of bytes before a tensor's raw bytes in the output of ``torch.save``, by type
+            and shape. Missing entries are added.
 
     Returns:
         Position of each tensor and object in the file, and the file's size and checksums.
@@ -329,7 +331,7 @@ def write_file(
                 with saved.getbuffer() as content:
                     length = write_summed(file, sums, content)
                 places.append(Place(begin, length, begin + heads[form], tensor.nbytes))
-        sync(path)  # flush on this rank, because other nodes cannot flush this node's writes
+        sync(path)  # flush on this rank, because other nodes cannot flush writes of this node
         sync(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -339,7 +341,7 @@ def write_file(
 def common_files(common: Any) -> dict[str, bytes]:
     """Returns the contents of the files with values that all ranks share, by file name.
 
-    The values are written as a pickle, for megatron-core, and as plain values, for this program.
+    The values are written as a pickle for megatron-core, and as plain values for this program.
 
     Raises:
         TypeError: If a value cannot be expressed as plain values.
@@ -358,14 +360,14 @@ def _nothing() -> bytes:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in host memory, in a storage that contains nothing else."""
+    """Returns the tensor in host memory, in a storage that contains only this tensor."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
 
 
 def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor that uses the memory of a buffer, from an offset in bytes."""
+    """Returns a tensor that uses a buffer's memory, starting at an offset in bytes."""
     if not (count := math.prod(size)):
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
@@ -374,8 +376,8 @@ def overlay(memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int]) -
 def pickled(value: Any) -> bytes:
     """Returns the output of ``torch.save``.
 
-    Callers write these bytes to a file, because ``torch.save`` would hide the cause of a write
-    error.
+    Callers write these bytes to a file. If ``torch.save`` wrote the file, it would hide the cause
+    of a write error.
     """
     return _buffered(value).getvalue()
 

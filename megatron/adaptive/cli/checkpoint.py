@@ -1,7 +1,7 @@
-"""``checkpoint``: lists checkpoints, describes one, and checks them for damage.
+"""Implements ``checkpoint``, which lists, describes and verifies checkpoints.
 
-The modes of ``checkpoint`` do not import torch. This module also contains ``hf import`` and ``hf
-export``, which convert Hugging Face folders to checkpoints and back. They import torch.
+``checkpoint`` does not import torch. This module also contains ``hf import`` and ``hf export``,
+which convert Hugging Face folders to checkpoints and back; they import torch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 _GB = 10**9
 _FAMILY_HELP = "your own family of models, as package.module:Class, see docs/huggingface.md"
 _FOLDER = "checkpoints"
-# Keys of manifests whose values are too long to show as they are.
+# Manifest keys whose values are too long to print.
 _LONG = ("config", "files", "blocks", "options", "states")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one of the modes ``verify``, ``list`` and ``show``.
+    """Runs the mode ``verify``, ``list`` or ``show``.
 
     Returns:
-        Exit status: 1 if a checkpoint is damaged, else 0.
+        Exit status: 1 if a checkpoint is damaged, otherwise 0.
     """
     options = _parser().parse_args(argv)
     folders, steps = find(options.folder or _newest_folder(), options.step)
@@ -56,15 +56,15 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} checkpoint",
-        description="List checkpoints, describe one, or check them for damage.",
+        description="List checkpoints, describe a checkpoint, or check checkpoints for damage.",
     )
     text = (
-        "verify: read all files; list: read manifests only, the default; show: describe the newest"
-        " step or that of --step"
+        "verify: read all files; list (default): read only the manifests; show: describe the "
+        "newest step, or the step passed as --step"
     )
     modes = ("verify", "list", "show")
     parser.add_argument("what", nargs="?", choices=modes, default="list", help=text)
-    text = "folder of checkpoints, or a single checkpoint; by default the newest run's"
+    text = "folder of checkpoints, or a single checkpoint; default: the newest run's checkpoints"
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=text)
     parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="only this step")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -72,14 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _newest_folder() -> Path:
-    """Returns the folder ``checkpoints`` of the newest run that saved any."""
+    """Returns the folder ``checkpoints`` of the newest run that saved a checkpoint."""
     from megatron.adaptive.trace.locate import newest_run, searched
 
     newest = newest_run([f"{_FOLDER}/{prefix}*" for prefix in STEP_PREFIXES])
     if newest is None:
         raise CheckpointError(
-            f"no run in {searched()} has a folder {_FOLDER}; give the folder of --save or"
-            " Pipeline.save"
+            f"no run in {searched()} has a folder {_FOLDER}; pass the folder that was passed to "
+            "--save or Pipeline.save"
         )
     return newest / _FOLDER
 
@@ -109,9 +109,9 @@ def _table(rows: Sequence[dict[str, Any]], *, is_read: bool) -> list[str]:
     lines = [f"{'step':>10}  {'MiB':>10}  files  saved             "]
     for row in rows:
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_s"]))
-        state = "whole" if is_read else "complete"
+        state = "verified" if is_read else "complete"
         if not row["has_checksums"]:
-            state = "written by an older version: only sizes can be checked"
+            state = "written by an older version, so only sizes can be checked"
         if row["problems"]:
             state = "DAMAGED"
         size = f"{row['bytes'] / _MIB:.1f}"
@@ -160,7 +160,7 @@ def import_hf(argv: Sequence[str]) -> None:
         prog=f"{PROGRAM} hf import",
         description="Convert a Hugging Face folder to a checkpoint, in bounded memory.",
     )
-    parser.add_argument("folder", metavar="DIR", help="folder with config.json, *.safetensors")
+    parser.add_argument("folder", metavar="DIR", help="folder with config.json and *.safetensors")
     parser.add_argument("--output", required=True, metavar="CKPT", help="folder for --load")
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
     options = parser.parse_args(argv)
@@ -189,11 +189,12 @@ def export_hf(argv: Sequence[str]) -> None:
     )
     parser.add_argument("checkpoints", metavar="CKPT", help="folder of --save")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help="iteration")
-    text = "folder with config.json and tokenizer; default: that of hf import or --load-hf"
+    text = "iteration to convert; default: the latest"
+    parser.add_argument("--step", type=number(int, 0, 1 << 62), metavar="N", help=text)
+    text = "folder with config.json and tokenizer; default: the folder of hf import or --load-hf"
     parser.add_argument("--config", metavar="DIR", help=text)
     parser.add_argument("--hf-family", metavar="NAME", help=_FAMILY_HELP)
-    text = "size of the largest file in GB (50)"
+    text = "maximum size of a file in GB (50)"
     parser.add_argument("--shard-gb", type=number(float, 1e-6, 1e6), default=50.0, help=text)
     add = parser.add_mutually_exclusive_group().add_argument
     text = "write only the adapters, in PEFT's format"
@@ -217,7 +218,7 @@ def export_hf(argv: Sequence[str]) -> None:
 
 
 def _load_libraries() -> None:
-    """Prepares torch and megatron-core for this machine, with or without GPUs."""
+    """Prepares torch and megatron-core for this machine, whether or not it has GPUs."""
     from megatron.adaptive import accelerator
 
     accelerator.install()

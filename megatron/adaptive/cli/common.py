@@ -1,4 +1,4 @@
-"""Runs command line programs, and reports their expected errors in a common form."""
+"""Runs command line programs, and reports expected errors in a uniform way."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from megatron.adaptive.errors import AdaptiveError
 
 EXIT_EXPECTED_ERROR = 2
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the path of the file that a rank may write for torchrun."""
+"""Environment variable with the path of torchrun's error file, to which a rank may write."""
 _PRINTED = "printed"
 _STOPPED = "stopped by the user"
 
 
 def show(text: str = "", *, file: TextIO | None = None) -> None:
-    """Prints text that may contain file content or paths; escapes control characters."""
+    """Prints text that may contain file contents or paths, and escapes control characters."""
     print(printable(text, lines=True), file=file, flush=True)
 
 
 def leave_reason(text: str) -> None:
-    """Records in torchrun's error file that this rank has printed the reason for its exit status.
+    """Records in torchrun's error file that this rank has printed why it exits.
 
-    torchrun prints the text in its list of failed ranks. ``job launch`` then prints nothing more.
+    torchrun prints this text in its list of failed ranks. ``job launch`` then prints no further
+    message.
     """
     path = os.environ.get(_ERROR_FILE)
     if path:
@@ -45,15 +46,15 @@ def leave_reason(text: str) -> None:
 
 
 def has_left_reason(failure: Any) -> bool:
-    """Returns whether the failed rank of a record of torchrun called :func:`leave_reason`."""
+    """Returns whether a failed rank in torchrun's record called :func:`leave_reason`."""
     return bool(failure.error_file_data.get(_PRINTED))
 
 
 def open_streams() -> None:
     """Opens ``/dev/null`` for each standard stream that is closed when the process starts.
 
-    Without this, Python sets a closed stream to ``None``, and the next file to be opened may get
-    its descriptor, for example 2. Libraries would then write error messages into that file.
+    Otherwise, Python sets a closed stream to ``None``, and the next opened file may get its file
+    descriptor, such as 2. Libraries would then write error messages to that file.
     """
     for number, (name, flags) in enumerate(_STREAMS.items()):
         try:
@@ -73,7 +74,7 @@ _STREAMS = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY, "stderr": os.O_WRONLY}
 
 
 def expected(error: Exception) -> AdaptiveError | None:
-    """Converts an expected exception to an ``AdaptiveError``; returns ``None`` for a bug."""
+    """Converts an expected exception to an ``AdaptiveError``, or returns ``None`` for a bug."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -85,18 +86,18 @@ def expected(error: Exception) -> AdaptiveError | None:
 def _lost_peer(error: Exception) -> AdaptiveError | None:
     """Converts a library's error about a broken connection between ranks.
 
-    This error is the only sign that another rank has exited, before a rank watches its peers.
+    Until a rank watches its peers, this error is the only sign that another rank has exited.
     """
     if "torch.distributed" not in sys.modules:
         return None
-    # Most commands never use torch, whose import takes seconds.
+    # Most commands never use torch, and importing it takes seconds.
     from megatron.adaptive.engine.process_context import lost_peer
 
     return lost_peer(error, Environment.read().rank)
 
 
 def end_at_once(number: int, frame: object) -> None:
-    """Handles a signal: prints one line and exits at once, without cleaning up."""
+    """Handles a signal: prints one line and exits immediately, without cleaning up."""
     name = signal.Signals(number).name
     text = _STOPPED if number == signal.SIGINT else f"stopped by signal {name}"
     with contextlib.suppress(OSError):  # the terminal may be closed
@@ -108,8 +109,8 @@ def end_at_once(number: int, frame: object) -> None:
 def interrupts_end_at_once() -> Iterator[None]:
     """Prints one line and exits if Ctrl-C, SIGTERM or SIGHUP arrives during the block.
 
-    Use it for blocks that import modules, because an interrupt during an import may appear as
-    another error. Signals that were ignored before stay ignored.
+    Use this for blocks that import modules, because an interrupt during an import may be reported
+    as a different error. Signals that are ignored stay ignored.
     """
     former = from_now_end_at_once()
     try:
@@ -120,12 +121,12 @@ def interrupts_end_at_once() -> Iterator[None]:
 
 
 def from_now_end_at_once() -> dict[signal.Signals, Any]:
-    """Prints one line and exits if Ctrl-C, SIGTERM or SIGHUP arrives from now on.
+    """Makes the process print one line and exit on Ctrl-C, SIGTERM or SIGHUP from now on.
 
-    Signals that were ignored before stay ignored.
+    Signals that are ignored stay ignored.
 
     Returns:
-        Former handler of each signal that is handled now.
+        Previous handler of each signal that is now handled.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.getsignal(number) for number in numbers}
@@ -138,17 +139,17 @@ def from_now_end_at_once() -> dict[signal.Signals, Any]:
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Runs ``main(argv)`` and prints an expected error as one line on stderr.
 
-    Unexpected exceptions are bugs. The function does not catch them, so that Python prints a
+    Unexpected exceptions are bugs. This function does not catch them, so that Python prints a
     traceback.
 
     Args:
-        main: Function to run. It gets the arguments without the program's name, and returns the
-            exit status (``None`` stands for 0).
-        argv: Arguments for ``main``, ``sys.argv[1:]`` by default.
+        main: Function to run. It takes the arguments without the program's name, and returns the
+            exit status (``None`` means 0).
+        argv: Arguments for ``main``; ``sys.argv[1:]`` by default.
 
     Returns:
         Exit status: the result of ``main``, 2 after an :class:`AdaptiveError`, 130 after Ctrl-C, or
-        141 if the reader of the output has closed the pipe, as ``head`` does.
+        141 if the program that reads the output, such as ``head``, has closed the pipe.
     """
     open_streams()
     try:
@@ -159,7 +160,7 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(_STOPPED, file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:
-        # Python flushes buffered output again at exit. Redirect stdout, so that this flush does not
+        # Python flushes buffered output again at exit. Redirect stdout so that this flush does not
         # fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

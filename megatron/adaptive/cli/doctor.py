@@ -1,6 +1,6 @@
 """Checks whether a node is ready for a run, and suggests fixes for problems.
 
-With ``--probe``, measures all ranks of a job, and lists the slow ranks::
+With ``--probe``, measures all ranks of a job and lists slow ranks::
 
     python -m megatron.adaptive doctor --probe                        processes on this machine
     job launch --nnodes 2 ... -m megatron.adaptive doctor --probe     all processes of all nodes
@@ -48,16 +48,18 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks this node, or all ranks of a job with ``--probe``, and prints the findings.
+    """Checks this node, or all ranks of a job with ``--probe``, and prints the results.
 
     Returns:
-        1 if something that a run needs is missing, or if the probe found an outlier; otherwise 0.
+        1 if something required for a run is missing, or if the probe finds an outlier; otherwise 0.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} doctor",
-        description="Check this node. With --master-addr also check the connection between two"
-        " nodes: start it on both with the address of one of them. With --probe measure all ranks"
-        " of a job.",
+        description=(
+            "Check this node. With --master-addr, also check the connection between two nodes: "
+            "run the command on both nodes with the address of one of them. With --probe, "
+            "measure all ranks of a job."
+        ),
     )
     add = parser.add_argument
     add("--master-addr", help="address of one of the two nodes")
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     )
     wait_s = number(float, 0, 1e9)
     add("--timeout", type=wait_s, default=60.0, help="seconds to wait for the other node (60)")
-    add("--json", action="store_true", help="print the findings as JSON")
+    add("--json", action="store_true", help="print the results as JSON")
     _add_probe_arguments(parser)
     options = parser.parse_args(argv)
     if options.probe:
@@ -114,8 +116,8 @@ _SIZES = (
     "num_virtual_stages_per_pipeline_rank",
 )
 """Names of the trainer's settings that define the layout to probe."""
-# Default secret, which is public. The check starts no programs and changes nothing, so users need
-# not copy a real secret between nodes.
+# Default secret, which is public. The check neither starts programs nor changes anything, so users
+# need not copy a real secret between nodes.
 _KNOWN_TO_ALL = "megatron.adaptive doctor"
 _OPEN = "open the ports between the nodes; gloo and NCCL use any port above 1023"
 _TORCH = (
@@ -130,9 +132,9 @@ class Check:
 
     Attributes:
         name: Name of the item that was checked.
-        state: ``ok``; ``warning`` if a run may still work; ``error`` if a run cannot work.
-        text: Result of the check, for the user.
-        mend: Suggested fix, empty if nothing needs to be fixed.
+        state: ``ok``, ``warning`` if a run may still work, or ``error`` if a run cannot work.
+        text: Result as a message to the user.
+        mend: Suggested fix; empty if nothing needs to be fixed.
     """
 
     name: str
@@ -142,22 +144,22 @@ class Check:
 
 
 def _check(name: str, text: str, mend: str = "", *, is_error: bool = False) -> Check:
-    """Returns the result of a check; the state is ``ok`` if ``mend`` is empty."""
+    """Returns the result of a check, with the state ``ok`` if ``mend`` is empty."""
     return Check(name, ("error" if is_error else "warning") if mend else "ok", text, mend)
 
 
 def check_node(port: int) -> list[Check]:
-    """Checks this node, without its connections to other nodes.
+    """Checks this node, but not its connections to other nodes.
 
     Args:
-        port: Port at which a run would listen.
+        port: Port on which a run would listen.
     """
     steps = (_software, _extension, _shared_memory, _rdma, _names, _clock)
     return [check for step in steps for check in step()] + [_port(port)]
 
 
 def node_report() -> dict[str, Any]:
-    """Describes this node as an entry of a cluster file, from the output of installed tools."""
+    """Returns an entry for this node in a cluster file, based on the output of installed tools."""
     texts = []
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"]):
         try:
@@ -189,7 +191,7 @@ def _software() -> Iterator[Check]:
     )
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        mend = "bash prerequisite.sh installs what is missing"
+        mend = "run bash prerequisite.sh to install what is missing"
         yield _check("torch", why, mend, is_error=True)
         return
     version, available, count, built = json.loads(done.stdout.splitlines()[-1])
@@ -198,23 +200,26 @@ def _software() -> Iterator[Check]:
         yield _check("CUDA", f"{count} GPUs, CUDA {built}")
         missing = why_no_gpu_use()
         text = "the monitor can sample it"
-        mend = "pip install -r requirements-gpu.txt, and see nvidia-smi" if missing else ""
+        mend = "run pip install -r requirements-gpu.txt, and check nvidia-smi" if missing else ""
         yield _check("GPU use", f"the monitor cannot sample it: {missing}" if mend else text, mend)
     elif built is None:
         text = "this torch is built without CUDA"
-        yield _check("CUDA", text, "to use GPUs, install torch with CUDA")
+        yield _check("CUDA", text, "to use GPUs, install torch with CUDA support")
     else:
         text = f"torch is built for CUDA {built}, but finds no usable GPU"
-        mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; on a node without GPUs set DEVICE=cpu"
+        mend = "check nvidia-smi and CUDA_VISIBLE_DEVICES; on a node without GPUs, set DEVICE=cpu"
         yield _check("CUDA", text, mend)
 
 
 def _core() -> Check:
     version = core_version()
     if version is None:
-        mend = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
+        mend = "run pip install megatron-core, or add a Megatron-LM checkout to PYTHONPATH"
         return _check("megatron-core", "not installed", mend, is_error=True)
-    mend = "keep one: remove the checkout from PYTHONPATH, or run pip uninstall megatron-core"
+    mend = (
+        "keep only one of them: remove the checkout from PYTHONPATH, or run pip uninstall "
+        "megatron-core"
+    )
     text = shadowed_copies()
     return _check("megatron-core", text or version, mend if text else "")
 
@@ -224,7 +229,7 @@ def _extension() -> Iterator[Check]:
     if module is not None:
         yield _check("extension", str(module.__file__))
         return
-    mend = "build it with bash prerequisite.sh; without it, messages use gloo or NCCL"
+    mend = "run bash prerequisite.sh to build it; without it, messages use gloo or NCCL"
     yield _check("extension", str(extension.why_missing()), mend)
 
 
@@ -244,13 +249,13 @@ def _shared_memory() -> Iterator[Check]:
 def _rdma() -> Iterator[Check]:
     ports = rdma_ports()
     if not ports:
-        yield _check("RDMA", "no device; messages between nodes go over TCP")
+        yield _check("RDMA", "no RDMA device; messages between nodes use TCP")
         return
     for port in ports:
         gid = "no IPv4 GID of RoCE v2" if port.gid_index is None else f"GID {port.gid_index}"
         mend = ""
         if port.state != "ACTIVE":
-            mend = "check the cable, and bring the interface up (ip link, ibstatus)"
+            mend = "check the cable, and bring the interface up (see ip link and ibstatus)"
         elif port.link == "Ethernet" and port.gid_index is None:
             mend = "assign an IPv4 address to the device's interface"
         yield _check("RDMA", f"{port.device}:{port.port} {port.state}, {port.link}, {gid}", mend)
@@ -258,8 +263,10 @@ def _rdma() -> Iterator[Check]:
     text = "unlimited"
     mend = ""
     if soft != resource.RLIM_INFINITY:
-        text = f"{soft >> 10} KiB, less than RDMA pins"
-        mend = "ulimit -l unlimited, --ulimit memlock=-1 for a container, or limits.conf"
+        text = f"{soft >> 10} KiB, but RDMA pins more memory"
+        mend = (
+            "set ulimit -l unlimited, use --ulimit memlock=-1 for a container, or edit limits.conf"
+        )
     yield _check("memlock", text, mend, is_error=True)
 
 
@@ -269,7 +276,7 @@ def _names() -> Iterator[Check]:
         address = own_address(None)
         yield _check("network", f"{address} on {interface_of(address)}")
     except AdaptiveError as error:
-        mend = "bring a network interface up; a run on a single machine needs none"
+        mend = "bring a network interface up; a run on a single machine does not need an interface"
         yield _check("network", str(error), mend)
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)})
@@ -280,7 +287,7 @@ def _names() -> Iterator[Check]:
     text = f"{host} is {', '.join(addresses)}"
     mend = ""
     if all(is_loopback(address) for address in addresses):
-        text += " here: gloo would listen at an address that other nodes cannot reach"
+        text += " here, so gloo would listen at an address that other nodes cannot reach"
         mend = (
             f"remove {host} from the loopback line of /etc/hosts, or set GLOO_SOCKET_IFNAME "
             "(run_master.sh, run_worker.sh and job submit set it)"
@@ -289,7 +296,7 @@ def _names() -> Iterator[Check]:
 
 
 def _clock() -> Iterator[Check]:
-    mend = "set the clock; run chronyd or ntpd" if time.time() < 1_600_000_000 else ""
+    mend = "set the clock, and run chronyd or ntpd" if time.time() < 1_600_000_000 else ""
     yield _check("clock", time.strftime("%Y-%m-%d %H:%M:%S %z"), mend, is_error=True)
 
 
@@ -297,26 +304,26 @@ def _port(port: int) -> Check:
     try:
         check_port(port)
     except AdaptiveError as error:
-        return _check("port", str(error), "set another MASTER_PORT")
+        return _check("port", str(error), "set MASTER_PORT to another port")
     return _check("port", f"{port} is free")
 
 
 def _ignore(text: str) -> None:
-    """Ignores messages about refused connections, because ``doctor`` needs only accepted ones."""
+    """Ignores messages about refused connections; ``doctor`` only needs accepted connections."""
 
 
 async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Waits until another node has checked its connection to this node, or until the time limit.
+    """Waits until another node has checked its connection to this node, or until the timeout.
 
     Args:
-        port: Port at which to listen.
-        limit_s: Time limit in seconds.
+        port: Port on which to listen.
+        limit_s: Timeout in seconds.
         secret: Secret that the other node must know.
     """
     heard: asyncio.Queue[Check] = asyncio.Queue()
 
     async def attend(link: Connection) -> None:
-        """Handles a peer's request: replies with the local time and tries to connect back."""
+        """Handles a request: replies with the local time, and tries to connect back to the peer."""
         message = await link.receive(_CONNECT_S)
         if message is None or type(back := message.get("back")) is not int or not 0 < back < 65536:
             return await link.close()  # The peer is not a ``doctor`` process.
@@ -336,24 +343,26 @@ async def answer_peers(port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -
         server = Listener(attend, secret, _PURPOSE, _ignore, port=port)
     except OSError as error:
         why = f"port {port}: {error.strerror}"
-        return [_check("other nodes", why, "take another", is_error=True)]
+        return [_check("other nodes", why, "choose another port", is_error=True)]
     try:
         return [await asyncio.wait_for(heard.get(), limit_s)]
     except asyncio.TimeoutError:
         text = f"no node connected to port {port} within {limit_s:g} s"
     finally:
         server.close()
-    mend = "start doctor with the same --master-addr on another node; open the port in the firewall"
+    mend = (
+        "run doctor with the same --master-addr on another node, and open the port in the firewall"
+    )
     return [_check("other nodes", text, mend, is_error=True)]
 
 
 def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_ALL) -> list[Check]:
-    """Checks the connection to another node, on which ``doctor`` must also run.
+    """Checks the connection to another node on which ``doctor`` is also running.
 
     Args:
         address: Address of the other node.
-        port: Port at which ``doctor`` listens on the other node.
-        limit_s: Time limit in seconds. The function retries until then, because ``doctor`` may
+        port: Port on which ``doctor`` listens on the other node.
+        limit_s: Timeout in seconds. Failed attempts are repeated until then, because ``doctor`` may
             start later on the other node.
         secret: Secret that both nodes must know.
     """
@@ -363,7 +372,10 @@ def check_way(address: str, port: int, limit_s: float, secret: str = _KNOWN_TO_A
             return asyncio.run(_try_way(address, port, secret))
         except OSError as error:
             if time.monotonic() > end_s:
-                mend = "start doctor there with the same --master-addr; open the port in firewalls"
+                mend = (
+                    "run doctor on that node with the same --master-addr, and open the port in "
+                    "firewalls"
+                )
                 return [_check("to that node", f"{address}:{port}: {error}", mend, is_error=True)]
         time.sleep(0.5)
 
@@ -377,14 +389,14 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
         message = await link.receive(3 * _CONNECT_S)
         end_s = time.time()
         if message is None or not isinstance(message.get("unix_s"), float):
-            raise ConnectionResetError("the program that listens there did not answer")
+            raise ConnectionResetError("the program that listens on this port did not answer")
     finally:
         back.close()
         await link.close()
     early = begin_s - message["unix_s"]
     late = end_s - message["unix_s"]
     skew_s = 0.0 if early <= 0 <= late else min(abs(early), abs(late))
-    text = f"they differ by {skew_s:.3f} s ± {end_s - begin_s:.3f} s"
+    text = f"the clocks differ by {skew_s:.3f} s ± {end_s - begin_s:.3f} s"
     mend = "run chronyd or ntpd on both nodes" if skew_s > _MOST_SKEW_S else ""
     why = "".join(letter for letter in str(message.get("back"))[:200] if letter.isprintable())
     return [
@@ -393,7 +405,10 @@ async def _try_way(address: str, port: int, secret: str) -> list[Check]:
             f"{address}:{port} from {link.own_address} on {interface_of(link.own_address)}",
         ),
         _check(
-            "from that node", why or "it reaches this node", _OPEN if why else "", is_error=True
+            "from that node",
+            why or "that node can connect to this node",
+            _OPEN if why else "",
+            is_error=True,
         ),
         _check("clocks", text, mend),
     ]
@@ -403,15 +418,17 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``--probe`` to the parser of ``doctor``."""
     group = parser.add_argument_group(
         "probe of a job, before training",
-        "measures ranks, links and groups of ranks, and compares them with each other and with the"
-        " GPU's data sheet; start it on all nodes like training, with job launch or torchrun",
+        "Measures ranks, links and groups of ranks, and compares them with each other and with "
+        "the GPU's data sheet. Start it on all nodes in the same way as training, with job "
+        "launch or torchrun.",
     )
     add = group.add_argument
-    add("--probe", action="store_true", help="probe all ranks; exit status 1 if one is an outlier")
-    text = "processes to start here if there is no launcher; default: one per GPU, or 2"
+    text = "probe all ranks; the exit status is 1 if any rank is an outlier"
+    add("--probe", action="store_true", help=text)
+    text = "number of processes to start if there is no launcher; default: one per GPU, or 2"
     add("--processes", type=number(int, 1, 4096), help=text)
-    add("--save", type=Path, metavar="DIR", help="checkpoint folder to measure too")
-    text = f"seconds of each measurement of a rank ({_PROBE_S:g})"
+    add("--save", type=Path, metavar="DIR", help="also measure this checkpoint folder")
+    text = f"seconds per measurement of a rank ({_PROBE_S:g})"
     add("--seconds", type=number(float, 0.001, 60), default=_PROBE_S, help=text)
     for spec in fields_of(ParallelConfig):
         if spec.dest in _SIZES:
@@ -422,19 +439,19 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Probes all ranks as one of them; rank 0 prints the outliers.
+    """Takes part in the probe of all ranks as one rank; rank 0 prints the outliers.
 
     Args:
         options: Parsed flags of ``doctor``.
         argv: Unparsed flags of ``doctor``, for the processes that this function starts.
 
     Returns:
-        1 if a rank, link or group is an outlier or did not answer, otherwise 0.
+        1 if a rank, link or group is an outlier or did not answer; otherwise 0.
     """
     environment = Environment.read()
     if not environment.is_launched:
         count = options.processes or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 2
-        _probe_layout(options, count)  # Report wrong sizes once, before any process starts.
+        _probe_layout(options, count)  # Report wrong sizes once, before any process is started.
         shape = ["--standalone", "--nproc-per-node", str(count), "-m"]
         return launch.main([*shape, "megatron.adaptive", "doctor", *argv])
     from megatron.adaptive.profiling.probe import ProbeOptions, probe_job
@@ -463,13 +480,15 @@ def _probe_layout(options: argparse.Namespace, world_size: int) -> ProbeLayout:
     """Returns the layout to probe.
 
     Raises:
-        ConfigError: The sizes do not suit the number of ranks, or there is a single rank.
+        ConfigError: The sizes do not match the number of ranks, or there is only one rank.
     """
     if world_size < 2:
-        raise ConfigError("doctor --probe compares ranks and needs at least two; start another")
+        raise ConfigError(
+            "doctor --probe compares ranks and needs at least two of them; start more processes"
+        )
     sizes = {name: value for name, value in vars(options).items() if name in _SIZES}
-    # If the user sets no sizes, probe one pipeline of all ranks, which measures a link of each
-    # rank.
+    # If the user does not set any sizes, probe one pipeline of all ranks, which measures a link of
+    # each rank.
     sizes = sizes or {"pipeline_model_parallel_size": world_size}
     return ProbeLayout(
         world_size=world_size,

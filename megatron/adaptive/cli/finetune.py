@@ -1,4 +1,4 @@
-"""``train finetune``: fine-tunes a folder of Hugging Face ``transformers`` on JSON lines."""
+"""Implements ``train finetune``, which fine-tunes a ``transformers`` model on JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.adaptive.config.environment import Environment, JobOrder
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 _REPORT_S = 10.0
-"""Time in seconds in which the first process of a node should report an error."""
+"""Seconds to wait until the first process of a node has reported an error."""
 
 _DESCRIPTION = """\
 Fine-tunes a Hugging Face transformers model in several processes: all weights, or LoRA adapters.
@@ -32,47 +32,57 @@ def _parser() -> CommandParser:
     add("--model", required=True, **folder, help="folder of the model")
     add("--data", required=True, type=Path, metavar="FILE", help="file of JSON lines")
     add("--output", required=True, **folder, help="new folder for the tuned model")
-    add("--image-folder", **folder, help="folder of all images; default: the data's folder")
+    add("--image-folder", **folder, help="folder of all images; default: the folder of the data")
     whole = number(int, 0, 1_000_000)
-    add("--lora-rank", type=whole, default=0, metavar="N", help="0 trains the whole model (0)")
-    add("--epochs", **amount, default=1, help="passes over all samples (1)")
-    add("--batch-size", **amount, default=8, help="samples per step, over all replicas (8)")
+    text = "rank of the LoRA adapters, or 0 to train the whole model (0)"
+    add("--lora-rank", type=whole, default=0, metavar="N", help=text)
+    add("--epochs", **amount, default=1, help="number of passes over all samples (1)")
+    add("--batch-size", **amount, default=8, help="samples per step, summed over all replicas (8)")
     rate = number(float, 0.0, 1.0)
-    add("--lr", type=rate, default=2e-4, help="learning rate of AdamW at the start (2e-4)")
+    add("--lr", type=rate, default=2e-4, help="initial learning rate of AdamW (2e-4)")
     add("--max-length", **amount, default=2048, help="maximum tokens per sample (2048)")
-    add("--length-multiple", **amount, default=64, help="lengths are padded to multiples of N (64)")
+    add("--length-multiple", **amount, default=64, help="pad lengths to multiples of N (64)")
     share = number(float, 0.0, 0.9)
-    add("--eval-share", type=share, default=0.05, help="share of samples for evaluation (0.05)")
+    text = "fraction of the samples to use for evaluation (0.05)"
+    add("--eval-share", type=share, default=0.05, help=text)
     add("--pipeline-size", **amount, help="processes per pipeline; default: all")
-    add("--schedule", default="adaptive", metavar="NAME", help="see docs/schedules.md (adaptive)")
+    text = "pipeline schedule; see docs/schedules.md (adaptive)"
+    add("--schedule", default="adaptive", metavar="NAME", help=text)
     types = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=types, help="type of the parameters; default: the folder's")
-    add("--mixed-precision", choices=("bf16", "fp16"), help="autocast; parameters keep their type")
-    add("--recompute", choices=("all", "selective"), help="recompute activations, to save memory")
+    add("--dtype", choices=types, help="dtype of the parameters; default: the folder's dtype")
+    text = "use autocast; parameters keep their dtype"
+    add("--mixed-precision", choices=("bf16", "fp16"), help=text)
+    add("--recompute", choices=("all", "selective"), help="recompute activations to save memory")
     ways = ("auto", "record", "export")
-    add("--slicing", choices=ways, default="auto", help="see docs/reference/cutpoint.md (auto)")
+    text = "how to record the model; see docs/reference/cutpoint.md (auto)"
+    add("--slicing", choices=ways, default="auto", help=text)
     moves = ("off", "auto")
-    text = "auto moves layers between processes if that makes steps faster (off)"
+    text = "auto: move layers between processes if this makes steps faster (off)"
     add("--repartition", choices=moves, default="off", help=text)
     add("--seed", type=number(int, 0, 2**31 - 1), default=1, metavar="N", help="seed (1)")
-    add("--checkpoints", **folder, help="folder of checkpoints; a second start continues from it")
+    text = "folder of checkpoints; if it has checkpoints, training continues from the newest"
+    add("--checkpoints", **folder, help=text)
     add("--save-interval", **amount, help="steps between checkpoints; default: only at the end")
-    add("--wandb", metavar="PROJECT", help="project of Weights & Biases for the losses")
-    add("--trust-remote-code", action="store_true", help="run Python code in the model's folder")
-    add("--nproc-per-node", **amount, default=1, help="processes to start on this machine (1)")
+    add("--wandb", metavar="PROJECT", help="Weights & Biases project for the losses")
+    text = "allow running Python code from the model's folder"
+    add("--trust-remote-code", action="store_true", help=text)
+    text = "number of processes to start on this machine (1)"
+    add("--nproc-per-node", **amount, default=1, help=text)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fine-tunes a model, as one process of a job; starts the processes if no launcher did."""
+    """Fine-tunes a model as one process of a job; starts the processes if no launcher did."""
     options = vars(_parser().parse_args(list(argv)))
     processes = options.pop("nproc_per_node")
     environment = Environment.read()
     if environment.job is not None:
-        # The launcher of an elastic job names the folder.
+        # The launcher of an elastic job chooses the folder.
         options["checkpoints"] = Path(JobOrder.from_text(environment.job).checkpoints)
     if options["save_interval"] is not None and options["checkpoints"] is None:
-        raise ConfigError("train finetune: --save-interval needs a folder; add --checkpoints DIR")
+        raise ConfigError(
+            "train finetune: --save-interval requires a checkpoint folder; add --checkpoints DIR"
+        )
     if processes > 1 and not environment.is_launched:
         program = ["-m", "megatron.adaptive", "train", "finetune", *argv]
         return launch.main(["--standalone", "--nproc-per-node", str(processes), *program])
@@ -82,11 +92,12 @@ def main(argv: Sequence[str]) -> int:
 def _train(options: dict[str, Any], local_rank: int) -> int:
     """Fine-tunes a model as one process of a job.
 
-    All processes of a node detect the same errors in settings and files, so the node's first
-    process reports them, and the launcher then ends the others. A process that still runs after a
-    while reports its error too, because the first process may not have the same error.
+    All processes of a node detect the same errors in settings and files. Therefore only the node's
+    first process reports them, and the launcher then stops the other processes. A process that is
+    still running after a few seconds reports its error too, because the first process may not have
+    the same error.
     """
-    # Imported only when needed, because torch and transformers take seconds.
+    # Import these only when needed, because importing torch and transformers takes seconds.
     from megatron.adaptive.modules.finetune import FineTuning, fine_tune
 
     settings = FineTuning(**options)
@@ -94,7 +105,8 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
         processor, samples = settings.read()
     except AdaptiveError:
         if local_rank:
-            # If this process ended now, the launcher might end the first one before its report.
+            # If this process exited now, the launcher might stop the first process before its
+            # report.
             time.sleep(_REPORT_S)
         raise
     fine_tune(settings, processor, samples)
@@ -102,5 +114,5 @@ def _train(options: dict[str, Any], local_rank: int) -> int:
 
 
 if __name__ == "__main__":
-    # Processes of an elastic job run this file as their script.
+    # Processes of an elastic job run this file as a script.
     sys.exit(run_cli(main))

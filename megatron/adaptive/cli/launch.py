@@ -1,15 +1,15 @@
 """Runs torchrun, but checks the trainer's options first and reports errors in one line.
 
-The command line is that of torchrun. The differences from torchrun are:
+The command line is the same as torchrun's. The differences from torchrun are:
 
 - Wrong options of ``pretrain_gpt.py`` are reported before any process starts.
 - A failed job prints one line about the failed rank, without torchrun's traceback.
 - Ctrl-C and SIGHUP (sent when the terminal is closed) are forwarded to the ranks, which save a
   checkpoint and exit. Under ``nohup``, SIGHUP stays ignored.
-- A SIGTERM or SIGHUP that follows another signal changes nothing: the ranks finish saving. A
-  second Ctrl-C ends the job.
-- SIGUSR1 is ignored by this process, because the ranks handle it. Slurm sends it to all processes
-  of a job shortly before the job's time limit.
+- A SIGTERM or SIGHUP that follows another signal has no effect: the ranks finish saving. A second
+  Ctrl-C stops the job.
+- This process ignores SIGUSR1, because the ranks handle it. Slurm sends it to all processes of a
+  job shortly before the job's time limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRAINER = "pretrain_gpt.py"
 _MEETINGS = ("static", "c10d", "etcd", "etcd-v2")
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _MAX_PROCESSES = 4096
-_PORT = 29400  # default of torchrun if an endpoint has no port
+_PORT = 29400  # torchrun's default port for an endpoint without a port
 _LOOK_UP_S = 30.0
 _SAY_S = 30.0
 _WAIT_S = 600.0
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
     """Runs torchrun with ``argv``.
 
     Returns:
-        Exit status of the job: 0, the status of the rank that failed first, or 128 + N after
-        signal N.
+        Exit status of the job: 0, the status of the rank that failed first, or 128 + N after signal
+        N.
     """
-    # Ranks inherit this setting. Otherwise SIGUSR1 would kill a rank that has not installed its
-    # handler yet.
+    # Ranks inherit this setting. Otherwise, SIGUSR1 would kill ranks that have not installed their
+    # handlers yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Importing torch takes about a second, and an interrupt during the import may appear as another
-    # error. torchrun installs its signal handlers only later, just before it starts ranks.
+    # Importing torch takes about a second, and an interrupt during the import may be reported as a
+    # different error. torchrun installs its signal handlers just before it starts the ranks.
     with interrupts_end_at_once():
         return _launch(argv)
 
@@ -77,22 +77,21 @@ def _launch(argv: Sequence[str]) -> int:
 
     options = _read_options(argv)
     script = Path(options.training_script)
-    # Report a missing script once here; otherwise each rank would report it.
+    # Report a missing script once here. Otherwise each rank would report it.
     if not (options.module or options.no_python or script.is_file()):
         problem = "is a folder" if script.is_dir() else "no such file"
-        raise ConfigError(f"{script}: {problem}; give the script to start, such as {_TRAINER}")
+        raise ConfigError(f"{script}: {problem}; pass the script to start, such as {_TRAINER}")
     _check_trainer(options)
     least = options.nnodes.partition(":")[0]
     require_files(options.world_size or int(options.nproc_per_node) * int(least))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # When this process is killed, torch prints a warning with a C++ stack trace on each rank. Hide
-    # these warnings.
+    # When this process is killed, torch prints a warning with a C++ stack trace on each rank, so
+    # hide these warnings.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.nnodes in ("1", "1:1"):
         os.environ |= loopback_variables(os.environ)
     for name in list(logging.root.manager.loggerDict):
-        # torch repeats the rank's error in many lines. Hide them, because the rank has already
-        # printed the error.
+        # The rank has already printed its error, so hide the lines in which torch repeats it.
         if name.startswith("torch.distributed."):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     _end_once()
@@ -111,11 +110,11 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _end_once() -> None:
-    """Makes torchrun treat a SIGTERM or SIGHUP after another signal as the same request.
+    """Makes torchrun ignore a SIGTERM or SIGHUP that follows another signal.
 
-    While torchrun waits for its ranks to save, a second signal would make it exit at once, and the
-    ranks would lose their key-value store before they have saved. If the parent process is killed,
-    the kernel may send SIGTERM several times
+    While torchrun waits for its ranks to save, a second signal would make it exit immediately, and
+    the ranks would lose their key-value store before they have saved. If the parent process is
+    killed, the kernel may send SIGTERM several times
     (:func:`megatron.adaptive.config.parent_process.end_with_parent`).
     """
     from torch.distributed.elastic.multiprocessing import api
@@ -135,12 +134,12 @@ def _end_once() -> None:
 
 
 def _read_options(argv: Sequence[str]) -> Any:
-    """Parses torchrun's options; shortens the error message for a wrong option."""
+    """Parses torchrun's options, and shortens the error message if an option is wrong."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser: Any = get_args_parser()
     parser.prog = f"{PROGRAM} job launch"
-    help_text = "processes of all nodes, if nodes have different numbers"
+    help_text = "number of processes on all nodes together, if it differs between nodes"
     parser.add_argument("--world-size", type=count, help=help_text)
 
     def complain(message: str) -> NoReturn:
@@ -161,8 +160,8 @@ def _read_options(argv: Sequence[str]) -> Any:
     except ValueError as error:
         reason = "not a number" if text in str(error) else str(error).rstrip(".")
         raise ConfigError(
-            f"--nproc-per-node must be a number of processes, or cpu or gpu for one on each, got "
-            f"{text} ({reason})"
+            "--nproc-per-node must be a number of processes, or cpu or gpu for one process on "
+            f"each, got {text} ({reason})"
         ) from None
     if not 1 <= number <= _MAX_PROCESSES:
         raise ConfigError(f"--nproc-per-node must be from 1 to {_MAX_PROCESSES}, got {text}")
@@ -175,14 +174,14 @@ def _read_options(argv: Sequence[str]) -> Any:
 
 
 def _wait_for_store(options: Any) -> None:
-    """Waits until the key-value store on the first node accepts connections; prints progress.
+    """Waits until the key-value store on the first node accepts connections, and prints progress.
 
     The nodes find each other through this store. torchrun alone would wait for the store without a
-    time limit and without a message.
+    timeout and without a message.
 
     Raises:
-        MeetingError: The host name does not resolve, nothing listens at the address within the time
-            limit, or the program that listens there is not a store.
+        MeetingError: The host name cannot be resolved, no program listens at the address before the
+            timeout, or the program that listens there is not a store.
     """
     if options.standalone or options.rdzv_backend.startswith("etcd"):
         return
@@ -202,8 +201,8 @@ def _wait_for_store(options: Any) -> None:
     begin_s = time.monotonic()
     end_s = begin_s + wait_s
     reach(host, port, begin_s + _LOOK_UP_S, only_look_up=True)
-    # This node may have to create the store itself (c10d backend), so do not wait for the store.
-    # Only check that no other program already listens at the address.
+    # Do not wait for the store, because this node may have to create it (c10d backend). Only check
+    # that no other program already listens at the address.
     if options.rdzv_backend == "c10d":
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), 1.0).close()
@@ -229,15 +228,15 @@ def _no_meeting(options: Any, error: Exception) -> SetupError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return SetupError(
-        f"the processes of the job cannot meet at {endpoint} ({reason}): the port may be in use or "
-        "the host unreachable; on one machine use --standalone, otherwise choose another port, and "
-        "open it and all ports above 1023 between the nodes in the firewall; to check the "
-        "connection, run doctor --master-addr HOST on both nodes"
+        f"the processes of the job cannot connect at {endpoint} ({reason}): the port may be in "
+        "use, or the host may be unreachable; on one machine use --standalone; otherwise choose "
+        "another port, and open it and all ports above 1023 between the nodes in the firewall; to "
+        "check the connection, run doctor --master-addr HOST on both nodes"
     )
 
 
 def _check_trainer(options: Any) -> None:
-    """Parses the trainer's options, so that an error is reported once and not by each rank."""
+    """Parses the trainer's options, so that an error is reported once instead of by each rank."""
     least, _, most = options.nnodes.partition(":")
     if Path(options.training_script).name != _TRAINER or most not in ("", least):
         return
@@ -246,7 +245,7 @@ def _check_trainer(options: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """Prints which rank failed first, and returns the exit status for the whole job."""
+    """Prints which rank failed first, and returns the exit status of the whole job."""
     rank, failure = error.get_first_failure()
     code = int(failure.exitcode)
     if code == EXIT_EXPECTED_ERROR or has_left_reason(failure):

@@ -1,4 +1,4 @@
-"""Runs one node of a job; called by ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts.
+"""Runs one node of a job. Called by ``run_master.sh``, ``run_worker.sh`` and Slurm's scripts.
 
 ::
 
@@ -6,15 +6,15 @@
     job node worker [options]             another pod: waits for the master, then trains
     job node slurm CONF RUN_DIR           a node of a Slurm job
 
-Nodes on pods find each other before torchrun starts::
+Nodes in pods find each other before torchrun starts::
 
     first node   listens on MASTER_PORT; waits for hellos; numbers the nodes; answers each node
     worker       tries to connect until the deadline; sends its hello; receives the answer
 
-Each node describes itself in its hello, after both sides have proved that they know the run's
-secret. While nodes are missing, the first node removes a worker that disconnects or sends no
-heartbeat from its list, so that the worker can join again. When all workers have received their
-answers, the first node closes the port, so that torchrun can use it.
+Each node describes itself in its hello message, after both sides have proved that they know the
+run's secret. While nodes are missing, the first node removes each worker that disconnects or stops
+sending heartbeats from its list, so that the worker can join again. When all workers have received
+their answers, the first node closes the port, so that torchrun can use it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _PORT = 29500
 _MASTER_FILE = "master.json"
 _PURPOSE = "pods"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Variables that define which program a node runs. Each node sets them itself and ignores the values
-# in the master's answer.
+# Variables that determine which program a node runs. Each node sets them itself, and ignores their
+# values in the master's answer.
 _NODE_SETTINGS = ("PYTHON", "CONTAINER", "IMAGE", "CONTAINER_MOUNTS")
 _LOADED = "LD_"
 _REPORT_S = 10.0
@@ -77,14 +77,14 @@ _RETRY_S = 0.5
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _SILENT_S = 5.0
-"""Time in seconds without a heartbeat after which a worker counts as disconnected."""
+"""Seconds without a heartbeat after which a worker counts as disconnected."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs this node's part of a job.
 
     Returns:
-        Exit status of the node's processes; 75 if the run saved and exited on SIGUSR1.
+        Exit status of the node's processes; 75 if the run saved and exited because of SIGUSR1.
     """
     roles = {"master": _master, "worker": _worker, "slurm": _slurm}
     role = argv[0] if argv else ""
@@ -109,23 +109,26 @@ slurm. job node master --help and job node worker --help describe their options.
 def _parser(role: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"run_{role}.sh", description=description)
     add = parser.add_argument
-    add("--master-addr", help="address of the first node (detected; MASTER_ADDR)")
-    add("--master-port", type=number(int, 1, 65535, "port"), help="port there (29500; MASTER_PORT)")
-    add("--ifname", help="network interface (the one towards the other nodes; IFNAME)")
-    text = "rank of this node (by arrival; NODE_RANK)"
+    add("--master-addr", help="address of the first node (default: detected; MASTER_ADDR)")
+    text = "port of the first node (29500; MASTER_PORT)"
+    add("--master-port", type=number(int, 1, 65535, "port"), help=text)
+    text = "network interface (default: the interface used to reach the other nodes; IFNAME)"
+    add("--ifname", help=text)
+    text = "rank of this node (default: by arrival; NODE_RANK)"
     add("--node-rank", type=number(int, 0, 1_000_000), help=text)
-    add("--nproc-per-node", type=count, help="processes of this node, unless NPROC_PER_NODE is set")
+    text = "number of processes on this node, unless NPROC_PER_NODE is set"
+    add("--nproc-per-node", type=count, help=text)
     text = "seconds to wait for other nodes (MEETING_TIMEOUT_S)"
     add("--timeout", type=number(float, 0, 1e9), help=text)
     return parser
 
 
 def _master(argv: Sequence[str]) -> int:
-    parser = _parser("master", "Start a run on this node and wait for its other nodes.")
+    parser = _parser("master", "Start a run on this node, and wait for the run's other nodes.")
     parser.add_argument(
         "conf", nargs="?", type=Path, default=WORK_FOLDER / "conf.sh", help="(conf.sh)"
     )
-    parser.add_argument("--plan", type=Path, help="plan file, instead of the one in conf.sh")
+    parser.add_argument("--plan", type=Path, help="plan file to use instead of the one in conf.sh")
     parser.add_argument("--nnodes", type=count, help="number of nodes, instead of NNODES")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     options = parser.parse_args(argv)
@@ -160,26 +163,26 @@ def _master(argv: Sequence[str]) -> int:
 
 
 def _print_instructions(address: str, port: int, logs: Path, generated_secret: str | None) -> None:
-    """Prints the command for the other nodes. A secret is printed only if stderr is a terminal."""
+    """Prints the command for the other nodes. Prints a secret only if stderr is a terminal."""
     start = f"bash run_worker.sh --master-addr {address}"
-    _say(f"master at {address}:{port}; on the other nodes: {start}")
+    _say(f"master at {address}:{port}; run on the other nodes: {start}")
     if generated_secret is None:
         _say(f"the other nodes need the same {SECRET_VARIABLE} as this node")
     elif sys.stderr.isatty():
         _say(f"if the nodes do not share {logs}: {SECRET_VARIABLE}={generated_secret} {start}")
     else:
         _say(
-            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} there to the secret in"
-            f" {logs / _MASTER_FILE}, or set it on all nodes, including this node"
+            f"if the nodes do not share {logs}, set {SECRET_VARIABLE} on the other nodes to "
+            f"the secret in {logs / _MASTER_FILE}, or set it on all nodes, including this node"
         )
 
 
 def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dict[str, Any]:
-    """Returns the answer for all workers; first checks the trainer's flags with the final sizes.
+    """Checks the trainer's flags with the final sizes, and returns the answer for all workers.
 
     Args:
         conf: Configuration of the launch.
-        numbered: Node rank and number of processes of each node.
+        numbered: Node rank and number of processes for each node.
         port: Port for torchrun on the first node.
     """
     logs = conf.path("LOG_DIR")
@@ -201,7 +204,7 @@ def _answer(conf: LaunchConf, numbered: list[tuple[int, int]], port: int) -> dic
 
 def _worker(argv: Sequence[str]) -> int:
     parser = _parser("worker", "Join a run that run_master.sh starts on another node.")
-    text = "folder of logs of the master, if it is shared (logs)"
+    text = "the master's log folder, if it is shared between nodes (logs)"
     parser.add_argument("--log-dir", type=Path, default=WORK_FOLDER / "logs", help=text)
     text = f"value for this node, which the master cannot set: {', '.join(_NODE_SETTINGS)}"
     parser.add_argument(
@@ -212,7 +215,8 @@ def _worker(argv: Sequence[str]) -> int:
     for name in changes:
         if name not in _NODE_SETTINGS:
             raise ConfigError(
-                f"--set must be one of {', '.join(_NODE_SETTINGS)}, got {name}; conf.sh sets others"
+                f"--set must be one of {', '.join(_NODE_SETTINGS)}, got {name}; set other "
+                "variables in conf.sh"
             )
     named = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or _environment_number("MASTER_PORT") or _PORT
@@ -226,14 +230,16 @@ def _worker(argv: Sequence[str]) -> int:
         run_secret = secret or (master.secret if master is not None else "")
         if not run_secret:
             raise SetupError(
-                f"the secret of the run at {address}:{port} is unknown; run the command that"
-                f" run_master.sh printed, set {SECRET_VARIABLE} to the same value on all nodes, or"
-                " give their shared folder of logs with --log-dir"
+                f"the secret of the run at {address}:{port} is unknown; run the command that "
+                f"run_master.sh printed, set {SECRET_VARIABLE} to the same value on all nodes, "
+                "or pass their shared log folder as --log-dir"
             )
         return _MasterAddress(address, port, run_secret)
 
     if not named:
-        _say(f"--master-addr is not set; looking for it in {options.log_dir / _MASTER_FILE}")
+        _say(
+            f"--master-addr is not set; looking for the address in {options.log_dir / _MASTER_FILE}"
+        )
     limit_s = options.timeout or _environment_number("MEETING_TIMEOUT_S") or 600
     joined = asyncio.run(_join_master(find, _hello(options, None), limit_s))
     folder = Path(joined["folder"])
@@ -249,9 +255,7 @@ def _worker(argv: Sequence[str]) -> int:
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings in the master's answer that this node accepts from another node.
 
-    Args:
-        answered: Settings in the master's answer.
-        overrides: Settings from this node's own command line.
+    answered: Settings in the master's answer.
     """
     kept = {}
     for name, text in answered.items():
@@ -263,8 +267,9 @@ def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[st
     container = answered.get("CONTAINER", "none")
     if container != "none" and "CONTAINER" not in overrides:
         raise ConfigError(
-            f"the master runs in CONTAINER={container}, but a node accepts no program from another;"
-            f" run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or CONTAINER=none"
+            f"the master runs in CONTAINER={container}, but nodes do not accept programs from "
+            f"another node; run run_worker.sh --set CONTAINER={container} --set IMAGE=..., or "
+            "CONTAINER=none"
         )
     return kept
 
@@ -274,7 +279,7 @@ def _slurm(argv: Sequence[str]) -> int:
     parser.add_argument("conf", type=Path, help="settings that job submit wrote")
     parser.add_argument("run_dir", type=Path, help="folder of the job's logs")
     options = parser.parse_args(argv)
-    answer = read_json(options.conf, "give the settings file that job submit wrote")
+    answer = read_json(options.conf, "pass the settings file that job submit wrote")
     conf = make_conf(answer["conf"], Path(answer["folder"]))
     _say_missing(answer.get("secrets", ()))
     rank = _environment_number("SLURM_PROCID")
@@ -286,8 +291,9 @@ def _slurm(argv: Sequence[str]) -> int:
         address = own_address(conf["IFNAME"])
     elif is_loopback(address) and len(conf.processes or ()) > 1:
         raise SetupError(
-            f"MASTER_ADDR={head} is {address} on {socket.gethostname()}, which other nodes cannot "
-            "reach; remove the name from that line of /etc/hosts, or set MASTER_ADDR in conf.sh"
+            f"MASTER_ADDR={head} is {address} on {socket.gethostname()}, which other nodes "
+            "cannot reach; remove the name from this line of /etc/hosts, or set MASTER_ADDR in "
+            "conf.sh"
         )
     address_of_node = own_address(conf["IFNAME"], None if rank == 0 else address)
     node = NodePlace(
@@ -303,14 +309,14 @@ def _slurm(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """Describes a node, in the first message that it sends to the first node (the master).
+    """First message of a node to the first node (the master), which describes the node.
 
     Attributes:
         host: Host name of the node.
-        gpus: Number of GPUs of the node.
-        processes: Number of processes that the node's user requested, ``None`` if the master
-            decides.
-        node_rank: Node rank that the node's user requested, ``None`` for any rank.
+        gpus: Number of GPUs on the node.
+        processes: Number of processes that the node's user requested; ``None`` to let the master
+            decide.
+        node_rank: Node rank that the node's user requested; ``None`` for any rank.
         address: Address of the node on its connection to the master; empty for the master itself.
     """
 
@@ -334,7 +340,7 @@ class _Hello:
 
 
 class _MasterAddress(NamedTuple):
-    """Contains the address and port of a master, and the run's secret."""
+    """Address and port of a master, and the run's secret."""
 
     address: str
     port: int
@@ -342,7 +348,7 @@ class _MasterAddress(NamedTuple):
 
 
 class _Waiting:
-    """Measures the remaining time of a wait for other nodes; prints progress every few seconds."""
+    """Measures the time left to wait for other nodes, and prints progress every few seconds."""
 
     def __init__(self, limit_s: float, reported_s: float) -> None:
         self._end_s = time.monotonic() + limit_s
@@ -359,7 +365,7 @@ class _Waiting:
 
 
 def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int, int]]:
-    """Returns the node rank and number of processes for each node, in the order of ``hellos``."""
+    """Returns the node rank and number of processes of each node, in the order of ``hellos``."""
     planned = conf.processes
     free = [rank for rank in range(len(hellos)) if rank not in _wanted(hellos)]
     places = []
@@ -381,12 +387,12 @@ def _number_nodes(conf: LaunchConf, hellos: Sequence[_Hello]) -> list[tuple[int,
             count = planned[rank]
         if conf["DEVICE"] == "gpu" and hello.gpus < count:
             raise ConfigError(
-                f"NPROC_PER_NODE={count}, but node {rank} ({hello.host}) has {hello.gpus} GPUs; "
-                "set a smaller number, or DEVICE=cpu"
+                f"NPROC_PER_NODE is {count}, but node {rank} ({hello.host}) has {hello.gpus} "
+                "GPUs; set a smaller number, or DEVICE=cpu"
             )
         if count < 1:
             raise ConfigError(
-                f"NPROC_PER_NODE is not set and node {rank} ({hello.host}) has no GPU; set "
+                f"NPROC_PER_NODE is not set, and node {rank} ({hello.host}) has no GPU; set "
                 "DEVICE=cpu, or find the reason with python -m megatron.adaptive doctor"
             )
         places.append((rank, count))
@@ -401,8 +407,8 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
             continue
         if rank in host_by_rank:
             raise ConfigError(
-                f"--node-rank {rank} is set on {host_by_rank[rank]} and on {hello.host}; give each"
-                " node a different rank, or none"
+                f"--node-rank {rank} is set on {host_by_rank[rank]} and on {hello.host}; set a "
+                "different rank on each node, or do not set any"
             )
         if not 0 <= rank < len(hellos):
             raise ConfigError(
@@ -415,18 +421,18 @@ def _wanted(hellos: Sequence[_Hello]) -> list[int]:
 async def _gather(
     conf: LaunchConf, own_hello: _Hello, secret: str, host: str, port: int
 ) -> tuple[int, dict[str, Any], str | None]:
-    """Waits, as the first node, until all workers have connected, then answers each of them.
+    """Waits on the first node until all workers have connected, and then answers each worker.
 
     Args:
-        conf: Configuration, which defines the number of nodes.
+        conf: Configuration, which sets the number of nodes.
         own_hello: Description of this node.
         secret: Secret of the run, which the workers must know.
-        host: Address at which to listen, empty for all addresses of this node.
-        port: Port at which to listen. It is free again when the function returns.
+        host: Address at which to listen; empty for all addresses of this node.
+        port: Port on which to listen. It is free again when the function returns.
 
     Returns:
         This node's rank, the answer to the workers, and the address at which the workers reached
-        this node (``None`` without workers).
+        this node (``None`` if there are no workers).
     """
     connected: dict[Connection, _Hello] = {}
     taken: set[Connection] = set()
@@ -442,7 +448,7 @@ async def _gather(
                 taken.add(link)
 
     num_workers = (conf.nodes or 1) - 1
-    _say(f"waiting for {num_workers} more of {num_workers + 1} nodes on port {port}")
+    _say(f"waiting for {num_workers} of {num_workers + 1} nodes to connect to port {port}")
     server = Listener(attend, secret, _PURPOSE, _say, host=host, port=port)
     failure: AdaptiveError | None = None
     try:
@@ -464,8 +470,8 @@ async def _gather(
             raise failure
         if missing:
             raise SetupError(
-                f"{', '.join(missing)} disconnected when the run began; start bash run_worker.sh"
-                " there and this node again"
+                f"{', '.join(missing)} disconnected when the run began; run bash run_worker.sh "
+                "on that node, and start this node again"
             )
         return places[0][0], answer, address
     finally:
@@ -477,7 +483,7 @@ async def _gather(
 async def _wait_for_receipts(
     guests: Mapping[Connection, _Hello], taken: set[Connection]
 ) -> list[str]:
-    """Waits a few seconds until workers confirm the answer; returns hosts that did not confirm."""
+    """Waits a few seconds for workers to confirm the answer; returns the hosts that did not."""
     waiting = _Waiting(_SILENT_S, 0.0)
     while set(guests) - taken and waiting.left_s > 0:
         await asyncio.sleep(_POLL_S)
@@ -487,16 +493,16 @@ async def _wait_for_receipts(
 async def _wait_for(
     connected: dict[Connection, _Hello], num_workers: int, port: int, limit_s: float
 ) -> None:
-    """Waits until ``num_workers`` workers have connected; raises an error at the time limit."""
+    """Waits until ``num_workers`` workers have connected. Raises an error after the timeout."""
     waiting = _Waiting(limit_s, time.monotonic())
     while len(connected) < num_workers:
         count = f"{len(connected) + 1} of {num_workers + 1} nodes"
         if waiting.left_s < 0:
             names = ", ".join(hello.host for hello in connected.values())
             raise SetupError(
-                f"{count} had joined after {limit_s:g} s (besides this node: {names or 'none'});"
-                " start bash run_worker.sh on the others with this node's address, open port"
-                f" {port} in the firewall, or set NNODES={len(connected) + 1}"
+                f"{count} had joined after {limit_s:g} s (besides this node: {names or 'none'}); "
+                "run bash run_worker.sh on the other nodes with this node's address, open "
+                f"port {port} in the firewall, or set NNODES={len(connected) + 1}"
             )
         waiting.say(f"{count} have joined")
         await asyncio.sleep(_POLL_S)
@@ -507,22 +513,22 @@ async def _join_master(
 ) -> dict[str, Any]:
     """Connects to the first node (the master) as a worker, and waits for the master's answer.
 
-    Retries until the time limit, because the master may not have started yet.
+    Failed attempts are repeated until the timeout, because the master may not have started yet.
 
     Args:
-        find_master: Function that returns the master's address, ``None`` if it is not known yet. It
-            is called before each attempt. It may raise ``SetupError`` if the host name does not
-            resolve, for example before the master's pod is created.
+        find_master: Function that returns the master's address, or ``None`` if it is not known yet.
+            It is called before each attempt. It may raise ``SetupError`` if the host name cannot be
+            resolved, for example before the master's pod is created.
         hello: Description of this node.
-        limit_s: Time limit in seconds.
+        limit_s: Timeout in seconds.
 
     Returns:
         The master's answer. Most entries are the same for all workers. ``node_rank`` is this node's
-        rank, ``master_addr`` the address of the master, and ``own_addr`` this node's address on the
-        connection.
+        rank, ``master_addr`` is the master's address, and ``own_addr`` is this node's address on
+        the connection.
     """
     waiting = _Waiting(limit_s, 0.0)
-    why = "its address is not known"
+    why = "its address is unknown"
     while waiting.left_s > 0:
         master = None
         try:
@@ -536,8 +542,8 @@ async def _join_master(
         waiting.say(f"waiting for the master ({why})")
         await asyncio.sleep(_RETRY_S)
     raise SetupError(
-        f"the master was not reached within {limit_s:g} s ({why}); start bash run_master.sh on the "
-        "first node, give its address with --master-addr, and check the firewall between the nodes"
+        f"the master was not reached within {limit_s:g} s ({why}); run bash run_master.sh on the "
+        "first node, pass its address as --master-addr, and check the firewall between the nodes"
     )
 
 
@@ -549,13 +555,13 @@ async def _join(master: _MasterAddress, hello: _Hello, waiting: _Waiting) -> dic
     try:
         link.send("hello", **asdict(replace(hello, address=address)))
         link.beat()
-        _say(f"reached the master at {master.address}:{master.port}, waiting for the other nodes")
+        _say(f"reached the master at {master.address}:{master.port}; waiting for the other nodes")
         try:
             answer = await asyncio.wait_for(link.receive(), max(0.0, waiting.left_s))
         except asyncio.TimeoutError:
             raise TimeoutError("other nodes did not join") from None
         if answer is None:
-            raise ConnectionResetError("the master disconnected, or has all its nodes")
+            raise ConnectionResetError("the master disconnected, or already has all its nodes")
         link.send("taken")
     finally:
         await link.close()
@@ -582,7 +588,7 @@ def _check_answer(answer: dict[str, Any]) -> None:
     )
     if not is_whole or _JOB.fullmatch(answer["job"]) is None:
         raise SetupError(
-            "the master runs another version of the program; use the same version on all nodes"
+            "the master runs a different version of the program; use the same version on all nodes"
         )
 
 
@@ -645,23 +651,25 @@ def _check_alone(logs: Path) -> None:
         return
     with contextlib.suppress(OSError), socket.create_connection(master[:2], timeout=2.0):
         raise ConfigError(
-            f"another run with LOG_DIR={logs} waits for its workers at"
-            f" {master.address}:{master.port}; wait until they have joined, or change LOG_DIR"
+            f"another run with LOG_DIR={logs} is waiting for its workers at "
+            f"{master.address}:{master.port}; wait until they have joined, or change LOG_DIR"
         )
 
 
 def _new_job(logs: Path) -> str:
-    """Creates the folder of a new job and returns the job's name.
+    """Creates the folder of a new job, and returns the job's name.
 
     Appends a number if the name is taken, because pods often have the same start time and process
-    id.
+    ID.
     """
     name = f"pods-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     for suffix in ("", *(f"-{attempt}" for attempt in range(2, 100))):
         with contextlib.suppress(FileExistsError):
             (logs / f"{name}{suffix}").mkdir()
             return f"{name}{suffix}"
-    raise ConfigError(f"a hundred jobs with LOG_DIR={logs} began at the same time; change LOG_DIR")
+    raise ConfigError(
+        f"a hundred jobs with LOG_DIR={logs} started at the same time; change LOG_DIR"
+    )
 
 
 def _port(conf: LaunchConf) -> int:
@@ -680,11 +688,12 @@ def _environment_number(*names: str) -> int | None:
 
 
 def _say_missing(secrets: Iterable[str]) -> None:
-    """Warns about secrets that ``conf.sh`` sets but this node's environment lacks."""
+    """Warns about secrets that ``conf.sh`` sets but this node's environment does not contain."""
     if missing := [name for name in secrets if name not in os.environ]:
         _say(
-            f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor sent"
-            " to other nodes; set them in this node's environment (on Slurm, without --export)"
+            f"warning: conf.sh sets {', '.join(missing)}, but secrets are neither stored nor "
+            "sent to other nodes; set them in this node's environment (on Slurm, without "
+            "--export)"
         )
 
 
@@ -694,7 +703,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[None]:
-    """Keeps a file with the master's address during the block, so that workers find the master."""
+    """Keeps a file with the master's address during the block, so that workers can find it."""
     facts = {"address": address, "port": port, "pid": os.getpid(), "secret": secret}
     text = json.dumps(facts)
     write_private(path, text)
@@ -707,7 +716,7 @@ def _master_file(path: Path, address: str, port: int, secret: str) -> Iterator[N
 
 
 def _read_master_file(path: Path) -> _MasterAddress | None:
-    """Reads the master's address from a file, ``None`` if there is no valid file."""
+    """Reads the master's address from a file, or returns ``None`` if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         answer = parse_json(read_whole(path))
         return _MasterAddress(str(answer["address"]), int(answer["port"]), str(answer["secret"]))

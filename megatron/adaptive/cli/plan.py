@@ -1,4 +1,4 @@
-r"""``plan``: finds the best ways to train a model on a cluster.
+r"""Implements ``plan``, which finds the best ways to train a model on a cluster.
 
 ::
 
@@ -57,11 +57,11 @@ from megatron.adaptive.planner.trainer_rules import usual_slices
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
 )
-"""Schedules that compute weight gradients within the backward pass."""
+"""Names of the schedules that compute weight gradients within the backward pass."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Searches for the best plans, prints them, and writes the requested files."""
+    """Searches for the best plans, prints the plans, and writes the requested files."""
     if "--check" in argv:
         return check_runs(["--data" if argument == "--check" else argument for argument in argv])
     is_standalone = any(
@@ -111,12 +111,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _discover(files: Sequence[Path]) -> int:
-    """Prints a cluster file, made from the output of tools such as ``scontrol`` or ``nvidia-smi``.
+    """Prints a cluster file, based on the output of tools such as ``scontrol`` or ``nvidia-smi``.
 
     Args:
-        files: Files with output of such tools. If empty, runs the tools on this machine.
+        files: Files with the output of such tools. If empty, runs the tools on this machine.
     """
-    texts = [(str(path), read_text(path, "give a tool's output; see --help")) for path in files]
+    texts = [
+        (str(path), read_text(path, ("pass a file with a tool's output; see --help")))
+        for path in files
+    ]
     if not files and shutil.which("scontrol"):
         texts.append(("scontrol show node", slurm(["scontrol", "show", "node"])))
         with suppress(SetupError):  # Slurm may have no topology plugin
@@ -129,14 +132,14 @@ def _discover(files: Sequence[Path]) -> int:
     ]
     if not sources:
         raise ConfigError(
-            "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, and"
-            " give the resulting files"
+            "--discover found neither scontrol nor nvidia-smi; run doctor --json on each node, "
+            "and pass the resulting files"
         )
     document, assumed = describe_cluster(sources)
     make_cluster(document, "--discover", {})
     show(json.dumps(document, indent=2))
     for text in assumed:
-        show(f"assumed: {text}; correct it, or measure with profile", file=sys.stderr)
+        show(f"assumed: {text}; correct this, or measure it with profile", file=sys.stderr)
     return 0
 
 
@@ -153,39 +156,42 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         "required": required,
         "metavar": "N",
     }
-    parser.add_argument("--global-batch-size", **size, help="samples per step")
+    parser.add_argument("--global-batch-size", **size, help="number of samples per step")
     add = parser.add_argument_group("objective and limits").add_argument
-    text = "minimize step time or cost (%(default)s)"
+    text = "minimize the step time or the cost (%(default)s)"
     add("--objective", choices=("time", "cost"), default="time", help=text)
-    add("--time-limit", metavar="2 s", help="maximum step time; with --tokens, hours of the run")
-    add("--max-price", type=amount, metavar="X", help="highest price per hour of all nodes")
-    add("--budget", type=amount, metavar="X", help="highest price of the run; needs --tokens")
+    text = "maximum step time; with --tokens, maximum hours of the run"
+    add("--time-limit", metavar="2 s", help=text)
+    add("--max-price", type=amount, metavar="X", help="maximum price per hour of all nodes")
+    add("--budget", type=amount, metavar="X", help="maximum price of the run; requires --tokens")
     tokens: dict[str, Any] = {"type": number(float, 0, 1e18), "default": 0.0, "metavar": "N"}
-    add("--tokens", **tokens, help="tokens of the whole run, as in 300e9")
+    add("--tokens", **tokens, help="number of tokens in the whole run, such as 300e9")
     _add_choices(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--top", type=plans, default=3, metavar="N", help="plans to print (%(default)s)")
-    text = "show where the best plan spends time and memory, and why similar plans are worse"
+    add("--top", type=plans, default=3, metavar="N", help="number of plans to print (%(default)s)")
+    text = "show how the best plan uses time and memory, and why similar plans are worse"
     add("--explain", action="store_true", help=text)
     add("--output", type=Path, metavar="PLAN.json", help="write the best plan as a plan file")
     add("--conf", type=Path, metavar="PLAN.sh", help="write the best plan as variables of conf.sh")
     text = "find the Pareto front of cost and speed for parts of the cluster"
     add("--pareto", type=Path, metavar="DIR", help=text)
-    add("--page", type=Path, metavar="FILE.html", help="write plans and a timeline as a page")
+    text = "write the plans and a timeline as an HTML page"
+    add("--page", type=Path, metavar="FILE.html", help=text)
     add("--json", action="store_true", help="print the plans as JSON")
-    add("--export", choices=EXPORTS, help="only print the best plan, for another program")
+    add("--export", choices=EXPORTS, help="only print the best plan in another program's format")
     add("--compare", type=Path, nargs="+", metavar="PLAN.json", help="only compare plan files")
     text = (
-        "only print a cluster file, from Slurm and nvidia-smi, or from their and doctor's outputs"
+        "only print a cluster file, based on Slurm and nvidia-smi, or on their and doctor's "
+        "output in files"
     )
     add("--discover", type=Path, nargs="*", metavar="FILE", help=text)
-    text = "only compare predictions with traced runs, like plan validate"
+    text = "only compare predictions with traced runs, as plan validate does"
     add("--check", metavar="DIR", help=text)
     text = "only run a rank of a plan on this device, and add the measurements to the file"
     add("--try", dest="try_", type=Path, metavar="PLAN.json", help=text)
     ranks = number(int, 0, 100_000_000)
     add("--rank", type=ranks, default=0, metavar="R", help="rank of --try (%(default)s)")
-    text = "ranks of the job of --try; any number other than the plan's is an error"
+    text = "number of ranks of the job of --try; it must match the plan"
     add("--world-size", type=plans, metavar="N", help=text)
     text = "only print the JSON schema of an input file"
     add("--schema", choices=FORMS, action=_PrintSchema, help=text)
@@ -201,7 +207,7 @@ class _PrintSchema(argparse.Action):
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("values to choose from, by default all possible ones")
+    group = parser.add_argument_group("values to choose from (default: all possible values)")
     add = group.add_argument
     for name, text in (
         ("tp", "tensor-parallel widths"),
@@ -210,26 +216,27 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         ("expert-parallel-size", "replicas that share the experts of each layer"),
         (
             "context-parallel-size",
-            "ranks that share each sequence; by default each rank gets at least 4096 tokens",
+            "ranks that share each sequence; by default, each rank gets at least 4096 tokens",
         ),
         ("micro-batch-sizes", "samples per microbatch"),
         (
             "sequence-slices",
-            "slices of each sequence; by default up to 16, with at least 1024 tokens each",
+            "slices per sequence; by default up to 16, with at least 1024 tokens each",
         ),
     ):
         add(f"--{name}", metavar="1,2", help=text)
-    add("--partition", metavar="8-8-8", help="layers of each stage")
-    add("--recompute", metavar="none,full", help=f"from {', '.join(RECOMPUTE)}")
+    add("--partition", metavar="8-8-8", help="number of layers of each stage")
+    add("--recompute", metavar="none,full", help=f"values from {', '.join(RECOMPUTE)}")
     text = f"{','.join(SCHEDULES)}; 1f1b,interleaved with --attention fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
     add("--distributed-optimizer", **switch, help="%(default)s")
-    add("--overlap-grad-reduce", action="store_true", help="assume this flag in the run")
-    text = "for tp above 1; %(default)s"
+    add("--overlap-grad-reduce", action="store_true", help="assume that the run uses this flag")
+    text = "used if tp is above 1 (%(default)s)"
     add("--sequence-parallel", nargs="?", const="on", **switch, help=text)
     add("--all-nodes", action="store_true", help="use all nodes")
-    add("--unequal", action="store_true", help="also plan stages of different widths; needs --tp 1")
+    text = "also plan stages with different data-parallel sizes; requires --tp 1"
+    add("--unequal", action="store_true", help=text)
 
 
 def _request(options: argparse.Namespace, model: Model) -> Request:
@@ -243,14 +250,15 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     )
     if (is_fused and not model.has_own_kernels) or model.name in PRESETS:
         # Transformer Engine's layers compute weight gradients within the backward pass.
-        # Megatron-LM's own programs train BERT and T5, and have no schedules with a split backward
-        # pass.
+        # Megatron-LM's programs for BERT and T5 have no schedules that split the backward pass.
         schedules = _WHOLE
     if options.schedules:
         schedules = tuple(options.schedules.split(","))
     for name in schedules:
         if name not in SEARCHED:
-            raise ConfigError(f"--schedules must be from {', '.join(SEARCHED)}, got {name}")
+            raise ConfigError(
+                f"--schedules must be a list of names from {', '.join(SEARCHED)}, got {name}"
+            )
     partition: tuple[int, ...] = ()
     if options.partition:
         try:
@@ -284,13 +292,13 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
 
 
 def _objective(options: argparse.Namespace, model: Model) -> Objective:
-    """Converts the user's limits on a whole run, such as a budget, to limits on one step."""
+    """Converts the user's limits for a whole run, such as a budget, to limits for one step."""
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     if options.budget is not None and not options.tokens:
-        raise ConfigError("--budget limits a whole run; give its --tokens too")
+        raise ConfigError("--budget limits a whole run; also set --tokens")
     steps = options.tokens / (options.global_batch_size * model.tokens_per_sample or 1)
     limit_s = math.inf
     if options.time_limit is not None:
@@ -312,13 +320,13 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     amount = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
     types = model.precision.name + " and fp8" * model.precision.fp8
     show(
-        f"{model.name}, {amount} parameters, {types}, on {cluster.num_gpus} GPUs;"
-        f" {options.global_batch_size} samples for a step\n"
+        f"{model.name}, {amount} parameters, {types}, on {cluster.num_gpus} GPUs; "
+        f"{options.global_batch_size} samples per step\n"
     )
     show(table(proposal.rows, inputs, options.tokens))
     result = proposal.result
     if proposal.refused:
-        show(f"left out, because the trainer refuses it: {proposal.refused[0]}")
+        show(f"omitted, because the trainer does not support it: {proposal.refused[0]}")
     print(f"\n{result.configurations:,} configurations bounded, {result.timed:,} pipelines timed")
     if result.gap > 0:
         print(f"a better plan would be faster by at most {result.gap:.1%}")
@@ -326,8 +334,8 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
     guessed = dict.fromkeys(node.gpu for node in cluster.types if node.gpu not in measured)
     if guessed:
         show(
-            f"estimated from data sheets, not measured: {', '.join(guessed)}; see"
-            " python -m megatron.adaptive profile"
+            f"estimated from data sheets, not measured: {', '.join(guessed)}; see python -m "
+            "megatron.adaptive profile"
         )
     elif proposal.rows[0].prediction.estimated:
         print("some durations of the best plan are extrapolated from measurements")

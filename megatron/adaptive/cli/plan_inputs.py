@@ -1,7 +1,7 @@
 """Reads the inputs of ``plan`` and ``plan validate``: model, cluster and measured durations.
 
 With ``--calibrate``, ``planner.calibrate`` fits a profile to the traces of runs. This module
-defines the options, and reads facts that traces do not contain.
+defines the options, and reads information that traces do not contain.
 """
 
 from __future__ import annotations
@@ -37,22 +37,31 @@ from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, pr
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Adds the options for input files, and the options for calibration."""
     add = parser.add_argument
-    text = "name (gpt2-xl, llama2-70b, ...), arguments, file, or folder of a config.json"
+    text = (
+        "model name (gpt2-xl, llama2-70b, ...), trainer arguments, file, or folder with a "
+        "config.json"
+    )
     add("--model", required=required, help=text)
-    add("--cluster", type=Path, required=required, metavar="FILE", help="nodes and links")
-    add("--profile", type=Path, nargs="+", metavar="FILE", help="measured durations (estimated)")
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="default: the best of all GPUs")
-    add("--fp8", action="store_true", help="matmuls in fp8, as with --fp8-format hybrid")
+    text = "cluster file with nodes and links"
+    add("--cluster", type=Path, required=required, metavar="FILE", help=text)
+    text = "profile with measured durations (default: estimates)"
+    add("--profile", type=Path, nargs="+", metavar="FILE", help=text)
+    text = "precision of training; default: the best that all GPUs support"
+    add("--precision", choices=("fp32", "fp16", "bf16"), help=text)
+    add("--fp8", action="store_true", help="run matmuls in fp8, as with --fp8-format hybrid")
     length = number(int, 1, 100_000_000)
-    text = "tokens of a sample, for a config.json; default: the model's maximum, at most 4096"
+    text = "tokens per sample for a config.json; default: the model's maximum, but at most 4096"
     add("--seq-length", type=length, metavar="N", help=text)
     times = number(float, 1, 1000)
-    text = "tokens of the busiest rank of experts relative to the average (%(default)s)"
+    text = "tokens of the busiest expert rank relative to the average (%(default)s)"
     add("--expert-imbalance", type=times, default=1.0, metavar="X", help=text)
-    text = "fused: Transformer Engine; kernel: torch's GPU kernel; unfused: scores are kept"
+    text = (
+        "fused: Transformer Engine; kernel: torch's GPU kernel; unfused: attention scores are "
+        "stored"
+    )
     add("--attention", choices=ATTENTIONS, help=text)
     share = number(float, 0, 0.9)
-    text = "fraction of each GPU's memory that plans leave free (%(default)s)"
+    text = "fraction of each GPU's memory that plans must leave free (%(default)s)"
     add("--memory-margin", type=share, default=MEMORY_MARGIN, metavar="X", help=text)
     group = parser.add_argument_group("calibration")
     runs: dict[str, Any] = {"type": Path, "action": "append", "default": []}
@@ -62,11 +71,11 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> N
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads model, cluster and profile; warns on stderr about unused measured links.
+    """Reads model, cluster and profile, and warns on stderr about unused measured links.
 
     Raises:
         ConfigError: A file is missing or invalid, or the files contradict each other.
-        TraceError: A trace given to ``--calibrate`` is damaged.
+        TraceError: A trace passed to ``--calibrate`` is damaged.
     """
     document = profile_file.load_all(options.profile) if options.profile else None
     memories = {} if document is None else profile_file.of_nodes(document, "memory_bytes")
@@ -74,7 +83,10 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
     model = _model(options, cluster, document)
     if options.fp8:
         if document is not None or options.calibrate:
-            raise ConfigError("--fp8 cannot be used with measurements in 16 bits; remove one")
+            raise ConfigError(
+                "--fp8 cannot be combined with measurements taken in 16-bit precision; remove "
+                "one of them"
+            )
         arguments = (*model.arguments, *FP8_FLAGS)
         model = replace(model, precision=model.precision.with_fp8(), arguments=arguments)
     if document is not None:
@@ -84,8 +96,8 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
         )
         if unknown_types:
             print(
-                f"links measured between nodes of type {', '.join(unknown_types)} are not used,"
-                " because the cluster has no such type",
+                f"links measured between nodes of type {', '.join(unknown_types)} are not used, "
+                "because the cluster has no nodes of this type",
                 file=sys.stderr,
             )
     document = calibrated(options, model, cluster, document)
@@ -96,8 +108,8 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Model:
     """Reads the description of the model, including the precision of training.
 
-    The default precision is the profile's. Without a profile, it is bf16 if all known GPUs support
-    bf16, else fp16.
+    The precision defaults to that of the profile. Without a profile, it is bf16 if all known GPUs
+    support bf16, otherwise fp16.
     """
     parts = [known_gpu(node.gpu) for node in cluster.types]
     default = "bf16"
@@ -118,17 +130,17 @@ def _model(options: argparse.Namespace, cluster: Cluster, document: Any) -> Mode
 
 
 def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
-    """Parses a list of whole numbers, as in ``--tp 1,2,4``.
+    """Parses a list of positive integers, such as ``--tp 1,2,4``.
 
     Args:
         name: Name of the option, for error messages.
-        text: Value of the option, ``None`` if the option is not set.
+        text: Value of the option; ``None`` if the option is not set.
 
     Returns:
-        The numbers; empty if the option is not set.
+        The integers; empty if the option is not set.
 
     Raises:
-        ConfigError: The text is not a list of numbers, or a number is below 1 or occurs twice.
+        ConfigError: The text is not a list of integers, or a number is below 1 or occurs twice.
     """
     if text is None:
         return ()
@@ -137,18 +149,21 @@ def parse_counts(name: str, text: str | None) -> tuple[int, ...]:
     except ValueError:
         counts = (0,)
     if any(count < 1 for count in counts) or len(set(counts)) < len(counts):
-        raise ConfigError(f"{name} must be different positive integers, as in 1,2,4, got {text}")
+        raise ConfigError(
+            f"{name} must be a list of different positive integers, such as 1,2,4, got {text}"
+        )
     return counts
 
 
 def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
     """Returns the kinds of layers to measure.
 
-    MoE layers for other expert-parallel sizes than ``spreads`` are omitted.
+    MoE layers are omitted for expert-parallel sizes that are not in ``spreads``.
 
     Args:
         model: Model whose layers are measured.
-        spreads: Expert-parallel sizes: numbers of ranks that share the experts of a layer.
+        spreads: Expert-parallel sizes, each of which is the number of ranks that share a layer's
+            experts.
     """
     parts = [kind.partition("/") for kind in model.kinds]
     spread = {name for name, mark, _ in parts if mark}
@@ -160,8 +175,8 @@ def measured_kinds(model: Model, spreads: Sequence[int]) -> tuple[str, ...]:
 
 
 def add_host_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that sets the node type of a host of a traced run."""
-    text = "node type of a host of these runs; needed if the cluster has several types"
+    """Adds the option that sets the node type of a host in a traced run."""
+    text = "node type of a host in these runs; required if the cluster has several node types"
     hosts: dict[str, Any] = {"action": "append", "default": [], "metavar": "HOST=TYPE"}
     parser.add_argument("--calibrate-host", **hosts, help=text)
 
@@ -169,20 +184,20 @@ def add_host_argument(parser: argparse.ArgumentParser) -> None:
 def calibrated(
     options: argparse.Namespace, model: Model, cluster: Cluster, document: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Replaces durations in a profile by values fitted to the traces given to ``--calibrate``.
+    """Replaces durations in a profile by values fitted to the traces passed to ``--calibrate``.
 
     Args:
-        options: Parsed options that :func:`add_input_arguments` added.
+        options: Parsed options, as added by :func:`add_input_arguments`.
         model: Model that the traced runs trained.
         cluster: Cluster that contains the node types of the runs' hosts.
-        document: Content of a profile file, ``None`` without a profile.
+        document: Content of a profile file; ``None`` if there is no profile.
 
     Returns:
-        Content of the profile. It is unchanged without ``--calibrate``.
+        Content of the profile, which is unchanged without ``--calibrate``.
 
     Raises:
-        ConfigError: A necessary fact about a run is missing, such as a host's node type, or the run
-            trained another model.
+        ConfigError: Required information about a run is missing, such as a host's node type, or the
+            run trained a different model.
         TraceError: A trace is damaged.
     """
     if not options.calibrate:
@@ -201,13 +216,13 @@ def traced_runs(
 
     Args:
         folders: Folders of traces. The trainer's progress file must be next to the traces.
-        options: Parsed options. ``--calibrate-host`` is not needed if the cluster has only one node
+        options: Parsed options. ``--calibrate-host`` is optional if the cluster has only one node
             type.
         model: Model that the runs trained.
         cluster: Cluster that contains the node types of the runs' hosts.
 
     Raises:
-        ConfigError: The type of a host is missing or unknown, or the run trained another model.
+        ConfigError: The type of a host is missing or unknown, or the run trained a different model.
         TraceError: A trace is damaged.
     """
     types = {node.name: node for node in cluster.types}
@@ -216,8 +231,8 @@ def traced_runs(
         host, sign, name = text.partition("=")
         if not (host and sign and name in types):
             raise ConfigError(
-                "--calibrate-host must be HOST=TYPE, with one of the cluster's types"
-                f" {', '.join(types)}, got {text}"
+                "--calibrate-host must be HOST=TYPE with one of the cluster's types "
+                f"{', '.join(types)}, got {text}"
             )
         type_by_host[host] = types[name]
     runs = []
@@ -227,8 +242,8 @@ def traced_runs(
         for host in hosts:
             if host not in type_by_host and len(types) > 1:
                 raise ConfigError(
-                    f"{folder}: the cluster has several node types; set the type of host"
-                    f" {host} with --calibrate-host {host}=TYPE"
+                    f"{folder}: the cluster has several node types; set the type of host {host} "
+                    f"with --calibrate-host {host}=TYPE"
                 )
         only = cluster.types[0]
         nodes = {host: type_by_host.get(host, only) for host in hosts}
@@ -238,9 +253,9 @@ def traced_runs(
 
 
 def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
-    """Returns the number of samples per microbatch, computed from the tokens per step.
+    """Returns the number of samples per microbatch, computed from the number of tokens per step.
 
-    The tokens per step are taken from the progress file next to the traces.
+    The number of tokens per step is read from the progress file next to the traces.
     """
     progress = ProgressTail(progress_file(folder), kept=None)
     progress.refresh()
@@ -251,8 +266,8 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     ]
     if not tokens:
         raise ConfigError(
-            f"{folder}: {PROGRESS_NAME} next to the traces does not contain the tokens per"
-            " step; give the folder that the trainer wrote"
+            f"{folder}: {PROGRESS_NAME} next to the traces does not contain the number of tokens "
+            "per step; pass the folder that the trainer wrote"
         )
     headers = [rank.header for rank in trace.ranks.values()]
     microbatches = headers[0].num_microbatches * (1 + max(header.dp_rank for header in headers))
@@ -260,8 +275,8 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
     size = round(samples)
     if size < 1 or abs(samples - size) > 0.05 * size:
         raise ConfigError(
-            f"{folder}: a step had {median(tokens):.0f} tokens in {microbatches}"
-            f" microbatches, which does not fit samples of {model.tokens_per_sample} tokens; give"
-            " the model that was trained"
+            f"{folder}: a step had {median(tokens):.0f} tokens in {microbatches} microbatches, "
+            f"which does not match samples of {model.tokens_per_sample} tokens; pass the model "
+            "that was trained"
         )
     return size

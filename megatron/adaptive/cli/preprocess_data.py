@@ -1,7 +1,7 @@
-"""``preprocess_data``: converts JSON lines to token files, with Megatron-LM's flags.
+"""Implements ``preprocess_data``, which converts JSON lines to token files.
 
-``make_corpus`` makes a text corpus and a vocabulary from the source files of Python's standard
-library.
+Its flags are the same as in Megatron-LM. ``make_corpus`` creates a text corpus and a vocabulary
+from the source files of Python's standard library.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _TOKENIZER = fields_of(TokenizerConfig)
 
 
 def available_cores() -> int:
-    """Returns the number of processor cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @contextmanager
 def progress_display(total_bytes: int | None) -> Iterator[Progress]:
-    """Shows a progress bar on stderr during the block; yields a function that advances the bar.
+    """Shows a progress bar on stderr during the block, and yields a function that advances it.
 
-    If stderr is not a terminal, the bar is printed only every 10 s.
+    If stderr is not a terminal, the bar is printed every 10 s.
 
     Args:
-        total_bytes: Size of the whole input in bytes, ``None`` if unknown.
+        total_bytes: Size of the whole input in bytes; ``None`` if unknown.
     """
     pause: dict[str, Any] = {} if sys.stderr.isatty() else {"mininterval": 10.0, "delay": 10.0}
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing", **pause) as bar:
@@ -56,8 +56,7 @@ def progress_display(total_bytes: int | None) -> Iterator[Progress]:
 def tidy_on_sigterm() -> Iterator[None]:
     """Raises ``SystemExit`` on SIGTERM during the block.
 
-    The exception lets the program remove temporary files and stop worker processes, as after
-    Ctrl-C.
+    As with Ctrl-C, the exception lets the program remove temporary files and stop worker processes.
     """
 
     def leave(signum: int, _frame: object) -> NoReturn:
@@ -71,7 +70,7 @@ def tidy_on_sigterm() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``preprocess_data``. ``argv`` defaults to the arguments of the process."""
+    """Runs ``preprocess_data``. ``argv`` defaults to the process's arguments."""
     return run_cli(_run, argv)
 
 
@@ -90,7 +89,7 @@ def _run(argv: Sequence[str]) -> int:
     with tidy_on_sigterm(), progress_display(total_bytes) as progress:
         summary = preprocess(spec, progress=progress)
     rate = summary.input_bytes / 1e6 / summary.elapsed_s
-    empty = f" ({summary.num_empty} empty texts left out)" if summary.num_empty else ""
+    empty = f" ({summary.num_empty} empty texts skipped)" if summary.num_empty else ""
     show(
         f"{summary.num_documents} documents{empty}, {summary.num_tokens} tokens in "
         f"{summary.elapsed_s:.1f} s ({rate:.2f} MB/s, {rate / spec.workers:.2f} MB/s per worker)"
@@ -103,7 +102,7 @@ def _run(argv: Sequence[str]) -> int:
 _WORKERS: dict[str, Any] = {
     "type": number(int, 1, 1024),
     "metavar": "N",
-    "help": "processes that tokenize (default: one per core)",
+    "help": "number of processes that tokenize (default: one per core)",
 }
 
 
@@ -115,9 +114,9 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     text = "JSON lines files or glob patterns, one JSON object per line"
     add("--input", nargs="+", required=True, metavar="FILE", help=text)
-    text = "keys whose text is tokenized, each into separate files (default: text)"
+    text = "keys whose text is tokenized; each key has separate output files (default: text)"
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = "files are PREFIX_KEY_document.bin and .idx"
+    text = "prefix of the output files PREFIX_KEY_document.bin and .idx"
     add("--output-prefix", required=True, metavar="PREFIX", help=text)
     for spec in _TOKENIZER:
         add(*spec.names, **spec.options())
@@ -125,15 +124,15 @@ def _parser() -> CommandParser:
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     add("--workers", default=available_cores(), **_WORKERS)
-    text = "accepted as in Megatron-LM, but has no effect"
+    text = "accepted for compatibility with Megatron-LM, but has no effect"
     add("--log-interval", type=number(int, 1, 1_000_000_000), metavar="N", help=text)
-    text = "accepted as in Megatron-LM; only mmap exists"
+    text = "accepted for compatibility with Megatron-LM; only mmap is supported"
     add("--dataset-impl", choices=["mmap"], default="mmap", help=text)
     return parser
 
 
 def make_corpus_main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``make_corpus``. ``argv`` defaults to the arguments of the process."""
+    """Runs ``make_corpus``. ``argv`` defaults to the process's arguments."""
     return run_cli(_make_corpus, argv)
 
 
@@ -159,8 +158,13 @@ def _corpus_parser() -> CommandParser:
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to create")
     for name, kind, default, text in (
-        ("--vocab-size", count, defaults.vocab_size, "entries of the vocabulary"),
-        ("--max-bytes", number(int, 1, 1 << 40), defaults.max_bytes, "most source text"),
+        ("--vocab-size", count, defaults.vocab_size, "size of the vocabulary"),
+        (
+            "--max-bytes",
+            number(int, 1, 1 << 40),
+            defaults.max_bytes,
+            "maximum size of the source text in bytes",
+        ),
     ):
         add(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     add("--workers", default=available_cores(), **_WORKERS)

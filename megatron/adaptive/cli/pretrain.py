@@ -1,8 +1,8 @@
-"""Runs Megatron-LM's own trainer, which megatron-core's wheel contains from version 0.17 on.
+"""Runs Megatron-LM's trainer, which is part of megatron-core's wheel since version 0.17.
 
-The wheel contains the trainer but not Megatron-LM's scripts. So this module does a script's work:
+The wheel contains the trainer but not Megatron-LM's scripts. This module does the work of a script:
 it builds a GPT model, reads the data and computes the loss. Flags, training steps, checkpoints and
-logging are Megatron-LM's, extended by this project's plug-in and its flags.
+logging are those of Megatron-LM, extended by this project's plug-in and its flags.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_HERE = {
     "inter_document_masking": "attention within each document only",
     "use_legacy_models": "models from before megatron-core",
 }
-# Flags for training without GPUs. They turn off layers and fused functions that need CUDA.
+# Flags for training without GPUs. They turn off layers and fused functions that require CUDA.
 _ON_CPU = (
     "--distributed-backend",
     "gloo",
@@ -69,11 +69,11 @@ Megatron-LM's own trainer with its own flags and those of the plug-in."""
 
 
 def _lacking() -> str:
-    """Returns the error message about what must be installed for ``train megatron-lm``."""
+    """Returns the error message that says what to install for ``train megatron-lm``."""
     return (
-        f"megatron-core {metadata.version('megatron-core')} lacks Megatron-LM's trainer; "
-        "train megatron-lm needs megatron-core 0.17 or newer (with Python 3.12), or a Megatron-LM "
-        "checkout on PYTHONPATH; train rank runs with any version"
+        f"megatron-core {metadata.version('megatron-core')} does not contain Megatron-LM's "
+        "trainer; train megatron-lm requires megatron-core 0.17 or newer (with Python 3.12), or "
+        "a Megatron-LM checkout on PYTHONPATH; train rank supports any version"
     )
 
 
@@ -83,7 +83,7 @@ def _pretrain() -> None:
 
     from megatron.adaptive.plugin import add_arguments
 
-    # Megatron-LM compiles a C++ helper with a makefile, and exits if that fails. The wheel contains
+    # Megatron-LM compiles a C++ helper with a makefile, and exits if this fails. The wheel contains
     # the compiled helper but no makefile, so skip the compilation.
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     if not Path(utils.__file__ or "").with_name("Makefile").exists():
@@ -114,7 +114,7 @@ def model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> Any:
-    """Builds a model chunk of a GPT model; megatron-core 0.17 and 0.18 have no such function."""
+    """Builds a chunk of a GPT model; megatron-core 0.17 and 0.18 have no such function."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.spec_utils import import_module
     from megatron.training import get_args
@@ -122,7 +122,7 @@ def model(
     args = get_args()
     for name in ("heterogeneous_layers_config_path", "experimental_attention_variant"):
         if getattr(args, name, None) is not None:
-            raise _needs_script(name, "layers of special kinds")
+            raise _needs_script(name, "special types of layers")
     if config is None:
         config = _transformer_config(args)
     uses_engine = args.transformer_impl == "transformer_engine"
@@ -137,8 +137,8 @@ def model(
     layers = block() if args.spec is None else import_module(args.spec)
     predictions = None
     if args.mtp_num_layers is not None:
-        # Get the specifications of all layers. Multi-token prediction uses that of the model's last
-        # layer, which may be on another rank.
+        # Get the specifications of all layers. Multi-token prediction uses the specification of the
+        # model's last layer, which may be on another rank.
         all_layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
             config,
             use_transformer_engine=uses_engine,
@@ -178,7 +178,7 @@ def _transformer_config(args: Any) -> Any:
         if hasattr(candidate, "core_transformer_config_from_args"):
             return candidate.core_transformer_config_from_args(args)
     raise SetupError(
-        "megatron.training lacks the function core_transformer_config_from_args; use "
+        "megatron.training does not contain the function core_transformer_config_from_args; use "
         "megatron-core 0.17 to 0.20"
     )
 
@@ -187,7 +187,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     """Builds the training, validation and test data on ranks of the first and last stages.
 
     All ranks of a tensor-parallel group read the data, instead of receiving it from one rank. The
-    files are mapped into memory, so a node keeps them in memory only once.
+    files are mapped into memory, so each node stores them in memory only once.
     """
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
@@ -208,7 +208,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
 
 
 def _cached_datasets() -> Any:
-    """Returns the module whose datasets verify shuffling indices, and rebuild damaged ones."""
+    """Returns the module whose datasets verify shuffling indices and rebuild damaged indices."""
     return importlib.import_module("megatron.adaptive.data.datasets")
 
 
@@ -240,7 +240,7 @@ def _data_config(args: Any) -> Any:
     names = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     fields = {name: values[name] for name in names.intersection(values)}
     prefixes = [part[0][0] for part in (blend, *(blend_per_split or ())) if part and part[0]]
-    # Two flags make Megatron-LM load its own index files faster. If either is set, use
+    # Two flags make Megatron-LM load its index files faster. If either flag is set, use
     # Megatron-LM's files instead of this project's cache.
     is_own = values["fast_cache_load"] or values["defer_npy_index_mmap"]
     if args.mock_data or is_own or not prefixes:
@@ -256,10 +256,10 @@ def _reads_data(vp_stage: int | None) -> bool:
 
 
 def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-    """Runs the forward pass of a microbatch through a model chunk.
+    """Runs a model chunk's forward pass for one microbatch.
 
     Returns:
-        The chunk's output, and a function that computes the loss from that output.
+        The chunk's output, and a function that computes the loss from this output.
     """
     from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
     from megatron.training import get_timers
@@ -287,7 +287,7 @@ _COLUMNS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
-    """Reads a microbatch and returns this rank's part of each sequence (context parallelism)."""
+    """Reads a microbatch, and returns this rank's part of each sequence (context parallelism)."""
     from megatron.adaptive.accelerator import current_device
     from megatron.adaptive.gpt.core_releases import part_of_context_rank
 
@@ -301,12 +301,12 @@ def _read(data_iterator: Iterator[Any]) -> SimpleNamespace:
 
 
 class _LossCheck(NamedTuple):
-    """Describes a check of the loss that megatron-core's rerun state machine makes.
+    """Check of the loss by megatron-core's rerun state machine.
 
     Attributes:
-        rejects: Function that gets the loss and returns whether to reject it.
-        message: Reason that is logged when the loss is rejected.
-        is_fatal: Whether a rejected loss ends the run.
+        rejects: Function that takes the loss, and returns whether to reject it.
+        message: Reason to log if the loss is rejected.
+        is_fatal: Whether a rejected loss aborts the run.
     """
 
     rejects: Callable[..., Any]
@@ -318,11 +318,11 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Computes the loss of a microbatch.
 
     Args:
-        mask: Loss mask: the weight of each token, 0 for tokens without a loss.
-        output: Loss of each token, from the model.
+        mask: Loss mask, which is the weight of each token; 0 for tokens without a loss.
+        output: Loss of each token, as computed by the model.
 
     Returns:
-        The sum of the losses, the number of tokens, and both as values for the log.
+        Sum of the losses, number of tokens, and a dictionary with both for the log.
     """
     import torch
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -354,6 +354,6 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 def _needs_script(name: str, description: str) -> ConfigError:
     flag = "--" + name.replace("_", "-")
     return ConfigError(
-        f"{flag} ({description}) needs Megatron-LM's own script; run its pretrain_gpt.py with "
+        f"{flag} ({description}) requires Megatron-LM's own script; run its pretrain_gpt.py with "
         "megatron.adaptive.install() instead of train megatron-lm"
     )

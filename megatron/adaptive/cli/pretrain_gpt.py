@@ -1,8 +1,7 @@
-"""``pretrain_gpt.py``: trains GPT with Megatron-LM's command line through an adaptive pipeline.
+"""Implements ``pretrain_gpt.py``, which trains GPT with Megatron-LM's command line.
 
-``train recipe`` trains from a recipe file and can start the processes itself. ``evaluate`` runs a
-text through an existing model, without training. ``train flags`` prints all flags, as the parser
-defines them.
+``train recipe`` trains from a recipe file, and can start the processes itself. ``evaluate`` runs an
+existing model on a text, without training. ``train flags`` prints all flags of the parser.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ by commas. Flags of Megatron-LM that this trainer refuses are at the end.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains with the flags in ``argv``, as one of torchrun's processes or as the only process."""
+    """Trains with the flags in ``argv``, as one of torchrun's processes or as a single process."""
     environment = Environment.read()
     config = parse(argv, world_size=environment.world_size, last_wins=True)
     if environment.node is not None:
         config = config.in_elastic_job()
-    # Import torch and megatron-core only after the check, so that wrong settings are reported
+    # Import torch and megatron-core only after checking the settings, so that errors are reported
     # without delay.
     from megatron.adaptive.training.pretrain import pretrain
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def rank(argv: Sequence[str]) -> int:
-    """Trains as one process of a run, for ``train rank``; with ``--help`` prints all flags."""
+    """Trains as one process of a run, for ``train rank``; prints all flags with ``--help``."""
     if {"-h", "--help"} & set(argv):
         parser = make_parser()
         parser.prog = f"{PROGRAM} train rank"
@@ -82,7 +81,7 @@ def rank(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains from a recipe file; starts the processes if torchrun has not started them."""
+    """Trains from a recipe file, and starts the processes if torchrun has not started them."""
     return run(argv, _train)
 
 
@@ -97,7 +96,9 @@ def _train(argv: Sequence[str]) -> int:
     is_dry = "--dry-run" in settings
     settings = [setting for setting in settings if setting != "--dry-run"]
     if not settings or "=" in settings[0] or settings[0].startswith("-"):
-        raise ConfigError("the recipe is missing; give a YAML file first, see train recipe --help")
+        raise ConfigError(
+            "the recipe is missing; pass a YAML file as the first argument, see train recipe --help"
+        )
     path = Path(settings[0])
     recipe = read_recipe(load_recipe(path), settings[1:], str(path))
     environment = Environment.read()
@@ -115,8 +116,8 @@ def _train(argv: Sequence[str]) -> int:
         options = ["--standalone", *options]
     elif not options:
         raise ConfigError(
-            f"{path} needs {recipe.nodes} nodes; start it on each node with"
-            " -- --node-rank N --master-addr HOST after the settings"
+            f"{path} requires {recipe.nodes} nodes; start it on each node with -- --node-rank N "
+            "--master-addr HOST after the settings"
         )
     shape = ["--nnodes", str(recipe.nodes), "--nproc-per-node", str(recipe.processes_per_node)]
     program = ["-m", "megatron.adaptive", "train", "rank", *recipe.flags]
@@ -124,7 +125,7 @@ def _train(argv: Sequence[str]) -> int:
 
 
 def load_recipe(path: Path) -> Any:
-    """Reads a recipe file. If it has the key ``base``, adds its settings to those of the base."""
+    """Reads a recipe file. If it has the key ``base``, merges it with the base recipe."""
     content = read_file(path, "recipe")
     if not isinstance(content, dict) or "base" not in content:
         return content
@@ -160,19 +161,24 @@ def _evaluate(argv: Sequence[str]) -> int:
     parser = CommandParser(
         prog=f"{PROGRAM} evaluate",
         usage="%(prog)s (--load CKPT | --load-hf DIR) [--data FILE] [--prompt TEXT] [FLAGS]",
-        description="Print the perplexity of a model on a text, and a sample of its output. FLAGS"
-        " are those of the trainer; the model's come from CKPT/model_flags.txt or config.json.",
+        description=(
+            "Print the perplexity of a model on a text, and a sample of its output. FLAGS are "
+            "flags of the trainer; the model's flags are read from CKPT/model_flags.txt or "
+            "config.json."
+        ),
     )
     add = parser.add_argument
     add("--data", metavar="FILE", help='JSON lines {"text": ...}, or a prefix as for --data-path')
-    add("--prompt", metavar="TEXT", help="text that the model continues")
-    add("--tokens", type=count, default=32, metavar="N", help="tokens of the continuation (32)")
-    add("--nproc-per-node", type=count, default=1, metavar="N", help="processes to start (1)")
+    add("--prompt", metavar="TEXT", help="text for the model to continue")
+    text = "number of tokens to generate after the prompt (32)"
+    add("--tokens", type=count, default=32, metavar="N", help=text)
+    text = "number of processes to start (1)"
+    add("--nproc-per-node", type=count, default=1, metavar="N", help=text)
     options, flags = parser.parse_known_args(list(argv))
     if options.data is None and options.prompt is None:
-        raise ConfigError("evaluate: the text is missing; give --data FILE or --prompt TEXT")
+        raise ConfigError("evaluate: the text is missing; pass --data FILE or --prompt TEXT")
     if not {"--load", "--load-hf"} & {flag.partition("=")[0] for flag in flags}:
-        raise ConfigError("evaluate: the model is missing; give --load CKPT or --load-hf DIR")
+        raise ConfigError("evaluate: the model is missing; pass --load CKPT or --load-hf DIR")
     run_flags = [*_NO_TRAINING, *_model_flags(flags), *flags]
     if last_value(flags, "--load") is not None:
         run_flags = [*_WEIGHTS_ALONE, *run_flags]
@@ -194,9 +200,9 @@ _NO_TRAINING = "--skip-train --train-iters 1 --lr 1e-5 --micro-batch-size 1".spl
 
 
 def _model_flags(flags: Sequence[str]) -> list[str]:
-    """Returns the model's flags from ``model_flags.txt`` in the folder given to ``--load``.
+    """Returns the model's flags from ``model_flags.txt`` in the ``--load`` folder.
 
-    ``hf import`` and training runs write this file. Without the file, returns no flags.
+    ``hf import`` and training runs write this file. Returns no flags if the file is missing.
     """
     path = Path(last_value(flags, "--load") or "", FLAGS_FILE)
     if not path.is_file():
@@ -210,14 +216,14 @@ def _model_flags(flags: Sequence[str]) -> list[str]:
 def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> list[str]:
     """Returns the flags that make the trainer evaluate a whole text once.
 
-    Tokens at the end of the text that do not fill a batch are not used.
+    The last tokens of the text are not used if they do not fill a batch.
 
     Args:
-        data: Path of a file with JSON lines, to be tokenized into ``folder``; or prefix of existing
-            token files.
+        data: Path of a file with JSON lines, which is tokenized into ``folder``, or prefix of
+            existing token files.
         flags: Other flags of the run.
         processes: Number of processes of the job.
-        folder: Folder into which token files are written.
+        folder: Folder to which token files are written.
     """
     validation = ["--valid-data-path", data, "--eval-iters", "1"]
     config = parse([*flags, *validation], world_size=processes, last_wins=True)
@@ -240,9 +246,9 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
     batches = (tokens - 1) // length // config.batch.global_batch_size
     if not batches:
         raise ConfigError(
-            f"evaluate: {tokens} tokens are fewer than a batch of"
-            f" {config.batch.global_batch_size} x {length}; give more text,"
-            " or a smaller --global-batch-size or --seq-length"
+            f"evaluate: {tokens} tokens are fewer than a batch of "
+            f"{config.batch.global_batch_size} x {length}; use a longer text, or a smaller "
+            "--global-batch-size or --seq-length"
         )
     return ["--valid-data-path", data, "--eval-iters", str(batches)]
 
@@ -250,14 +256,14 @@ def _all_of(data: str, flags: Sequence[str], processes: int, folder: Path) -> li
 def run(
     argv: Sequence[str] | None = None, program: Callable[[Sequence[str]], int] | None = None
 ) -> int:
-    """Runs a program as one process of a job, and reports an expected error as one line.
+    """Runs a program as one process of a job, and reports expected errors in one line.
 
     Wrong settings cause the same error on all ranks, and only rank 0 prints it. Until the program
     installs its own signal handlers, Ctrl-C kills the process without a traceback.
 
     Args:
-        argv: Arguments for the program; ``None`` for the arguments of the process.
-        program: Function to run, :func:`main` by default.
+        argv: Arguments for the program; ``None`` to use the arguments of the process.
+        program: Function to run; :func:`main` by default.
     """
     open_streams()
     former = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -277,7 +283,7 @@ def run(
 def _speaks(error: AdaptiveError) -> bool:
     """Returns whether this rank should print an error.
 
-    Rank 0 prints every error. Other ranks print only errors that do not also occur on rank 0.
+    Rank 0 prints every error. Other ranks only print errors that do not also occur on rank 0.
     """
     rank = os.environ.get("RANK", "0").strip()
     if not natural(rank) or isinstance(error, TransportError):
@@ -305,7 +311,7 @@ def flags(argv: Sequence[str]) -> int:
 
 
 def flags_markdown() -> str:
-    """Returns tables of all flags by group, and of the flags that are refused, as Markdown."""
+    """Returns tables of all flags by group, and of the refused flags, as Markdown."""
     parts = [_FLAGS_HEAD]
     for title, rows in flag_table().items():
         parts.append(f"\n## {title}\n\n| Flag | Default | Meaning |\n| --- | --- | --- |\n")

@@ -1,6 +1,6 @@
-"""``profile``: measures a model's layers and the links between ranks, for the planner.
+"""Implements ``profile``, which measures layers and links between ranks for the planner.
 
-``docs/reference/planner.md`` describes the file that it writes.
+``docs/reference/planner.md`` describes the profile file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _run(argv: Sequence[str], environment: Environment) -> int:
     chosen = [name for name, value in sources.items() if value]
     if len(chosen) != 1:
         raise ConfigError(
-            f"profile needs exactly one of {', '.join(sources)}"
-            + (f", got {' and '.join(chosen)}" if chosen else " to select what is profiled")
+            f"profile requires exactly one of {', '.join(sources)}"
+            + (f", got {' and '.join(chosen)}" if chosen else " to select what to profile")
         )
     if options.merge:
         _write(profile_file.load_all(options.merge), options.output)
@@ -76,25 +76,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE.json", help="path of the profile")
-    add("--model", metavar="MODEL", help="name, list of arguments, or file; see plan --help")
-    add("--merge", type=Path, nargs="+", metavar="FILE", help="merge profiles of one model")
-    text = "CSV or JSON with costs of the pieces of a plain module"
+    add("--model", metavar="MODEL", help="model name, list of arguments, or file; see plan --help")
+    add("--merge", type=Path, nargs="+", metavar="FILE", help="merge profiles of the same model")
+    text = "CSV or JSON file with costs of the pieces of a plain module"
     add("--cut-points", type=Path, metavar="FILE", help=text)
     text = "fit the model's profile to traced runs"
     add("--from-run", type=Path, nargs="+", metavar="DIR", help=text)
-    add("--cluster", type=Path, metavar="FILE", help="cluster of the runs of --from-run")
+    add("--cluster", type=Path, metavar="FILE", help="cluster file for the runs of --from-run")
     add_host_argument(parser)
-    add("--name", help="name of the model of --cut-points; the file's name by default")
+    add("--name", help="name of the model of --cut-points; default: the file's name")
     group = parser.add_argument_group("measurement")
     add = group.add_argument
-    add("--precision", choices=("fp32", "fp16", "bf16"), help="bf16 on a GPU, fp32 on a CPU")
-    add("--tp", metavar="1,2,4", help="tensor-parallel widths; default: all possible powers of two")
-    add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help="samples (%(default)s)")
-    ranks = "sizes of the expert-parallel groups to measure for (%(default)s)"
+    text = "precision; default: bf16 on a GPU, fp32 on a CPU"
+    add("--precision", choices=("fp32", "fp16", "bf16"), help=text)
+    add("--tp", metavar="1,2,4", help="tensor-parallel sizes; default: all possible powers of two")
+    text = "samples per microbatch (%(default)s)"
+    add("--micro-batch-sizes", default="1,2,4", metavar="1,2,4", help=text)
+    ranks = "expert-parallel sizes to measure (%(default)s)"
     add("--expert-parallel-size", default="1", metavar="1,8", help=ranks)
     repeats = number(int, 1, 100_000)
-    add("--repeats", type=repeats, default=7, help="measured microbatches (%(default)s)")
-    add("--node-type", default="", metavar="NAME", help="type of this node; its GPU by default")
+    text = "number of microbatches to measure (%(default)s)"
+    add("--repeats", type=repeats, default=7, help=text)
+    text = "type of this node; default: the name of its GPU"
+    add("--node-type", default="", metavar="NAME", help=text)
     add("--no-links", action="store_true", help="do not measure links and all-reduces")
     add("--distributed-backend", choices=("nccl", "gloo"), help="backend, as in training")
     return parser
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
     """Fits a profile to traced runs, and merges it with an existing profile at ``--output``."""
     if not options.model or options.cluster is None:
-        raise ConfigError("--from-run needs the trained --model and its --cluster; add both")
+        raise ConfigError("--from-run requires --model and --cluster of the runs; add both")
     cluster = read_cluster(options.cluster)
     existing = profile_file.load(options.output) if options.output.exists() else None
     default = "bf16" if existing is None else profile_file.precision_of(existing["model"])
@@ -113,7 +117,7 @@ def _fit_runs(options: argparse.Namespace) -> dict[str, Any]:
         profile_file.check_model(existing, model, str(options.output))
     elif not model.arguments:
         raise ConfigError(
-            f"--from-run: {model.name} is not a known model; give its profile as --output"
+            f"--from-run: {model.name} is not a known model; pass its profile as --output"
         )
     runs = traced_runs(options.from_run, options, model, cluster)
     if existing is None:
@@ -127,7 +131,7 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     sizes = parse_counts("--micro-batch-sizes", options.micro_batch_sizes)
     widths = parse_counts("--tp", options.tp)
     # Import torch only here, because other uses of this command, such as merging profiles, do not
-    # need torch.
+    # require torch.
     from megatron.adaptive.accelerator import detect
     from megatron.adaptive.training.profile_run import ProfileOptions, profile_layers
 
@@ -137,8 +141,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     model = read_model(options.model, options.precision, default=default, attention=attention)
     if not model.arguments:
         raise ConfigError(
-            f"--model {options.model}: the trainer builds only GPT and Llama models; time the"
-            " model's pieces yourself and give their times with --cut-points"
+            f"--model {options.model}: the trainer only builds GPT and Llama models; time the "
+            "pieces of this model yourself, and pass their times with --cut-points"
         )
     spreads = parse_counts("--expert-parallel-size", options.expert_parallel_size)
     if unknown_spreads := set(spreads) - set(model.expert_ranks):
@@ -151,8 +155,8 @@ def _measure(options: argparse.Namespace, environment: Environment) -> dict[str,
     for width in widths:
         if model.max_tp % width:
             raise ConfigError(
-                f"--tp must divide heads and feed-forward width of {model.name}, got {width};"
-                f" use {model.max_tp} or one of its divisors"
+                "--tp must divide the number of heads and the feed-forward size of "
+                f"{model.name}, got {width}; use {model.max_tp} or one of its divisors"
             )
     try:
         return profile_layers(

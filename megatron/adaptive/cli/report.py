@@ -36,17 +36,22 @@ from megatron.adaptive.trace.views.page import plotly_js, write_html, write_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the report of a job as an HTML page and prints the page's path."""
+    """Writes the report of a job as an HTML page, and prints the page's path."""
     parser = CommandParser(
         prog=f"{PROGRAM} job report",
-        description="Write one page about a job: configuration, curves, use of each node, "
-        "pipeline, errors. The page needs only a browser.",
+        description=(
+            "Write a page about a job: configuration, curves, resource use of each node, "
+            "pipeline, errors. The page needs only a browser."
+        ),
     )
     add = parser.add_argument
-    text = "id of the job, which is the name of its folder of logs; or that folder (newest job)"
+    text = (
+        "ID of the job, which is the name of its log folder, or this folder (default: newest job)"
+    )
     add("job", nargs="?", help=text)
     add("--log-dir", type=Path, help="LOG_DIR of conf.sh (logs)")
-    add("--output", type=Path, metavar="FILE", help="the page (report.html in the job's folder)")
+    text = "path of the page (default: report.html in the job's folder)"
+    add("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(argv)
     logs = options.log_dir or WORK_FOLDER / "logs"
     job = options.job or _newest_job(logs)
@@ -64,22 +69,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _newest_job(logs: Path) -> str:
-    """Returns the id of the job that has most recently written to its log folder."""
+    """Returns the ID of the job that wrote to its log folder most recently."""
     parents = [logs.absolute()]
     newest = newest_run(["*.out", "progress.jsonl"], parents)
     if newest is None:
         raise SetupError(
-            f"no job in {searched(parents)}: give the job's folder, or the LOG_DIR of its conf.sh"
-            " with --log-dir"
+            f"no job in {searched(parents)}: pass the job's folder, or pass the LOG_DIR of its "
+            "conf.sh as --log-dir"
         )
     return newest.name
 
 
 MAX_POINTS = 5000
-"""Maximum number of points in a curve. A longer curve is drawn with evenly spaced points."""
+"""Maximum number of points in a curve. A longer curve is thinned to evenly spaced points."""
 
 MAX_MESSAGES = 200
-"""Maximum number of distinct warnings and errors shown per node."""
+"""Maximum number of distinct warnings and errors to show per node."""
 _NODE_START = re.compile(r"=== (.*) node (\d+) starts$")
 _ACCOUNT = ("state", "start", "end", "elapsed", "nodelist", "exitcode", "partition")
 _GIB = 1 << 30
@@ -89,11 +94,11 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     """Reads all files in a job's folder that the report needs.
 
     Args:
-        job: Id of the job, which is also the name of its log folder.
+        job: ID of the job, which is also the name of its log folder.
         logs: Folder that contains one log folder per job.
 
     Returns:
-        Content of the page, in a form that can be converted to JSON.
+        Content of the page, which can be converted to JSON.
 
     Raises:
         SetupError: The job is unknown or has no logs.
@@ -108,7 +113,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
     names = node_names(folder)
     if not names:
         raise SetupError(
-            f"job {job} has no logs in {folder}; give the LOG_DIR of its conf.sh with --log-dir"
+            f"job {job} has no logs in {folder}; pass the LOG_DIR of its conf.sh as --log-dir"
         )
     lines = progress.records
     processes = record.get("processes", [])
@@ -131,7 +136,7 @@ def gather(job: str, logs: Path) -> dict[str, Any]:
 
 
 def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[int]) -> list[str]:
-    """Returns the name of the node on which each rank last ran, in the order of the ranks."""
+    """Returns the name of the node on which each rank last ran, ordered by rank."""
     latest: dict[int, tuple[str, str]] = {}
     for name in names:
         for line in lines_of(folder / f"{name}.out"):
@@ -141,8 +146,8 @@ def _node_of_each_rank(folder: Path, names: Sequence[str], processes: Sequence[i
     names_by_node_rank = [
         latest.get(number, ("", f"node {number}"))[1] for number in range(len(processes))
     ]
-    # Limit the counts. A damaged file may contain a huge number, which would make the list below as
-    # long.
+    # Limit the counts, because a damaged file may contain a huge number, and the list below would
+    # become that long.
     counts = [min(count, 1 << 12) for count in processes]
     return [
         name for name, count in zip(names_by_node_rank, counts, strict=True) for _ in range(count)
@@ -156,10 +161,10 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _facts(
     status: JobStatus, starts: Sequence[Mapping[str, Any]], processes: Sequence[int]
 ) -> list[tuple[str, str]]:
-    account = {"state": status.state or "not known to Slurm"} | _account(status.job)
+    account = {"state": status.state or "unknown to Slurm"} | _account(status.job)
     facts = [*account.items(), *(("now", line) for line in summary(status))]
     if processes:
-        facts.append(("processes of each node", " + ".join(map(str, processes))))
+        facts.append(("processes per node", " + ".join(map(str, processes))))
     if starts:
         began = time.localtime(starts[-1]["unix_ns"] / 1e9)
         latest = time.strftime("%Y-%m-%d %H:%M:%S", began)
@@ -168,7 +173,7 @@ def _facts(
 
 
 def _account(job: str) -> dict[str, str]:
-    """Returns Slurm's accounting record of a job, empty if Slurm keeps no accounts."""
+    """Returns Slurm's accounting record of a job, or an empty record without accounting."""
     command = ["sacct", "-n", "-X", "-P", "-j", job, "-o", ",".join(_ACCOUNT)]
     rows = slurm_rows(command) if job.isdigit() else []
     rows = [row for row in rows if len(row) == len(_ACCOUNT)]
@@ -207,7 +212,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _use(path: Path) -> dict[str, Any]:
-    """Returns a node's resource use over time, as one list per quantity; empty if not sampled."""
+    """Returns a node's resource use over time, with a list per quantity; empty without samples."""
     samples = _thinned(list(samples_of(path)))
     gpus: dict[int, dict[str, list[Any]]] = {}
     rows = [{gpu["index"]: gpu for gpu in sample.get("gpus", [])} for sample in samples]
@@ -234,7 +239,7 @@ def _sum(sample: Mapping[str, Any], key: str) -> float:
 def _messages(
     folder: Path, batch: Path, names: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns each node's distinct messages with counts, and notes on messages that are omitted."""
+    """Returns each node's distinct messages with counts, and notes about omitted messages."""
     messages: list[dict[str, Any]] = []
     notes = []
     counts = {
@@ -257,7 +262,7 @@ def _messages(
 MAX_CELLS = 200_000
 """Maximum number of cells in the table of times by rank and iteration.
 
-If there are more cells, the table contains only evenly spaced iterations.
+If there would be more cells, the table contains only evenly spaced iterations.
 """
 _NS_PER_MS = 1e6
 
@@ -266,15 +271,15 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     """Reads the traces of a job.
 
     Args:
-        folder: Folder of the traces, which may be missing.
-        nodes: Names of the ranks' nodes, ordered by rank. It is shorter than the number of ranks if
-            some nodes are unknown.
+        folder: Folder of the traces. It may be missing.
+        nodes: Name of each rank's node, ordered by rank. The list is shorter than the number of
+            ranks if some nodes are unknown.
 
     Returns:
-        Content for the page (``None`` if there are no traces), and notes for the page's reader.
+        Content of the page (``None`` if there are no traces), and notes for the page's reader.
     """
     if not folder.is_dir():
-        return None, ["no traces; TRACE=true adds the times of every rank and a timeline"]
+        return None, ["no traces; TRACE=true adds the times of all ranks, and a timeline"]
     try:
         run = read_run(folder)
         figures = run_figures(run, workers=1)
@@ -293,8 +298,8 @@ def traced(folder: Path, nodes: Sequence[str]) -> tuple[dict[str, Any] | None, l
     content = {
         "ranks": list(labels),
         "labels": list(labels.values()),
-        # Replace the plotting library in the page by a placeholder, because the report already
-        # contains the library.
+        # Replace the plotting library in the page with a placeholder, because the report already
+        # contains this library.
         "page": text.replace(plotly_js(), "{{plotly}}"),
         **_times(figures),
     }
@@ -308,7 +313,7 @@ def _label(run: RunTrace, rank: int) -> str:
 
 
 def _times(figures: RunFigures) -> dict[str, Any]:
-    """Returns the time from the first to the last action for each rank and iteration."""
+    """Returns the time from the first to the last action of each rank and iteration."""
     has_actions = figures.num_actions > 0
     ms = np.where(has_actions, figures.end_ns - figures.start_ns, 0) / _NS_PER_MS
     limit = max(2, MAX_CELLS // max(1, ms.shape[1]))

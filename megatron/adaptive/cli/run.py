@@ -1,4 +1,4 @@
-"""Runs a training job that continues in another layout when machines join or leave.
+"""Runs a training job that continues with a different layout when machines join or leave.
 
 ::
 
@@ -69,49 +69,54 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} train elastic",
-        description="Train, and continue in another layout when machines join or leave.",
+        description=(
+            "Train a model, and continue with a different layout when machines join or leave."
+        ),
     )
     add = parser.add_argument
-    text = "file with one host per line and slots=N; it is read again after a change"
+    text = "file with a host and slots=N on each line; read again when it changes"
     add("--machines", type=Path, metavar="FILE", help=text)
-    text = "checkpoints of the job, on storage that all nodes share (--save)"
+    text = "checkpoint folder of the job, in storage that all nodes share (--save)"
     add("--checkpoint", type=Path, metavar="DIR", help=text)
-    text = "print the state of the job in a folder"
+    text = "print the state of the job with this checkpoint folder"
     add("--status", nargs="?", const="", metavar="DIR", help=text)
     add("--json", action="store_true", help="print the state as JSON")
-    text = "nodes to wait for at the start, without --machines (1)"
+    text = "number of nodes to wait for at the start, without --machines (1)"
     add("--nodes", type=count, default=1, metavar="N", help=text)
-    add("--slots", type=count, metavar="N", help="processes of this node (one per GPU)")
-    add("--name", metavar="NAME", help="name of this node in the job (its host name)")
-    add("--address", metavar="HOST", help="address at which other nodes reach this one")
+    text = "number of processes on this node (default: one per GPU)"
+    add("--slots", type=count, metavar="N", help=text)
+    add("--name", metavar="NAME", help="name of this node in the job (default: its host name)")
+    add("--address", metavar="HOST", help="address at which other nodes can reach this node")
     for name, dest, default, text in (
-        ("--join-within", "join_s", 60.0, "time for machines to answer at the start"),
-        ("--wait", "wait_s", 600.0, "time to wait for machines if no layout fits the present ones"),
-        ("--stop-within", "stop_s", 600.0, "time for ranks to finish a step and save"),
-        ("--plan-within", "plan_s", 10.0, "time limit of the planner; then a simple rule decides"),
+        ("--join-within", "join_s", 60.0, "maximum time for machines to answer at the start"),
+        ("--wait", "wait_s", 600.0, "time to wait if no layout fits the available machines"),
+        ("--stop-within", "stop_s", 600.0, "maximum time for ranks to finish a step and save"),
+        ("--plan-within", "plan_s", 10.0, "time limit of the planner; then a simple rule is used"),
     ):
         text = f"{text} ({default:g})"
         add(name, dest=dest, type=_SECONDS, default=default, metavar="SECONDS", help=text)
-    text = "let the planner choose layouts; give a cluster file and profiles, a flag for each"
+    text = "let the planner choose layouts, using this cluster file or profile; may be repeated"
     add("--plan-with", type=Path, action="append", default=[], metavar="FILE", help=text)
-    text = "with --plan-with, also choose stages with unequal numbers of replicas"
+    text = "with --plan-with, also consider stages with different numbers of replicas"
     add("--unequal", action="store_true", help=text)
     _add_reactions(parser)
     add(
         "--runs",
         choices=("trainer", "pipeline"),
-        help="kind of the script, if its text does not show it: it takes the trainer's arguments,"
-        " or trains a Pipeline in Pipeline.loop",
+        help=(
+            "type of the script, if it cannot be detected from the script's text: it takes the "
+            "trainer's arguments, or trains a Pipeline in Pipeline.loop"
+        ),
     )
-    text = "maximum number of restarts without a checkpoint (3)"
+    text = "maximum number of restarts without a new checkpoint in between (3)"
     add("--max-restarts", type=count, default=3, metavar="N", help=text)
-    text = "steps between copies of the state in memory, 0 for none (0)"
+    text = "steps between in-memory copies of the state, or 0 for no copies (0)"
     steps = number(int, 0, 1_000_000)
     add("--replicate-every", dest="copy_every", type=steps, default=0, metavar="N", help=text)
-    text = "memory for copies on each node (as much as fits)"
+    text = "maximum memory for copies on each node (default: all that is needed)"
     add("--replicate-memory", dest="copy_bytes", type=_gib, metavar="GIB", help=text)
     add("--agent", action="store_true", help=argparse.SUPPRESS)
-    text = f"{_TRAINER}, {_FINETUNE}, or a script that trains a Pipeline; then its arguments"
+    text = f"{_TRAINER}, {_FINETUNE}, or a script that trains a Pipeline, followed by its arguments"
     add("script", nargs="?", type=Path, help=text)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -123,15 +128,19 @@ def _add_reactions(parser: argparse.ArgumentParser) -> None:
     add(
         "--on-straggler",
         choices=("ignore", "replan", "exclude"),
-        help="reaction to a node that stays slow: fewer layers for it, or leave it out; needs"
-        " --trace-dir of the trainer or trace_dir of a Pipeline (replan with it)",
+        help=(
+            "reaction to a node that stays slow: give it fewer layers, or exclude it; requires "
+            "--trace-dir of the trainer or trace_dir of a Pipeline (replan with it)"
+        ),
     )
     add(
         "--on-failed-probe",
         choices=("report", "exclude"),
         default="report",
-        help="reaction to a node that fails a probe of the job: report it, or leave it out until it"
-        " passes; needs --probe-interval of the trainer (report)",
+        help=(
+            "reaction to a node that fails a probe of the job: report it, or exclude it until "
+            "it passes; requires --probe-interval of the trainer (report)"
+        ),
     )
 
 
@@ -144,7 +153,7 @@ def _print_state(options: argparse.Namespace) -> int:
 
     folder = options.status or options.checkpoint or last_value(options.arguments, _SAVE)
     if not folder:
-        raise ConfigError("--status needs a folder; give the folder of checkpoints of the job")
+        raise ConfigError("--status requires a folder; pass the job's checkpoint folder")
     state = read_state(Path(folder))
     if options.json:
         print(json.dumps(state))
@@ -153,8 +162,8 @@ def _print_state(options: argparse.Namespace) -> int:
             text = render_state(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"--status {folder}: the state of the job is damaged ({error!r}); a running job"
-                " writes it again"
+                f"--status {folder}: the state of the job is damaged ({error!r}); a running job "
+                "will write it again"
             ) from None
         show(text)
     return 0
@@ -167,29 +176,31 @@ def _run(options: argparse.Namespace) -> int:
 
     script = options.script
     if script is None:
-        raise ConfigError(f"train elastic: the script is missing; give one, such as {_TRAINER}")
+        raise ConfigError(
+            f"train elastic: the script is missing; pass a script, such as {_TRAINER}"
+        )
     if str(script) == _FINETUNE and not script.is_file():
         script = options.script = Path(__file__).with_name("finetune.py")
     if not script.is_file():
         raise ConfigError(
-            f"train elastic: {script}: no such file; give a script, such as {_TRAINER}"
+            f"train elastic: {script}: no such file; pass a script, such as {_TRAINER}"
         )
     is_pipeline = not is_trainer(script) if options.runs is None else options.runs == "pipeline"
     folder: Path | str | None
     if is_pipeline:
         arguments, folder = _pipeline_arguments(options)
-        # Slow nodes are found in traces, so the reaction has no effect if the script writes no
-        # traces.
+        # Slow nodes are detected from traces, so the reaction has no effect if the script does not
+        # write traces.
         on_straggler: Policy = options.on_straggler or "replan"
     else:
         folder = options.checkpoint or last_value(options.arguments, _SAVE)
         if not folder:
             raise ConfigError(
-                "train elastic: a job that changes its layout needs checkpoints; add --checkpoint"
-                " DIR or --save"
+                "train elastic: a job that changes its layout requires checkpoints; add "
+                "--checkpoint DIR or --save"
             )
         arguments = (*options.arguments, _SAVE, str(folder))
-        # Parse the trainer's arguments, so that an error is reported before any process starts.
+        # Parse the trainer's arguments, so that errors are reported before any process is started.
         requested = parse_requested(arguments)
         on_straggler = _on_straggler(options.on_straggler, requested.schedule)
         _check_probes(options.on_failed_probe, requested.run.probe_interval)
@@ -224,50 +235,50 @@ def _pipeline_arguments(options: argparse.Namespace) -> tuple[tuple[str, ...], P
     reason += " trainer's arguments"
     if options.checkpoint is None:
         raise ConfigError(
-            f"train elastic: {reason}; give the folder of its checkpoints with --checkpoint DIR, or"
-            " add --runs trainer"
+            f"train elastic: {reason}; pass the folder of its checkpoints as --checkpoint DIR, "
+            "or add --runs trainer"
         )
     if options.on_failed_probe == "exclude":
         raise ConfigError(
-            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes; remove the"
-            " flag, or add --runs trainer"
+            f"--on-failed-probe exclude: {reason}, and only the trainer probes nodes; remove the "
+            "flag, or add --runs trainer"
         )
     if options.plan_with:
         raise ConfigError(
-            f"--plan-with: {reason}, and its layouts are planned from its own measurements; remove"
-            " the flag, or add --runs trainer"
+            f"--plan-with: {reason}, and its layouts are planned from its own measurements; "
+            "remove the flag, or add --runs trainer"
         )
     return tuple(options.arguments), options.checkpoint
 
 
 def _on_straggler(wished: Policy | None, schedule: ScheduleConfig) -> Policy:
-    """Returns the reaction to slow nodes; raises an error if the necessary diagnosis is off.
+    """Returns the reaction to slow nodes; raises an error if the required diagnosis is off.
 
     Args:
-        wished: Reaction that the user chose, ``None`` for the default.
-        schedule: The trainer's schedule settings, which include those of the diagnosis.
+        wished: Reaction that the user chose; ``None`` to use the default.
+        schedule: The trainer's schedule settings, which include settings of the diagnosis.
     """
     is_diagnosed = schedule.trace_dir is not None and schedule.diagnose_interval > 0
     if wished in ("replan", "exclude") and not is_diagnosed:
         problem = "--diagnose-interval 0" if schedule.trace_dir is not None else "no --trace-dir"
         raise ConfigError(
-            f"--on-straggler {wished} with {problem}: slow nodes are found in traces; give the"
-            " trainer --trace-dir DIR and a positive --diagnose-interval"
+            f"--on-straggler {wished} with {problem}: slow nodes are detected from traces; add "
+            "--trace-dir DIR and a positive --diagnose-interval to the trainer's flags"
         )
     return wished or ("replan" if is_diagnosed else "ignore")
 
 
 def _check_probes(wished: ProbePolicy, interval: int) -> None:
-    """Raises an error if nodes that fail a probe are to be excluded, but nothing probes them."""
+    """Raises an error if nodes that fail a probe must be excluded but no probe is configured."""
     if wished == "exclude" and not interval:
         raise ConfigError(
-            "--on-failed-probe exclude without --probe-interval: nodes fail only in probes; give"
-            " the trainer a positive --probe-interval"
+            "--on-failed-probe exclude without --probe-interval: nodes can only fail if they "
+            "are probed; add a positive --probe-interval to the trainer's flags"
         )
 
 
 def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitStack) -> Chooser:
-    """Creates the object that chooses layouts; registers a planner with ``stack`` for closing."""
+    """Creates the object that chooses layouts. Registers a planner with ``stack`` for closing."""
     from megatron.adaptive.cluster.incarnation import model_file
     from megatron.adaptive.cluster.job_state_file import say
     from megatron.adaptive.cluster.layout_rule import Chooser
@@ -275,7 +286,7 @@ def _chooser(options: argparse.Namespace, spec: JobSpec, stack: contextlib.ExitS
     if not spec.is_pipeline and not options.plan_with:
         if options.unequal:
             raise ConfigError(
-                "--unequal needs the planner; add --plan-with FILE, or remove --unequal"
+                "--unequal requires the planner; add --plan-with FILE, or remove --unequal"
             )
         return Chooser()
     from megatron.adaptive.cluster.layout_planner import PlannerChooser

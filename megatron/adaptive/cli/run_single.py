@@ -1,4 +1,4 @@
-"""``train single``: prepares data, trains and draws a chart, on one machine in one command.
+"""Implements ``train single``, which prepares data, trains and draws a chart on one machine.
 
 In a checkout, ``run_single.sh`` calls this program.
 """
@@ -31,14 +31,14 @@ _SCRIPT = SCRIPTS / "examples" / "gpt" / "pretrain_gpt_distributed_small.sh"
 _LAYERS = 8
 _REPARTITION_INTERVAL = 20
 _SIZES = {
-    "pipeline_parallel": (2, "pipeline ranks"),
-    "model_chunks": (1, "model chunks of each pipeline rank"),
-    "tensor_parallel": (1, "tensor-parallel ranks of each stage"),
-    "data_parallel": (1, "copies of the pipeline"),
+    "pipeline_parallel": (2, "number of pipeline ranks"),
+    "model_chunks": (1, "number of model chunks per pipeline rank"),
+    "tensor_parallel": (1, "number of tensor-parallel ranks per stage"),
+    "data_parallel": (1, "number of copies of the pipeline"),
 }
-"""Options for the sizes of the run, each with its default and help text.
+"""Options for the sizes of the run, with their default values and help texts.
 
-The example script gets the values in environment variables of the same names in capitals.
+The example script reads the values from environment variables with the same names in capitals.
 """
 
 _FIXED_STAGES = {
@@ -48,14 +48,14 @@ _FIXED_STAGES = {
     "--plan",
     "--stage-data-parallel-sizes",
 }
-"""Options of the trainer with which layers cannot move between stages during the run."""
+"""Options of the trainer that prevent layers from moving between stages during the run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepares data, trains and reports, with the options in ``argv``.
+    """Prepares data, trains a model and reports the results, with the options in ``argv``.
 
     Returns:
-        Exit status of the training run, or of the preparation if that fails.
+        Exit status of the training run, or of the preparation if it fails.
     """
     arguments = list(argv)
     separator = arguments.index("--") if "--" in arguments else len(arguments)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     data_dir = options.data_dir.resolve()
     runs = options.runs_dir.resolve()
     if options.resume and not (runs / "latest").exists():
-        raise ConfigError(f"--resume: there is no run in {runs} yet; remove the option")
+        raise ConfigError(f"--resume: {runs} does not contain a run yet; remove the option")
     status = make_corpus(["--output-dir", str(data_dir)])
     if status:
         return status  # ``make_corpus`` has printed the reason
@@ -82,10 +82,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Renamed(argparse.Action):
-    """Refuses the old name of an option with an error that contains the new name."""
+    """Rejects the old name of an option with an error that contains the new name."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        """Raises the error. argparse calls this method if the old option is given."""
+        """Raises the error. argparse calls this method if the old option is used."""
         raise ConfigError("--schedule is now --pipeline-schedule")
 
 
@@ -93,7 +93,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog=f"{PROGRAM} train single",
         description="Train a small GPT through a pipeline of processes on this machine.",
-        epilog="Options of the trainer follow after --, for instance -- --train-iters 50.",
+        epilog="Options of the trainer follow after --, for example -- --train-iters 50.",
         otherwise="options of the trainer follow after --",
     )
     add = parser.add_argument
@@ -106,7 +106,8 @@ def _parser() -> CommandParser:
     both = ("--pipeline-schedule", "--pipeline_schedule")
     add(*both, dest="schedule", default="adaptive", choices=names, metavar="NAME", help=text)
     add("--schedule", action=_Renamed, help=argparse.SUPPRESS)
-    add("--resume", action="store_true", help="continue the latest run instead of starting one")
+    text = "continue the latest run instead of starting a new run"
+    add("--resume", action="store_true", help=text)
     add("--runs-dir", type=Path, default=WORK_FOLDER / "runs", help="folder of all runs (runs)")
     text = "folder of the corpus, which is created if it is missing (data/stdlib)"
     add("--data-dir", type=Path, default=WORK_FOLDER / "data" / "stdlib", help=text)
@@ -114,11 +115,11 @@ def _parser() -> CommandParser:
 
 
 def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) -> list[str]:
-    """Returns default flags for the trainer that depend on the sizes of the run.
+    """Returns default trainer flags that depend on the sizes of the run.
 
     If all stages have the same number of layers, the first and the last stage take longer, because
-    they also compute the embedding and the loss. The flags therefore let the trainer move layers
-    after it has measured the stages, unless the user's own flags fix the stages.
+    they also compute the embedding and the loss. Therefore the flags let the trainer move layers
+    after it has measured the stages, unless the user's flags fix the stages.
     """
     flags = []
     names = {flag.split("=", 1)[0] for flag in trainer_flags}
@@ -132,9 +133,9 @@ def _default_flags(options: argparse.Namespace, trainer_flags: Sequence[str]) ->
 
 
 def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
-    """Returns the folder of the run: a new folder, or the latest run's folder with ``--resume``.
+    """Returns the run's folder: a new folder, or the latest run's folder with ``--resume``.
 
-    Sets the link ``latest`` to a new folder.
+    If the folder is new, the link ``latest`` is set to it.
     """
     latest = runs / "latest"
     if options.resume:
@@ -156,7 +157,7 @@ def _run_dir(runs: Path, options: argparse.Namespace) -> Path:
 
 
 def _new_folder(runs: Path, name: str) -> Path:
-    """Creates a new folder; appends a number if another run started in the same second."""
+    """Creates a new folder. Appends a number if another run started in the same second."""
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         run = runs / (name if number == 1 else f"{name}-{number}")
@@ -175,7 +176,7 @@ def _point(latest: Path, target: str) -> None:
 
 
 def _latest(runs: Path) -> str | None:
-    """Returns the target of the link ``latest``, ``None`` if no run was started before."""
+    """Returns the target of the link ``latest``, or ``None`` if there was no run before."""
     try:
         return os.readlink(runs / "latest")
     except OSError:
@@ -183,7 +184,7 @@ def _latest(runs: Path) -> str | None:
 
 
 def _forget_if_empty(run: Path, previous: str | None) -> None:
-    """Removes a run's folder if it contains no file, and points ``latest`` to the previous run."""
+    """Removes a run's folder if it contains no file, and sets ``latest`` to the previous run."""
     if any(path.is_file() for path in run.rglob("*")):
         return
     latest = run.parent / "latest"
@@ -203,8 +204,8 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
         "DATA_DIR": str(data_dir),
         "RUN_DIR": str(run_dir),
     }
-    # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal and
-    # from this process, which forwards it.
+    # Start the job in its own session. Otherwise it would receive Ctrl-C twice: from the terminal
+    # and from this process, which forwards it.
     job = subprocess.Popen(
         ["bash", str(_SCRIPT), *flags],
         env=environment,
@@ -224,7 +225,7 @@ def _train(options: argparse.Namespace, data_dir: Path, run_dir: Path, flags: li
 
 
 def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> None:
-    """Writes a text trace and a chart, prints all results' paths, and suggests next commands."""
+    """Writes a text trace and a chart, prints the paths of all results, and suggests commands."""
     show(f"\nrun            {run_dir}")
     for title, folder in (("checkpoint", "checkpoints"), ("tensorboard", "tensorboard")):
         if (run_dir / folder).is_dir():
@@ -246,8 +247,8 @@ def _report(options: argparse.Namespace, run_dir: Path, *, stopped: bool) -> Non
     )
     resume_command = "bash run_single.sh" if IS_CHECKOUT else f"{PROGRAM} train single"
     resume_command += f" {flags} --resume"
-    # The checkpoint contains a learning rate schedule that ends with this run. A longer run must
-    # replace that schedule.
+    # The checkpoint contains a learning rate schedule that ends with this run, so a longer run must
+    # replace this schedule.
     longer_run = " -- --train-iters N --override-opt-param-scheduler"
     show(f"  {resume_command}{'' if stopped else longer_run}")
 

@@ -1,4 +1,4 @@
-"""``simulate``: compares schedules by simulation, with durations from a profile or from options.
+"""Implements ``simulate``, which compares schedules by simulation.
 
 python -m megatron.adaptive simulate --stages 8 --chunks 2 --microbatches 32 --jitter 0.3 \
     --schedules 1f1b,interleaved,zb-v,adaptive
@@ -30,7 +30,7 @@ _SCHEDULES = "1f1b,interleaved,zb-v,adaptive"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulates the schedules and prints a table; writes a chart and a JSON file if requested."""
+    """Simulates the schedules, prints a table, and writes a chart and a JSON file if requested."""
     options = _parser().parse_args(argv)
     profile = _profile(options, options.stages * options.chunks)
     spread = profile.action_sigma or profile.microbatch_sigma or profile.latency_sigma
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in refused.items():
         show(f"left out: {name}: {reason}")
     if options.chart is not None:
-        # This import takes half a second, so do it only if a chart is requested.
+        # Importing this takes half a second, so import it only if a chart is requested.
         from megatron.adaptive.trace.views.picture import write_comparison
 
         write_comparison([(str(o.candidate), o.example) for o in outcomes], options.chart)
@@ -63,14 +63,14 @@ def main(argv: Sequence[str]) -> int:
 def _simulate(
     options: argparse.Namespace, profile: StageProfile, seeds: Sequence[int]
 ) -> tuple[list[CandidateOutcome], dict[str, ScheduleError]]:
-    """Simulates each schedule in ``--schedules`` that can run with the given sizes.
+    """Simulates each schedule in ``--schedules`` that supports the given sizes.
 
     Returns:
-        The outcomes in the order of the flag, and the reasons why other schedules cannot run with
-        these sizes, by the schedule's name.
+        Outcomes in the order of the flag, and the reasons why other schedules do not support these
+        sizes, by name of the schedule.
 
     Raises:
-        ConfigError: The name of a schedule is unknown, or no schedule can run with these sizes.
+        ConfigError: The name of a schedule is unknown, or no schedule supports these sizes.
     """
     outcomes: list[CandidateOutcome] = []
     refused: dict[str, ScheduleError] = {}
@@ -84,8 +84,9 @@ def _simulate(
         try:
             candidate = _candidate(options, name, num_slices)
             if num_slices > 1:
-                # "hinted" chooses the order that it follows by the relative durations of actions.
-                # Attention makes backwards longer, and weight gradients shorter, than forwards.
+                # "hinted" follows an order that it chooses by the relative durations of actions.
+                # Compared with forward passes, attention makes backward passes longer and weight
+                # gradients shorter.
                 candidate = replace(candidate, pace=pace_of(profile, num_slices))
             outcomes.append(evaluate(candidate, options.microbatches, profile, seeds))
         except ScheduleError as error:
@@ -118,7 +119,7 @@ def _write_json(path: Path, outcomes: Sequence[CandidateOutcome]) -> None:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Formats help texts, with the default value of each option that has one."""
+    """Formats help texts, and adds the default value of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -131,67 +132,78 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     add = parser.add_argument
-    add("--stages", type=count, required=True, help="ranks of the pipeline")
-    add("--chunks", type=count, default=2, help="chunks per rank, if a schedule has several")
-    add("--microbatches", type=count, required=True, help="microbatches per step")
+    add("--stages", type=count, required=True, help="number of pipeline ranks")
+    text = "number of chunks per rank, for schedules that support several"
+    add("--chunks", type=count, default=2, help=text)
+    add("--microbatches", type=count, required=True, help="number of microbatches per step")
     text = f"schedules to compare: {', '.join(policy_names())}"
     add("--schedules", default=_SCHEDULES, metavar="A,B", help=text)
     work = parser.add_argument_group("work")
     add = work.add_argument
-    text = "measured times; see docs/reference/schedules.md"
+    text = "profile with measured times; see docs/reference/schedules.md"
     add("--profile", type=Path, metavar="FILE", help=text)
     for name, default, unit, text in (
-        ("forward", 1.0, "S", "seconds of a rank's forward"),
-        ("exchange", 0.0, "S", "seconds of all-to-alls in a forward, and in a backward"),
+        ("forward", 1.0, "S", "seconds of a rank's forward pass"),
+        ("exchange", 0.0, "S", "seconds of all-to-alls in a forward pass, and in a backward pass"),
         ("latency", 0.0, "S", "seconds until a message arrives at the next rank"),
-        ("occupancy", 0.0, "S", "seconds that a message occupies its link"),
+        ("occupancy", 0.0, "S", "seconds for which a message occupies its link"),
         ("jitter", 0.0, "SIGMA", "sigma of lognormal jitter per action"),
         ("microbatch-jitter", 0.0, "SIGMA", "sigma of lognormal jitter per microbatch"),
     ):
         add(f"--{name}", type=float, default=default, metavar=unit, help=text)
     text = "seconds of a rank's {} (default: --forward x (1 {} --attention-share))"
-    add("--backward", type=float, metavar="S", help=text.format("backward by inputs", "+"))
+    add("--backward", type=float, metavar="S", help=text.format("backward pass for inputs", "+"))
     add("--weight", type=float, metavar="S", help=text.format("weight gradients", "-"))
-    add("--exchanges", type=count, default=4, help="all-to-alls in a chunk's forward")
-    slow = "rank that is slower by this factor; may be repeated"
+    text = "number of all-to-alls in a chunk's forward pass"
+    add("--exchanges", type=count, default=4, help=text)
+    slow = "slow down a rank by this factor; may be repeated"
     add("--slow-rank", action="append", default=[], metavar="R:FACTOR", help=slow)
     _add_slices(parser)
     rule = parser.add_argument_group("run-time rules")
     add = rule.add_argument
-    add("--cap", type=float, metavar="MICROBATCHES", help="maximum activations per rank")
+    add("--cap", type=float, metavar="MICROBATCHES", help="maximum number of activations per rank")
     pieces = number(int, 0, 1000)
     add(
         "--weight-pieces",
         type=pieces,
         metavar="N",
-        help="parts of a weight gradient, 0 for a whole backward",
+        help="number of parts of each weight gradient, or 0 for a whole backward pass",
     )
-    add("--placement", choices=("loop", "v"), help="order of stages over the ranks; v for 2 chunks")
+    text = "order of the stages over the ranks; v requires 2 chunks"
+    add("--placement", choices=("loop", "v"), help=text)
     out = parser.add_argument_group("output")
     add = out.add_argument
-    add("--draws", type=count, default=20, help="simulated steps per schedule, with jitter")
+    text = "number of simulated steps per schedule, if there is jitter"
+    add("--draws", type=count, default=20, help=text)
     add("--seed", type=number(int, 0, 2**53), default=0, help="seed of the first draw")
-    add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as a picture")
+    add("--chart", type=Path, metavar="FILE.png", help="also draw the steps as an image")
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
 
 
 def _add_slices(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sequence slices").add_argument
-    text = "slices into which each microbatch is cut along its sequence; several numbers to compare"
+    text = (
+        "number of slices into which each microbatch is cut along its sequence; several numbers "
+        "to compare"
+    )
     add("--sequence-slices", type=_counts, default=[1], metavar="N,N", help=text)
     text = (
-        "attention's part of the time of a forward, from 0 to 1; its backward takes twice as long"
+        "attention's fraction of the time of a forward pass, from 0 to 1; its backward pass "
+        "takes twice as long"
     )
     add("--attention-share", type=number(float, 0, 1), default=0.0, metavar="SHARE", help=text)
     text = "whether slices have equal costs or equal numbers of tokens"
     add("--slice-cut", choices=SLICE_CUTS, default=SLICE_CUTS[0], help=text)
-    text = "seconds that each slice after the first adds to a rank's forward, and to its backward"
+    text = (
+        "seconds that each slice after the first adds to a rank's forward pass, and to its "
+        "backward pass"
+    )
     add("--slice-overhead", type=number(float, 0, 1e5), default=0.0, metavar="S", help=text)
 
 
 def _counts(text: str) -> list[int]:
-    """Parses whole numbers of at least 1, separated by commas."""
+    """Parses positive integers that are separated by commas."""
     return [count(part.strip()) for part in text.split(",")]
 
 
@@ -199,7 +211,9 @@ def _profile(options: argparse.Namespace, num_stages: int) -> StageProfile:
     factors = _rank_factors(options)
     if options.profile is not None:
         if factors is not None:
-            raise ConfigError("--slow-rank conflicts with --profile; set rank_factors there")
+            raise ConfigError(
+                "--slow-rank cannot be combined with --profile; set rank_factors in the profile"
+            )
         profile = load_profile(options.profile, num_stages=num_stages)
         return replace(
             profile,
@@ -240,9 +254,9 @@ def _check_work(options: argparse.Namespace, draws: int) -> None:
         if most > 1:
             slices = f" x --sequence-slices {most}"
         raise ConfigError(
-            f"--stages {options.stages} x --chunks {options.chunks} x --microbatches"
-            f" {options.microbatches}{slices} are {work:,} actions, drawn {draws} times, but at"
-            f" most {_MAX_ACTIONS:,} are allowed, and {_MAX_WORK:,} in all draws"
+            f"--stages {options.stages} x --chunks {options.chunks} x --microbatches "
+            f"{options.microbatches}{slices} are {work:,} actions in each of {draws} draws, but "
+            f"at most {_MAX_ACTIONS:,} are allowed per draw, and {_MAX_WORK:,} in all draws"
         )
 
 
@@ -276,11 +290,13 @@ def _candidate(options: argparse.Namespace, name: str, num_slices: int) -> Candi
 
 
 def _print_table(head: str, outcomes: Sequence[CandidateOutcome]) -> None:
-    """Prints each schedule's step time, speed-up over the first one, bubble and peak memory."""
+    """Prints each schedule's step time, speed-up over the first, bubble and peak memory."""
     first = outcomes[0].mean_s
     slowest = max(outcome.mean_s for outcome in outcomes)
     if not first:
-        raise ConfigError("all work takes 0 s; set --forward, --backward or --weight above 0")
+        raise ConfigError(
+            "all work takes 0 s; set --forward, --backward or --weight to a positive value"
+        )
     width = max(len(str(outcome.candidate)) for outcome in outcomes)
     is_sliced = any(outcome.candidate.num_slices > 1 for outcome in outcomes)
     efficiency = "efficiency  " * is_sliced

@@ -1,8 +1,8 @@
 """Prints the state of a job, for ``get_result.sh``.
 
-Reads the logs of a job on Slurm or on pods, and shows the job's state, its nodes and its progress.
-Log files may be large, missing or truncated. A job that Slurm requeued appends to the files of its
-earlier start.
+Reads the logs of a job on Slurm or in pods, and prints the job's state, nodes and progress. Log
+files may be large, missing or truncated. If Slurm requeues a job, the job appends to the files of
+its earlier start.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def main(argv: Sequence[str]) -> int:
     """Prints the state of a job.
 
     Returns:
-        1 if the job makes no progress, or a node was lost or reported an error; otherwise 0.
+        1 if the job is stalled, or a node was lost or reported an error; otherwise 0.
     """
     parser = CommandParser(prog=f"{PROGRAM} job status", description="Report the state of a job.")
     add = parser.add_argument
-    add("job", help="id of the job, which is the name of its folder of logs")
+    add("job", help="ID of the job, which is the name of its log folder")
     add("--log-dir", type=Path, default=WORK_FOLDER / "logs", help="LOG_DIR of conf.sh (logs)")
-    add("--follow", action="store_true", help="print again every 5 s until it has ended")
-    add("--json", action="store_true", help="print JSON; with --follow a line each time")
+    add("--follow", action="store_true", help="print again every 5 s until the job has finished")
+    add("--json", action="store_true", help="print JSON; with --follow, a line each time")
     options = parser.parse_args(argv)
     while True:
         status = read_status(options.job, options.log_dir)
         if not (status.state or status.nodes or status.iteration):
             raise SetupError(
-                f"{status.folder} contains no logs of a job, and Slurm does not know it; give a job"
-                " and, with --log-dir, the folder of its logs"
+                f"{status.folder} contains no logs of a job, and Slurm does not know this job; "
+                "pass the ID of a job and, with --log-dir, the folder of its logs"
             )
         if options.json:
             print(json.dumps(asdict(status), indent=None if options.follow else 2), flush=True)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _text(status: JobStatus) -> str:
     reason = f" ({status.reason})" if status.reason else ""
-    lines = [f"job {status.job}: {status.state or 'not known to Slurm'}{reason}"]
+    lines = [f"job {status.job}: {status.state or 'unknown to Slurm'}{reason}"]
     nodes = [line for node in status.nodes for line in _node_lines(node)]
     return "\n".join([*lines, *summary(status), *nodes])
 
@@ -74,7 +74,7 @@ def summary(status: JobStatus) -> list[str]:
     """Returns lines of text that describe a job's progress and problems."""
     lines = [f"LOST: node {name}: {why}" for name, why in status.lost.items()]
     if not status.nodes:
-        lines.append(f"no logs in {status.folder} yet; give another LOG_DIR with --log-dir")
+        lines.append(f"no logs in {status.folder} yet; pass a different LOG_DIR with --log-dir")
     elif status.iteration is None:
         lines.append("no iteration yet")
     else:
@@ -85,15 +85,18 @@ def summary(status: JobStatus) -> list[str]:
             f" {status.since_s:.0f} s ago"
         )
     if status.is_stalled:
-        lines.append("STALLED: no iteration for over 5 times the usual time; see each node's use")
+        lines.append(
+            "STALLED: no iteration for over 5 times the usual time; see the resource use of "
+            "each node"
+        )
     for name, requested, effective in status.differences:
-        lines.append(f"DIFFERENT: {name} is {effective}, {requested} was requested")
+        lines.append(f"DIFFERENT: {name} is {effective}, but {requested} was requested")
     return lines
 
 
 def _node_lines(node: NodeStatus) -> list[str]:
     if node.is_former:
-        return [f"--- {node.name}: took part in an earlier start of the job only"]
+        return [f"--- {node.name}: took part only in an earlier start of the job"]
     lines = [f"--- {node.name}: {_use(node)}"]
     for title, lines_of_kind in (
         ("error", node.errors),
@@ -107,7 +110,7 @@ def _node_lines(node: NodeStatus) -> list[str]:
 
 def _use(node: NodeStatus) -> str:
     if node.use is None:
-        return "no sample of its use"
+        return "no sample of its resource use"
     gpus = [
         f"GPU {gpu['index']} {gpu['used_percent']}% "
         f"{gpu['memory_used_bytes'] / _GIB:.1f} GiB, {len(gpu.get('pids', ()))} processes"
@@ -128,7 +131,7 @@ _MEDIAN_OF = 50
 _STALLED = 5
 _LEAST_STALL_S = 30.0
 _SILENT_S = 15.0
-"""A node that sends no sample for this time in seconds (three intervals) is reported as lost."""
+"""Seconds (three intervals) after which a node that sends no samples is reported as lost."""
 _RUNNING = ("RUNNING", "COMPLETING", "")
 _GOOD_ENDS = ("COMPLETED", "CANCELLED", "PENDING", "REQUEUED", "SUSPENDED", "PREEMPTED", "TIMEOUT")
 _GOES_ON = (
@@ -190,7 +193,7 @@ def node_names(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Returns the content of a job's ``run.json``, empty if the file is missing or damaged.
+    """Returns the content of a job's ``run.json``; empty if the file is missing or damaged.
 
     Secrets are masked, because older versions wrote them to the file.
     """
@@ -226,7 +229,7 @@ def tail(path: Path) -> list[str]:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """Yields all lines of a file; yields no lines if the file is missing."""
+    """Yields all lines of a file, or no lines if the file is missing."""
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -236,11 +239,11 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def samples_of(path: Path, latest: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields the samples of a node's resource use; skips damaged lines.
+    """Yields the samples of a node's resource use, and skips damaged lines.
 
     Args:
-        path: Path of the node's file of samples.
-        latest: Whether to yield only the latest sample instead of all.
+        path: Path of the file with the node's samples.
+        latest: Whether to yield only the latest sample.
     """
     lines: Iterator[str] = iter(reversed(tail(path))) if latest else lines_of(path)
     for line in lines:
@@ -267,7 +270,7 @@ def _is_sample(sample: Any) -> bool:
 
 
 def count_messages(*paths: Path) -> dict[str, Counter[str]]:
-    """Counts how often each error line and each warning line occurs in some files."""
+    """Counts how often each error line and each warning line occurs in the files."""
     counters: dict[str, Counter[str]] = {"error": Counter(), "warning": Counter()}
     for path in paths:
         for line in lines_of(path):
@@ -278,13 +281,13 @@ def count_messages(*paths: Path) -> dict[str, Counter[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmState:
-    """Describes a job as Slurm reports it. All attributes are empty if Slurm does not know the job.
+    """State of a job in Slurm. All attributes are empty if Slurm does not know the job.
 
     Attributes:
         state: State of the job, such as ``RUNNING``.
-        user: Name of the user who owns the job.
+        user: Name of the job's owner.
         reason: Reason why the job is waiting.
-        nodes: State of each node of the job by name, such as ``allocated`` or ``down``.
+        nodes: State of each of the job's nodes by name, such as ``allocated`` or ``down``.
     """
 
     state: str = ""
@@ -295,16 +298,16 @@ class SlurmState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """Summarizes a node's log files.
+    """Summary of a node's log files.
 
     Attributes:
-        name: Name of the node, which begins the names of its files.
+        name: Name of the node, with which the names of its files begin.
         out: Last lines of the node's standard output.
         err: Last lines of the node's standard error.
         errors: Last distinct lines of both files that report an error.
         warnings: Last distinct lines of both files that report a warning.
-        use: Latest sample of the node's resource use, ``None`` if there is none.
-        is_former: Whether the node took part only in an earlier start of the job.
+        use: Latest sample of the node's resource use; ``None`` if there is no sample.
+        is_former: Whether the node only took part in an earlier start of the job.
     """
 
     name: str
@@ -318,26 +321,26 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """Summarizes a job.
+    """Summary of a job.
 
     Attributes:
-        job: Id of the job.
-        state: Slurm's state of the job, empty if Slurm has no such job.
-        reason: Reason why the job is waiting, empty if it is not waiting.
+        job: ID of the job.
+        state: State of the job in Slurm; empty if Slurm does not know the job.
+        reason: Reason why the job is waiting; empty if it is not waiting.
         folder: Path of the job's log folder.
         nodes: Summaries of the nodes' log files. The entry ``batch`` describes the output of
             Slurm's batch script.
-        lost: Reason why each lost node counts as lost, by the node's name.
-        iteration: Latest iteration, ``None`` before the first.
-        iterations: Number of iterations of the whole training run.
-        iteration_ms: Median duration of an iteration in milliseconds, over the latest iterations.
+        lost: Reason why each lost node is considered lost, by the node's name.
+        iteration: Latest iteration; ``None`` before the first iteration.
+        iterations: Number of iterations in the whole training run.
+        iteration_ms: Median duration of the latest iterations, in milliseconds.
         tokens_per_s: Tokens per second, summed over all ranks.
-        since_s: Time in seconds since the latest iteration was reported.
-        is_over: Whether the job has ended and will not continue.
-        is_stalled: Whether the job is running without progress: the latest iteration is older than
-            five times ``iteration_ms``, and older than 30 s.
+        since_s: Seconds since the latest iteration was reported.
+        is_over: Whether the job has finished and will not continue.
+        is_stalled: Whether the job is running without progress, which means that the latest
+            iteration is older than five times ``iteration_ms``, and older than 30 s.
         requested: Variables of the configuration, by name.
-        effective: Values of these variables that the run itself reported, by name.
+        effective: Values of these variables as reported by the run, by name.
         differences: Name, requested value and effective value of each variable whose values differ.
     """
 
@@ -360,21 +363,21 @@ class JobStatus:
 
     @property
     def has_errors(self) -> bool:
-        """Returns whether a node was lost, or reported an error since the job's latest start."""
+        """Whether a node was lost, or has reported an error since the job's latest start."""
         return bool(self.lost) or any(node.errors for node in self.nodes if not node.is_former)
 
 
 def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> JobStatus:
-    """Summarizes a job from the last lines of its log files.
+    """Summarizes a job based on the last lines of its log files.
 
     Args:
-        job: Id of the job, which is also the name of its log folder.
+        job: ID of the job, which is also the name of its log folder.
         logs: Folder that contains one log folder per job.
-        progress: Reader of the job's progress file, which must be up to date. ``None`` to create
-            one.
+        progress: Reader of the job's progress file, which must be up to date; ``None`` to create a
+            reader.
 
     Raises:
-        SetupError: Neither Slurm nor the logs contain the job, or it belongs to another user.
+        SetupError: Neither Slurm nor the logs contain the job, or the job belongs to another user.
     """
     folder = logs / job
     slurm_job = slurm_state(job)
@@ -383,8 +386,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     if progress is None:
         progress = progress_of(folder, record)
         progress.refresh()
-    # Skip lines that were written before the job's latest start. The tolerance of a few seconds
-    # allows for differences between the nodes' clocks.
+    # Skip lines from before the job's latest start. A tolerance of a few seconds allows for
+    # differences between the nodes' clocks.
     since_ns = max(
         progress.start.get("unix_ns", 0), (record.get("started_unix_s", 0.0) - _SILENT_S / 3) * 1e9
     )
@@ -392,7 +395,8 @@ def read_status(job: str, logs: Path, progress: ProgressTail | None = None) -> J
     ended = progress.ended_ns >= since_ns and bool(progress.ended)
     nodes = _read_nodes(folder, record)
     lost = {} if ended else _lost(slurm_job, nodes)
-    # Show the batch script's output like a node, because Slurm reports in it which node failed.
+    # Show the batch script's output like a node's output, because Slurm reports there which node
+    # failed.
     if (logs / f"{job}.batch").is_file():
         nodes += (_node(folder, "batch", tail(logs / f"{job}.batch"), []),)
     latest = lines[-1] if lines else {}
@@ -434,29 +438,29 @@ def _read_nodes(folder: Path, record: Mapping[str, Any]) -> tuple[NodeStatus, ..
 
 
 def _is_over(slurm_job: SlurmState, nodes: Sequence[NodeStatus], *, has_ended: bool) -> bool:
-    """Returns whether a job has ended: by Slurm's state if known, else by the nodes' samples."""
+    """Returns whether a job has finished, based on Slurm's state or else on the nodes' samples."""
     if slurm_job.state:
         return slurm_job.state not in _GOES_ON
     return has_ended or all(node.use and node.use.get(ENDED) for node in nodes)
 
 
 def slurm_rows(command: Sequence[str]) -> list[list[str]]:
-    """Runs a Slurm program and returns the columns of each row; no rows if the program fails."""
+    """Runs a Slurm program, and returns the columns of each row, or no rows if it fails."""
     with contextlib.suppress(SetupError):
         return [line.split("|") for line in slurm(command).splitlines() if "|" in line]
     return []
 
 
 def slurm_state(job: str) -> SlurmState:
-    """Returns Slurm's state of a job; for a heterogeneous job, the state of its first part.
+    """Returns a job's state in Slurm; for a heterogeneous job, the state of its first part.
 
-    Asks ``squeue`` first, because ``sacct`` may be out of date.
+    Queries ``squeue`` first, because ``sacct`` may be out of date.
     """
     for command in (
         ["squeue", "-h", "-j", job, "-o", "%T|%u|%r|%N"],
         ["sacct", "-n", "-X", "-P", "-j", job, "-o", "state,user,reason,nodelist"],
     ):
-        # The list is empty if Slurm has forgotten the job, or does not keep accounts.
+        # The list is empty if Slurm has forgotten the job, or accounting is off.
         rows = [row for row in slurm_rows(command) if len(row) > 3] if job.isdigit() else []
         if rows:
             node_list = ",".join(row[3] for row in rows if row[3] and not row[3].startswith("None"))
@@ -474,17 +478,19 @@ def _check_known(job: str, folder: Path, slurm_job: SlurmState) -> None:
     if folder.is_dir():
         if os.access(folder, os.R_OK | os.X_OK):
             return
-        raise SetupError(f"job {job}: this user cannot read {folder}; ask its owner for permission")
+        raise SetupError(
+            f"job {job}: this user cannot read {folder}; ask the owner of the folder for permission"
+        )
     if not slurm_job.state:
         raise SetupError(
-            f"job {job}: Slurm does not know it and there is no {folder}; give the folder of logs "
-            "with --log-dir, or see squeue for the ids"
+            f"job {job}: Slurm does not know this job, and {folder} does not exist; pass the log "
+            "folder with --log-dir, or run squeue to see the IDs of jobs"
         )
     user = pwd.getpwuid(os.getuid()).pw_name
     if slurm_job.user and slurm_job.user != user:
         raise SetupError(
-            f"job {job} ({slurm_job.state}) belongs to {slurm_job.user}, not {user}, and there is"
-            f" no {folder}; give the LOG_DIR of {slurm_job.user} with --log-dir"
+            f"job {job} ({slurm_job.state}) belongs to {slurm_job.user}, not {user}, and "
+            f"{folder} does not exist; pass the LOG_DIR of {slurm_job.user} with --log-dir"
         )
 
 
@@ -497,11 +503,11 @@ def _is_former(node: NodeStatus, record: Mapping[str, Any]) -> bool:
 
 
 def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
-    """Returns the reason why each lost node counts as lost, by the node's name.
+    """Returns the reason why each lost node is considered lost, by the node's name.
 
-    A node is lost if Slurm reports it, or if its samples have stopped while the job runs. After the
-    end of the job, samples are ignored if Slurm reports on the node, because processes may have
-    been killed before they could write a last sample.
+    A node is lost if Slurm reports so, or if its samples have stopped while the job is running.
+    After the job has finished, samples are ignored if Slurm reports the node's state, because
+    processes may have been killed before they could write a last sample.
     """
     reasons: dict[str, str] = {}
     if slurm_job.state in _GOOD_ENDS:
@@ -509,8 +515,8 @@ def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str
     for name, state in slurm_job.nodes.items():
         text = state.lower()
         if text.endswith("*") or any(text.startswith(prefix) for prefix in _LOST_STATES):
-            reasons[name] = f"Slurm says it is {state.rstrip('*')}" + (
-                " and does not answer" if text.endswith("*") else ""
+            reasons[name] = f"Slurm reports that it is {state.rstrip('*')}" + (
+                " and not responding" if text.endswith("*") else ""
             )
     now_s = time.time()
     for node in nodes:
@@ -520,7 +526,7 @@ def _lost(slurm_job: SlurmState, nodes: tuple[NodeStatus, ...]) -> dict[str, str
             continue
         silent_s = now_s - node.use["unix_s"]
         if silent_s > _SILENT_S:
-            reasons.setdefault(node.name, f"no sign of it for {silent_s:.0f} s")
+            reasons.setdefault(node.name, f"it has sent no sample for {silent_s:.0f} s")
     return reasons
 
 
@@ -547,8 +553,9 @@ def progress_of(
 
     Args:
         folder: Folder of the job's logs.
-        record: Content of the job's ``run.json``. Its flags may name another folder for progress.
-        kept: Number of latest lines to keep in memory, ``None`` for all.
+        record: Content of the job's ``run.json``. Its flags may specify a different folder for the
+            progress file.
+        kept: Number of latest lines to keep in memory; ``None`` to keep all lines.
     """
     path = progress_file(folder)
     named = last_value(record.get("flags", []), "--progress-dir")
@@ -563,7 +570,7 @@ def _median(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _effective_sizes(start: Mapping[str, Any], latest: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sizes that a run reported, by their variable names in ``conf.sh``."""
+    """Returns the sizes that a run reported, by the names of the variables in ``conf.sh``."""
     sizes = {name: start.get(key) for name, key in _SIZES.items()}
     if latest:
         sizes["TRAIN_ITERS"] = start.get("total_iterations")

@@ -1,4 +1,4 @@
-"""Writes the batch script of a Slurm job and submits it with ``sbatch``."""
+"""Writes the batch script of a Slurm job, and submits it with ``sbatch``."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from megatron.adaptive.errors import ConfigError, SetupError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks the configuration, writes the batch script and submits it to Slurm."""
+    """Checks the configuration, writes the batch script, and submits it to Slurm."""
     parser = CommandParser(
-        prog=f"{PROGRAM} job submit", description="Write the script of a Slurm job and submit it."
+        prog=f"{PROGRAM} job submit",
+        description=("Write the batch script of a Slurm job, and submit it."),
     )
     add = parser.add_argument
     conf_file = WORK_FOLDER / "conf.sh"
-    text = "configuration (conf.sh)"
+    text = "configuration file (conf.sh)"
     add("conf", nargs="?", type=Path, default=conf_file, help=text)
     add("--dry-run", action="store_true", help="only print the script")
-    add("--plan", type=Path, help="plan file, instead of the one in conf.sh")
+    add("--plan", type=Path, help="plan file to use instead of the one in conf.sh")
     add("--set", action="append", default=[], metavar="NAME=VALUE", dest="changes")
     options = parser.parse_args(argv)
     conf = load_conf(options.conf, options.changes, options.plan)
@@ -49,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    slurm(["sbatch", "--version"])  # fails before files are written if there is no Slurm
+    slurm(["sbatch", "--version"])  # fails before files are written if Slurm is missing
     make_folder(settings.parent)
     job = submit(conf, script, settings)
     show(f"job {job}: logs in {logs / str(job)}")
     watch = shlex.join(
         ["bash", str(WORK_FOLDER / "get_result.sh"), str(job), "--log-dir", str(logs)]
     )
-    show(f"watch it: {watch}")
+    show(f"to watch it, run {watch}")
     return 0
 
 
@@ -80,7 +81,7 @@ export MASTER_PORT=${port:-$((%FIRST% + SLURM_JOB_ID % %PORTS%))}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): logs in $run"
 
-# Nodes of the job whose slurmd does not answer.
+# Prints the nodes of the job whose slurmd does not answer.
 lost() {
   local host port
   port=$(scontrol show config | awk '$1 == "SlurmdPort" { sub(/-.*/, "", $3); print $3 }')
@@ -93,13 +94,13 @@ status=0
 %SRUN% "$python" -m megatron.adaptive job node slurm "$settings" "$run" || status=$?
 again=''
 if ((status == %EARLY%)); then
-  again='the time was nearly over'
+  again='the time limit was near'
 elif ((status)) && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
-  again='another job takes the nodes'
+  again='a job with higher priority preempted this job'
 elif ((status)); then
   gone=$(lost)
   if [[ -n $gone ]]; then
-    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or was cut off" >&2
+    echo "error: job $SLURM_JOB_ID lost node$gone: it crashed or has no network" >&2
     again='a node was lost'
   fi
 fi
@@ -110,25 +111,25 @@ _REQUEUE = """if [[ -n $again ]]; then
 fi
 """
 _END = """if [[ -n $again ]]; then
-  echo "$again: the job ends, as REQUEUE=false says"
+  echo "$again: the job ends because of REQUEUE=false"
 fi
 """
 
 
 def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Runs a Slurm program and returns its output.
+    """Runs a Slurm program, and returns its output.
 
     Args:
         command: Command line of the program.
-        variables: Environment variables to add to those of this process, ``None`` to add none.
+        variables: Environment variables to add to those of this process; ``None`` to add none.
 
     Raises:
         SetupError: The program is missing or fails, or Slurm does not answer.
     """
     if shutil.which(command[0]) is None:
         raise SetupError(
-            f"there is no {command[0]} here: run this on a login node of the cluster, or use "
-            "run_master.sh and run_worker.sh on nodes without Slurm"
+            f"{command[0]} is not installed on this machine: run this command on a login node of "
+            "the cluster, or use run_master.sh and run_worker.sh on nodes without Slurm"
         )
     try:
         done = subprocess.run(
@@ -141,7 +142,7 @@ def slurm(command: Sequence[str], variables: Mapping[str, str] | None = None) ->
         )
     except subprocess.TimeoutExpired:
         raise SetupError(
-            f"{command[0]} did not answer within {_LIMIT_S:g} s; check that slurmctld runs"
+            f"{command[0]} did not answer within {_LIMIT_S:g} s; check that slurmctld is running"
         ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -155,15 +156,15 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
     Args:
         conf: Configuration of the launch.
-        settings: Path of the settings file (see :func:`settings_text`), on storage that all nodes
+        settings: Path of the settings file (see :func:`settings_text`), in storage that all nodes
             share.
 
     Raises:
-        ConfigError: A setting that Slurm needs is missing, or an option contains a secret.
+        ConfigError: A setting that Slurm requires is missing, or an option contains a secret.
     """
     if conf.processes is None:
         name = "NNODES" if conf.nodes is None else "NPROC_PER_NODE"
-        raise ConfigError(f"{name} is not set, but Slurm needs the number; set it")
+        raise ConfigError(f"{name} is not set, but Slurm requires this number; set it")
     logs = conf.path("LOG_DIR")
     head = ["#!/bin/bash", *_directives(_job_options(conf, logs))]
     for index, group in enumerate(conf.groups):
@@ -185,7 +186,7 @@ def batch_script(conf: LaunchConf, settings: Path) -> str:
 
 
 def _hosts(conf: LaunchConf) -> str:
-    """Returns shell commands that print the job's host names in the order of the node ranks."""
+    """Returns shell commands that print the job's host names, ordered by node rank."""
     names = ["SLURM_JOB_NODELIST"]
     if len(conf.groups) > 1:
         names = [f"SLURM_JOB_NODELIST_HET_GROUP_{index}" for index in range(len(conf.groups))]
@@ -203,8 +204,8 @@ def _job_options(conf: LaunchConf, logs: Path) -> list[str]:
     user_options = shlex.split(conf["SLURM_FLAGS"] or "")
     if (shown := masked(user_options)) != user_options:
         raise ConfigError(
-            f"SLURM_FLAGS={shlex.join(shown)}: contains a secret, which every user could read in"
-            " the script; set the variable in conf.sh, or export it before job submit"
+            f"SLURM_FLAGS={shlex.join(shown)}: contains a secret, which every user could read in "
+            "the script; set the variable in conf.sh, or export it before job submit"
         )
     return options + user_options
 
@@ -223,7 +224,7 @@ def _group_options(conf: LaunchConf, group: LaunchGroup) -> list[str]:
     if conf["DEVICE"] == "gpu" and group.gres != "none":
         kind, _, model = group.gres.partition(":")
         amount = f"{model}:{group.processes}" if model else str(group.processes)
-        # Use --gpus-per-node, because with --gpus-per-task and a GPU type, Slurm would leave
+        # Use --gpus-per-node: with --gpus-per-task and a GPU type, Slurm would leave
         # CUDA_VISIBLE_DEVICES empty.
         options.append(
             f"--gpus-per-node={amount}"
@@ -255,7 +256,7 @@ def _srun(conf: LaunchConf) -> list[str]:
 
 
 def settings_text(conf: LaunchConf) -> str:
-    """Returns the settings for a job's nodes as JSON. Secrets are included by name only."""
+    """Returns the settings for a job's nodes as JSON. Only the names of secrets are included."""
     settings = {"conf": conf.texts(), "folder": str(conf.folder), "secrets": [*conf.secrets]}
     return json.dumps(settings, indent=2) + "\n"
 
@@ -269,14 +270,14 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         settings: Path of the settings file. The script is written next to it.
 
     Returns:
-        Slurm's id of the new job.
+        ID of the new job in Slurm.
 
     Raises:
-        ConfigError: The folder of logs cannot be written, or Slurm refuses the job.
+        ConfigError: The log folder cannot be written, or Slurm rejects the job.
         SetupError: Slurm is missing or does not answer.
     """
     with open(settings, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(settings_text(conf))  # may contain a secret, in TRAINER_FLAGS
+        file.write(settings_text(conf))  # TRAINER_FLAGS may contain a secret
     path = settings.with_suffix(".sbatch")
     path.write_text(script)
     os.chmod(path, 0o755)
@@ -284,10 +285,10 @@ def submit(conf: LaunchConf, script: str, settings: Path) -> int:
         output = slurm(["sbatch", "--parsable", str(path)], conf.secrets)
     except SetupError as error:
         raise ConfigError(
-            f"Slurm refuses the job ({error}); see NNODES, NPROC_PER_NODE, SLURM_PARTITION, "
+            f"Slurm rejected the job ({error}); check NNODES, NPROC_PER_NODE, SLURM_PARTITION, "
             f"SLURM_GRES, SLURM_ACCOUNT, SLURM_TIME and SLURM_FLAGS, sinfo, and the script {path}"
         ) from error
     match = _SUBMITTED.match(output.strip())
     if match is None:
-        raise SetupError(f"sbatch printed {output.strip()!r}, which contains no job id; see squeue")
+        raise SetupError(f"sbatch printed {output.strip()!r}, which contains no job ID; see squeue")
     return int(match[1])

@@ -1,7 +1,7 @@
-"""``job top``: shows in the terminal what each rank of a run is doing now.
+"""Implements ``job top``, which shows in the terminal what each rank of a run is doing now.
 
-It shows each rank's current action, the progress of training, step time, tokens per second, loss,
-bubble (fraction of idle time), waits and memory. For a finished run, it shows the last state::
+Shows each rank's current action, the training progress, step time, tokens per second, loss, bubble
+(fraction of idle time), waits and memory. For a finished run, shows the last state::
 
     run 17-4 · adaptive · 2 stages x 1 chunk                              running, 0.2 s old
     iteration 45 of 60 ━━━━━━━━━━━━━╸━━━━ 75%, 4.0 s left
@@ -40,14 +40,14 @@ from megatron.adaptive.trace.trace_format import DRAWN_ACTIONS, SLICES
 
 PERIOD_S = 0.5
 PIPE_ROWS = 1000
-"""Maximum number of lines of the table of ranks if the output is not a terminal."""
+"""Maximum number of lines in the table of ranks if the output is not a terminal."""
 
 PIPE_COLUMNS = 160
 """Width of a frame in columns if the output is not a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows a run until Ctrl-C if the output is a terminal; otherwise prints one frame."""
+    """Shows a run until Ctrl-C if the output is a terminal. Otherwise prints one frame."""
     options = _parser().parse_args(argv)
     width = options.width
     if width is None and not sys.stdout.isatty():
@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
             snapshot = run.refresh()
             if not snapshot.is_begun:
                 raise TraceError(
-                    f"{snapshot.folder}: no run has written to this folder yet; give the folder of"
-                    " a run or its traces"
+                    f"{snapshot.folder}: no run has written to this folder yet; pass the folder "
+                    "of a run or its traces"
                 )
             console.print(draw(snapshot, console.width, None))
     return 0
@@ -85,28 +85,29 @@ def _watch(run: LiveRun, console: Console, interval_s: float) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"{PROGRAM} job top",
-        description="Show the current or last state of a run. Ctrl-C quits.",
+        description="Show the current or last state of a run. Press Ctrl-C to quit.",
     )
     seconds = number(float, 0.05, 3600, "time in seconds")
     columns = number(int, 40, 1000, "number of columns")
     run = "folder of the run, or of its traces (default: the newest run here)"
-    period = f"time between two frames ({PERIOD_S})"
+    period = f"time between two frames in seconds ({PERIOD_S})"
     add = parser.add_argument
     add("run", nargs="?", type=Path, metavar="DIR", help=run)
     add("--once", action="store_true", help="print one frame and exit")
     add("--interval", type=seconds, default=PERIOD_S, metavar="SECONDS", help=period)
-    add("--width", type=columns, metavar="COLUMNS", help="width of a frame (the terminal's)")
+    text = "width of a frame (default: width of the terminal)"
+    add("--width", type=columns, metavar="COLUMNS", help=text)
     return parser
 
 
 WIDE = 96
-"""Minimum width of the terminal, in columns, for tables that include the ``step`` column."""
+"""Minimum width of the terminal in columns for tables with the column ``step``."""
 
 BAR = 14
-"""Length in columns of the bar that shows how a rank spends a step."""
+"""Length of the bar that shows how a rank spends a step, in columns."""
 
 CURVE = 16
-"""Maximum number of points in the curve of the loss. A point takes one column."""
+"""Maximum number of points in the loss curve. Each point takes one column."""
 
 _STATES = {
     "running": "bold green",
@@ -126,9 +127,9 @@ def draw(snapshot: Snapshot, width: int, height: int | None = None) -> Renderabl
 
     Args:
         snapshot: Snapshot of the run.
-        width: Columns of the terminal.
-        height: Rows of the terminal, ``None`` for :data:`PIPE_ROWS` lines. If one line per rank
-            does not fit, the table has one line per stage.
+        width: Width of the terminal in columns.
+        height: Height of the terminal in lines; ``None`` for :data:`PIPE_ROWS` lines. If a line per
+            rank does not fit, the table has a line per stage.
     """
     parts: list[RenderableType] = [_title(snapshot)]
     if snapshot.iteration or snapshot.total_iterations:
@@ -232,7 +233,7 @@ def _rank_table(ranks: Sequence[LiveRank], width: int) -> Table:
 
 
 def _table(columns: str) -> Table:
-    """Creates a table without rows. Text columns are left-aligned, number columns right-aligned."""
+    """Creates a table without rows. Text columns are left-aligned; number columns right-aligned."""
     table = Table(box=None, padding=(0, 0, 0, 1), header_style="dim")
     for name in columns.split():
         is_text = name in ("now", "step", "waits", "slow")
@@ -241,11 +242,11 @@ def _table(columns: str) -> Table:
 
 
 def _stage_table(snapshot: Snapshot, width: int, room: int) -> Table:
-    """Creates the table of stages: each stage's current activity, and median and worst figures.
+    """Creates the table of stages: current activity, and median and worst values of each stage.
 
     Args:
         snapshot: Snapshot of the run.
-        width: Columns of the terminal.
+        width: Width of the terminal in columns.
         room: Maximum number of stages to show.
     """
     waits = "waits" if width >= WIDE else ""
@@ -331,7 +332,7 @@ def _bar(rank: LiveRank) -> Text:
 
 
 def _waits(waits: Mapping[str, float]) -> Text:
-    """Returns the cause of most of the waiting time, with its fraction of the step."""
+    """Returns the cause with the most waiting time, and its fraction of the step."""
     cause = max(waits, key=lambda cause: waits[cause], default="")
     if waits.get(cause, 0.0) < 0.005:
         return Text()
@@ -343,7 +344,7 @@ def _mark(rank: LiveRank) -> Text:
 
 
 def _findings(snapshot: Snapshot) -> list[str]:
-    """Returns lines about the three diagnosed problems whose repair would save the most time."""
+    """Returns lines about the three diagnosed problems whose fixes would save the most time."""
     return [
         f"gain {finding['gain']:.1%}: {finding['headline']}; {finding['do']}"
         for finding in sorted(snapshot.findings, key=lambda finding: -finding["gain"])[:3]
@@ -359,10 +360,10 @@ def _notes(snapshot: Snapshot) -> list[str]:
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """Draws values as a line of block characters, whose eight heights span minimum to maximum."""
+    """Draws values as a line of block characters with eight heights from minimum to maximum."""
     if len(values) < 2:
         return ""
-    if len(values) > CURVE:  # Keep evenly spaced values.
+    if len(values) > CURVE:  # keep evenly spaced values
         step = (len(values) - 1) / (CURVE - 1)
         values = [values[round(index * step)] for index in range(CURVE)]
     low = min(values)

@@ -1,4 +1,4 @@
-"""``trace``: prints a run's figures, writes its views, diagnoses it, and imports other traces.
+"""Implements ``trace``: prints a run's figures, writes views, diagnoses and imports traces.
 
 python -m megatron.adaptive trace runs/latest --format html,xlsx --output-dir views
 python -m megatron.adaptive trace diagnose runs/latest
@@ -7,8 +7,8 @@ python -m megatron.adaptive trace diff runs/before runs/after
 python -m megatron.adaptive trace import trace.parquet --output traces
 
 The scripts ``process_trace.py`` and ``visualize_trace.py`` do parts of this work with older flags.
-They read the JSON lines in a run's folder ``traces`` or, without such a folder, a trace in text
-form, ``trace_pipeline_<p>_model_chunks_<c>.txt``.
+They read the JSON lines in a run's folder ``traces`` or, if there is no such folder, a text trace
+named ``trace_pipeline_<p>_model_chunks_<c>.txt``.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ _MOST_KERNELS = 100
 _KERNELS_SHOWN = 15
 _KERNEL_WIDTH = 60
 MOST_LAYERS = 4
-"""Maximum number of layers in the report on experts; the most unevenly loaded are shown."""
+"""Maximum number of layers in the report about experts. The layers with the most uneven load are
+shown.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the figures of a run and writes its views; returns the exit status."""
+    """Prints the figures of a run, writes its views, and returns the exit status."""
     parser = _parser(
-        _TRACE,
-        "Print where the time of a step went on each pipeline rank, and write the views of the "
-        "run.",
+        _TRACE, "Print how each pipeline rank spent the time of a step, and write views of the run."
     )
     return _show(parser, argv, formats="all")
 
 
 def process(argv: Sequence[str]) -> int:
-    """Prints a run's figures and writes its events as JSON. ``process_trace.py`` also calls this.
+    """Prints a run's figures, and writes its events as JSON. Also used by ``process_trace.py``.
 
-    Returns 0; an expected error is raised as an ``AdaptiveError``.
+    Returns 0, and raises expected errors as ``AdaptiveError``.
     """
     (events,) = find_views(["perfetto"])
     parser = _parser(
@@ -93,21 +93,21 @@ def process(argv: Sequence[str]) -> int:
 
 
 def visualize(argv: Sequence[str]) -> int:
-    """Draws the executed actions of one iteration. ``visualize_trace.py`` also calls this.
+    """Draws the executed actions of one iteration. Also used by ``visualize_trace.py``.
 
-    Returns 0; an expected error is raised as an ``AdaptiveError``.
+    Returns 0, and raises expected errors as ``AdaptiveError``.
     """
     parser = _parser(
         f"{_TRACE} draw",
-        "Draw the executed order of one iteration: a row per stage, forward blue, backward "
-        "green, shaded by chunk, waits by cause, idle grey.",
+        "Draw the order in which one iteration was executed: a row per stage, forward passes "
+        "blue, backward passes green, shaded by chunk, waits by cause, idle time grey.",
         by_shape=True,
     )
     return _show(parser, argv, formats="xlsx,png", report=False)
 
 
 def diagnose_run(argv: Sequence[str]) -> int:
-    """Prints the causes that slow a run, or the calls on which it hangs; returns the exit status.
+    """Prints why a run is slow, or which calls it hangs in; returns the exit status.
 
     If the folder contains dumps of torch's flight recorder, the job is assumed to hang.
     """
@@ -124,10 +124,9 @@ def diagnose_run(argv: Sequence[str]) -> int:
     names = ", ".join(cause.name for cause in built_in_causes())
     parser = _parser(
         f"{_TRACE} diagnose",
-        "Find the rank, the link or the data that slows a run, and a remedy. "
-        f"Searches for: {names}. With a folder of dumps of torch's flight recorder "
-        "(names end with trace_rank_N or _dump_N), find the collective that hangs and the "
-        "late ranks.",
+        "Find the rank, link or data that slows down a run, and suggest a fix. Searches for: "
+        f"{names}. For a folder with dumps of torch's flight recorder (names end with "
+        "trace_rank_N or _dump_N), find the collective that hangs and the late ranks.",
     )
     help_text = "also search for your own cause, package.module:Class; may be repeated"
     add = parser.add_argument
@@ -141,10 +140,10 @@ def what_if_run(argv: Sequence[str]) -> int:
 
     parser = _parser(
         f"{_TRACE} whatif",
-        "Simulate the recorded steps with other times: how much the run loses, on which ranks, and"
-        " what each repair would gain.",
+        "Simulate the recorded steps with changed times: how much time the run loses, on which "
+        "ranks, and what each fix would gain.",
     )
-    help_text = "draw where time is lost here, as PNG"
+    help_text = "draw where time is lost, and write the image to this PNG file"
     parser.add_argument("--picture", type=Path, metavar="FILE", help=help_text)
     return _answer(parser, argv, lambda run, iterations, arguments: what_if(run, iterations))
 
@@ -155,13 +154,13 @@ def _answer(
     find: Callable[..., Any],
     find_other: Callable[[Path | None], Any] | None = None,
 ) -> int:
-    """Analyzes a run and prints the result; also draws a picture if requested.
+    """Analyzes a run, prints the result, and draws an image if requested.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        find: Function that analyzes a run, given the run, its iterations and the parsed flags.
-        find_other: Function that analyzes a folder with files other than traces. It returns
+        find: Function that analyzes a run. It takes the run, its iterations and the parsed flags.
+        find_other: Function that analyzes a folder with files other than traces, and returns
             ``None`` if the folder contains traces. ``None`` if only traces are supported.
     """
     help_text = "print the result as JSON instead of text"
@@ -182,7 +181,7 @@ def _answer(
 
 
 def _print_result(result: Any, *, as_json: bool) -> None:
-    """Prints the notes of a result as warnings, then the result as text or JSON."""
+    """Prints the notes of a result as warnings, and then the result as text or JSON."""
     for line in result.notes:
         show(f"warning: {line}", file=sys.stderr)
     if as_json:
@@ -197,14 +196,16 @@ def compare(argv: Sequence[str]) -> int:
 
     parser = CommandParser(
         prog=f"{_TRACE} diff",
-        description="Compare two runs of the same shape: which rank, stage, kind of action, link or"
-        " reader became slower or faster. Exits with 1 if a step is slower than --fail-above"
-        " allows.",
+        description=(
+            "Compare two runs of the same shape: which rank, stage, type of action, link or "
+            "reader became slower or faster. The exit status is 1 if a step is slower than "
+            "--fail-above allows."
+        ),
     )
     add = parser.add_argument
     add("before", type=Path, metavar="A", help="folder of the first run or its traces folder")
     add("after", type=Path, metavar="B", help="folder of the second run or its traces folder")
-    limit = "limit on how much slower a step of B may be, as in 3%% or 0.03 (default: no limit)"
+    limit = "maximum slowdown of a step of B, such as 3%% or 0.03 (default: no limit)"
     add("--fail-above", type=_share, metavar="SHARE", help=limit)
     add("--json", action="store_true", help="print the result as JSON instead of text")
     arguments = parser.parse_args(argv)
@@ -214,8 +215,8 @@ def compare(argv: Sequence[str]) -> int:
     if limit_share is None or not result.is_slower_by(limit_share):
         return 0
     show(
-        f"error: a step of {arguments.after} is {result.relative:.1%} slower, but --fail-above"
-        f" allows {limit_share:.1%}",
+        f"error: a step of {arguments.after} is {result.relative:.1%} slower, but --fail-above "
+        f"allows only {limit_share:.1%}",
         file=sys.stderr,
     )
     return 1
@@ -227,21 +228,24 @@ def _share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 3% or 0.03")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction such as 3% or 0.03")
     return value
 
 
 def import_run(argv: Sequence[str]) -> int:
-    """Writes the trace of another program in this project's format; returns the exit status."""
+    """Converts the trace of another program to this project's format; returns the exit status."""
     parser = CommandParser(
         prog=f"{_TRACE} import",
-        description="Read the trace of another program and write it in this project's format.",
+        description="Read the trace of another program, and write it in this project's format.",
     )
     source = (
-        "table of operations (.parquet or .csv), folder with the JSON of torch.profiler (a file "
+        "table of operations (.parquet or .csv), folder with JSON files of torch.profiler (one "
         "per rank), or spans of Megatron-LM; see docs/reference/traces.md"
     )
-    ranks = "pipeline ranks, if profiles lack it; ranks of a stage follow each other"
+    ranks = (
+        "number of pipeline ranks, if profiles do not contain it; the ranks of a stage must be "
+        "consecutive"
+    )
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help=source)
     add("--pipeline", type=count, metavar="P", help=ranks)
@@ -273,14 +277,15 @@ def _show(
     report: bool = True,
     events: View | None = None,
 ) -> int:
-    """Writes the requested files about a run and prints its figures.
+    """Writes the requested files about a run, and prints the run's figures.
 
     Args:
         parser: Parser with the flags that choose the run and its iterations.
         argv: Arguments of the command line.
-        formats: Default of ``--format``: names of file formats separated by commas, or ``all``.
+        formats: Default of ``--format``: names of file formats, separated by commas, or ``all``.
         report: Whether to print the figures.
-        events: View to write too, only for the drawn replica; ``None`` for no such view.
+        events: Additional view to write, only for the shown replica; ``None`` to write no such
+            view.
     """
     _add_output_arguments(parser, formats, report)
     arguments = parser.parse_args(argv)
@@ -309,7 +314,7 @@ def _show(
 
 
 def _without_ending(name: str, views: Sequence[View]) -> str:
-    """Returns a file's name without a view's file ending, ``.json`` or ``.txt``."""
+    """Returns a file's name without the file extension of a view, ``.json`` or ``.txt``."""
     endings = {".txt", ".json", *(v.ending for v in (*built_in_views().values(), *views))}
     present = [end for end in endings if name.endswith(end) and len(end) < len(name)]
     return name.removesuffix(max(present, key=len, default=""))
@@ -328,23 +333,23 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
     parser.set_defaults(pipeline_parallel=None, model_chunks=None)
     if by_shape:
         for name, metavar, text in (
-            ("pipeline_parallel", "P", "pipeline ranks of the run"),
-            ("model_chunks", "C", "model chunks per rank"),
+            ("pipeline_parallel", "P", "number of pipeline ranks of the run"),
+            ("model_chunks", "C", "number of model chunks per rank"),
         ):
             names = (f"--{name}", f"--{name.replace('_', '-')}")
-            text += " (default: those of the trace)"
+            text += " (default: as in the trace)"
             parser.add_argument(*names, type=count, metavar=metavar, help=text)
         help_text = (
-            "folder of the run, its traces folder, or a trace_pipeline_*.txt file "
-            "(default: the newest run here)"
+            "folder of the run, its traces folder, or a trace_pipeline_*.txt file (default: the "
+            "newest run)"
         )
         parser.add_argument("--run-dir", type=Path, metavar="DIR", help=help_text)
     else:
-        help_text = "folder of the run or its traces folder (default: the newest run here)"
+        help_text = "folder of the run or its traces folder (default: the newest run)"
         parser.add_argument("run_dir", nargs="?", type=Path, metavar="DIR", help=help_text)
     several = (
-        "iterations that figures and curves cover, or one; the last complete one of them is drawn "
-        "(default: all complete ones)"
+        "iterations that figures and curves cover, or a single iteration; the last complete "
+        "iteration is shown (default: all complete iterations)"
     )
     parser.add_argument("--iterations", "--iteration", type=_range, metavar="A-B", help=several)
     return parser
@@ -353,17 +358,19 @@ def _parser(prog: str, description: str, *, by_shape: bool = False) -> argparse.
 def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report: bool) -> None:
     """Adds the flags that choose a replica, the file formats and the path of the results."""
     add = parser.add_argument
-    replica = "data-parallel replica to show (default: 0; all in the page and for Perfetto)"
+    replica = (
+        "data-parallel replica to show (default: 0; all replicas in the page and for Perfetto)"
+    )
     add("--dp-rank", type=number(int, 0, 1_000_000), metavar="D", help=replica)
     folder = "folder for trace_pipeline_<p>_model_chunks_<c>.* (default: current directory)"
     add_target = parser.add_mutually_exclusive_group().add_argument
     add_target("--output-dir", type=Path, default=Path(), metavar="DIR", help=folder)
-    add_target("--output", type=Path, metavar="FILE", help="result file; its ending is replaced")
+    add_target("--output", type=Path, metavar="FILE", help="result file; its extension is replaced")
     default = f" (default: {formats})" if formats else ""
     summaries = ", ".join(f"{view.name} ({view.summary})" for view in built_in_views().values())
     text = (
-        f"views, separated by commas: {summaries}; {ALL} for all of these; package.module:name for "
-        f"your own view{default}"
+        f"views, separated by commas: {summaries}; {ALL} for all of these; package.module:name "
+        f"for your own view{default}"
     )
     add("--format", default=formats or None, metavar="LIST", help=text)
     if report:
@@ -373,14 +380,14 @@ def _add_output_arguments(parser: argparse.ArgumentParser, formats: str, report:
 def _chosen_iterations(
     run: RunTrace, arguments: argparse.Namespace, dp_rank: int | None
 ) -> tuple[int, ...] | None:
-    """Returns the iterations that the user chose with flags; ``None`` if there is no such flag.
+    """Returns the iterations that the user chose with flags, or ``None`` without such a flag.
 
     If some of the chosen iterations are complete, the result contains only these.
 
     Args:
         run: Traced run.
         arguments: Parsed flags.
-        dp_rank: Replica that must have completed an iteration, ``None`` for all replicas.
+        dp_rank: Replica that must have completed an iteration; ``None`` for all replicas.
     """
     if arguments.iterations is None:
         return None
@@ -399,11 +406,11 @@ def _chosen_iterations(
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations, A-B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of iterations A-B")
     first = int(match[1])
     last = int(match[2] or match[1])
     if last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; give A-B with A <= B")
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; use A-B with A <= B")
     return first, last
 
 
@@ -420,10 +427,10 @@ def _select(arguments: argparse.Namespace) -> ViewInput:
 
 
 def _report(selection: ViewInput) -> dict[str, Any]:
-    """Returns the report as data: figures of the drawn step and of each traced rank.
+    """Returns the report as data: figures of the shown step and of each traced rank.
 
-    ``bubble_fraction`` is idle time divided by step time. ``times`` contains the mean and the
-    population standard deviation of the durations, for each kind of action.
+    ``bubble_fraction`` is the idle time divided by the step time. ``times`` contains the mean and
+    the population standard deviation of the durations for each kind of action.
     """
     run = selection.run
     step = selection.step
@@ -467,10 +474,10 @@ def _report(selection: ViewInput) -> dict[str, Any]:
 
 
 def _experts(run: RunTrace, iteration: int) -> dict[str, Any]:
-    """Returns figures about the experts in an iteration; empty without MoE layers.
+    """Returns figures about the experts in an iteration; empty if there are no MoE layers.
 
     ``tokens`` is the number of tokens per layer and expert, summed over all ranks. ``exchange_ms``
-    is the time in milliseconds for which each rank exchanged tokens with other ranks.
+    is the time that each rank spent exchanging tokens with other ranks, in milliseconds.
     """
     tokens: dict[int, Counter[int]] = {}
     exchange_ms = {}
@@ -505,14 +512,18 @@ def _kernels(run: RunTrace, iteration: int) -> dict[str, Any]:
 def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
     """Returns a table of the longest kernels as lines of text.
 
-    If kernels were recorded only in other iterations, returns a line that lists these iterations.
-    Without any kernels, returns no lines.
+    If kernels were only recorded in other iterations, returns a line that lists those iterations.
+    If no kernels were recorded, returns no lines.
     """
     figures = kernel_figures(run, iteration)[:_KERNELS_SHOWN]
     if not figures:
         recorded = sorted({step.iteration for rank in run.ranks for step in read_steps(run, rank)})
         where = describe_numbers(recorded)
-        return [f"kernels were recorded in iterations {where}: see --iteration"] if recorded else []
+        return (
+            [(f"kernels were recorded in iterations {where}; choose one with --iteration")]
+            if recorded
+            else []
+        )
     rows = [("kernel", "rank", "in", "number", "time", "of a step")]
     rows += [
         (
@@ -571,7 +582,7 @@ def _layer_lines(figures: list[LayerFigures], step_ms: float) -> list[str]:
 
 
 def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
-    """Returns lines of text about the load of the experts and the exchanges of tokens."""
+    """Returns lines of text about the load of the experts and the exchange of tokens."""
     layers = []
     for layer, tokens in experts["tokens"].items():
         expert = max(tokens, key=tokens.__getitem__)
@@ -581,18 +592,18 @@ def _expert_lines(experts: Mapping[str, Any], step_ms: float) -> list[str]:
     times = list(experts["exchange_ms"].values())
     parts = " to ".join(f"{ms:.2f} ms ({ms / max(step_ms, 1e-9):.0%})" for ms in _extremes(times))
     return [
-        f"tokens of the busiest expert over the mean: {', '.join(shown)}",
-        f"time of each rank in exchanges of tokens (part of the step): {parts}",
+        f"tokens of the busiest expert relative to the mean: {', '.join(shown)}",
+        f"time that each rank exchanges tokens (fraction of the step): {parts}",
     ]
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the smallest and the largest value, or a single value if they are equal."""
+    """Returns the minimum and the maximum, or a single value if they are equal."""
     return tuple(dict.fromkeys((min(values), max(values))))
 
 
 def _times(row: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns the count, mean and standard deviation of durations for each kind of action.
+    """Returns the count, mean and standard deviation of the durations of each kind of action.
 
     Args:
         row: Spans of one rank.
@@ -637,20 +648,20 @@ def _report_lines(selection: ViewInput) -> list[str]:
 
 
 def _length_lines(lengths: Lengths) -> list[str]:
-    """Returns a line about the lengths of the step's microbatches; no line for equal lengths."""
+    """Returns a line about the lengths of the step's microbatches, or no line if they are equal."""
     if not lengths:
         return []
     positions = [microbatch[0] for microbatch in lengths]
     tokens = [sum(microbatch[1:]) for microbatch in lengths]
     return [
-        f"{sum(tokens):,} tokens, {min(tokens):,} to {max(tokens):,} a microbatch, padding "
+        f"{sum(tokens):,} tokens, {min(tokens):,} to {max(tokens):,} per microbatch, padding "
         f"{1 - sum(tokens) / max(1, sum(positions)):.1%}, longest document "
         f"{max(max(microbatch[1:], default=0) for microbatch in lengths):,}"
     ]
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns the cells of the table of ranks, row by row; the first row contains headings."""
+    """Returns the cells of the table of ranks, row by row. The first row contains the headings."""
     show_bytes = any(rank["peak_in_flight_bytes"] for rank in ranks)
     head = ["", "actions", "busy ms", "wait ms", "bubble"]
     table = [[*head, *(f"{kind} ms" for kind in kinds), "peak in flight"]]

@@ -1,4 +1,4 @@
-"""``trace export``: writes a run's spans in the JSON of the OpenTelemetry protocol (OTLP).
+"""Implements ``trace export``, which writes a run's spans as OpenTelemetry (OTLP) JSON.
 
 ::
 
@@ -6,9 +6,9 @@
     python -m megatron.adaptive trace export runs/latest --otlp http://127.0.0.1:4318
 
 A file has one request per line, in the format of the file exporter of OpenTelemetry's collector. A
-collector gets the same requests over HTTP. The spans of steps, forwards, backwards, messages and
-the optimizer have the same names as in Megatron-LM. The span of a step is the parent of all spans
-in the step, and all steps of a rank belong to one trace.
+collector receives the same requests over HTTP. The spans of steps, forward passes, backward passes,
+messages and the optimizer have the same names as in Megatron-LM. The span of a step is the parent
+of all spans in the step, and all steps of a rank belong to one trace.
 """
 
 from __future__ import annotations
@@ -33,28 +33,32 @@ from megatron.adaptive.trace.read import RankTrace, RunTrace
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes or sends the spans of a run; returns the exit status.
+    """Writes or sends the spans of a run.
 
     Returns:
         0, or 1 if the collector did not accept all spans.
     """
     parser = CommandParser(
         prog=f"{PROGRAM} trace export",
-        description="Write the spans of a run for programs that read OpenTelemetry (OTLP), or send"
-        " them to a collector.",
+        description=(
+            "Write the spans of a run in the OpenTelemetry format (OTLP), or send them to a "
+            "collector."
+        ),
     )
     add = parser.add_argument
-    text = "folder of the run or its traces folder (default: the newest run here)"
+    text = "folder of the run or its traces folder (default: the newest run)"
     add("run_dir", nargs="?", type=Path, metavar="DIR", help=text)
-    text = f"file for lines of JSON, or URL of a collector; without a path, {OTLP_PATH} is added"
+    text = (
+        f"file for JSON lines, or URL of a collector; {OTLP_PATH} is added to a URL without a path"
+    )
     add("--otlp", required=True, metavar="FILE|URL", help=text)
-    text = f"seconds to wait for the collector's answer ({LIMIT_S:g})"
+    text = f"seconds to wait for the collector's response ({LIMIT_S:g})"
     add("--timeout", type=number(float, 0.1, 3600), default=LIMIT_S, help=text)
     arguments = parser.parse_args(argv)
     target = arguments.otlp
     url = ""
     if "://" in target:
-        url = collector_url("--otlp", target, or_give="the path of a file, or ")
+        url = collector_url("--otlp", target, or_give="the path of a file, or")
     run = load_run(arguments.run_dir)
     if url:
         return _send(run, url, arguments.timeout)
@@ -68,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields requests in the JSON form of OTLP, each with its number of spans.
+    """Yields requests in OTLP's JSON format, each with its number of spans.
 
     Args:
         run: Trace of the run.
@@ -91,7 +95,7 @@ def otlp_requests(run: RunTrace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
-    """Returns the time to add to the run's common time to get the time since 1970, in ns."""
+    """Returns the offset in nanoseconds from the run's common time to Unix time."""
     header = trace.header
     if not run.alignment.clocks:
         return header.unix_ns - header.monotonic_ns
@@ -101,17 +105,17 @@ def _unix_offset_ns(run: RunTrace, trace: RankTrace) -> int:
 
 
 def _send(run: RunTrace, url: str, limit_s: float) -> int:
-    """Sends the spans of a run; returns the exit status.
+    """Sends the spans of a run, and returns the exit status.
 
     Raises:
-        TraceError: The collector accepted no span.
+        TraceError: The collector did not accept any span.
     """
     shown = shown_url(url)
     sent = dropped = 0
     reason = ""
     is_down = False
     for request, count in otlp_requests(run):
-        # After a failure, drop all later batches, so that each batch does not wait again for a
+        # After a failure, drop all later batches. Otherwise each batch would wait again for a
         # collector that is down.
         if not is_down:
             answer = post(url, request, limit_s)
@@ -124,8 +128,8 @@ def _send(run: RunTrace, url: str, limit_s: float) -> int:
         dropped += refused
     if not sent and dropped:
         raise TraceError(
-            f"--otlp {shown}: {reason}; {dropped:,} spans were dropped; start the collector there, "
-            "or write a file"
+            f"--otlp {shown}: {reason}; {dropped:,} spans were dropped; start a collector at "
+            "this URL, or write to a file"
         )
     show(f"{sent:,} spans of {len(run.ranks)} ranks: {shown}")
     if dropped:

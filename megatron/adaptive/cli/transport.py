@@ -1,12 +1,12 @@
-"""``transport``: checks which transports connect two nodes, or two processes of one node.
+"""Implements ``transport``, which checks which transports connect two nodes or processes.
 
 ::
 
     python -m megatron.adaptive transport --check          checks two processes on this machine
     torchrun ... -m megatron.adaptive transport --check    checks all nodes, a process on each
 
-The check tries each transport between two ranks for about two seconds. A table shows whether the
-transport works, its latency and bandwidth, and otherwise the reason why it does not work.
+Each transport is tried between two ranks for about two seconds. A table shows whether the transport
+works, its latency and bandwidth, or the reason why it does not work.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Outcome:
         hosts: Host names of the two ranks.
         transport: Name of the transport.
         chosen: Whether a run would use this transport between these ranks.
-        works: Whether the transport connected the ranks and delivered payloads unchanged.
-        latency_us: Half of a 1 KiB message's round-trip time, in microseconds.
+        works: Whether the transport connected the ranks and delivered payloads without changing
+            them.
+        latency_us: Half of the round-trip time of a 1 KiB message, in microseconds.
         gb_per_s: Bandwidth with 4 MiB messages, in 10^9 bytes per second.
         note: Reason why the transport does not work, or why a run would use it.
     """
@@ -58,14 +59,14 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the check; rank 0 prints the table.
+    """Runs the check. Rank 0 prints the table.
 
     Returns:
-        1 if the transport that a run would use does not work, otherwise 0.
+        1 if the transport that a run would use does not work; otherwise 0.
     """
     options = _parser().parse_args(argv)
     if not options.check:
-        raise ConfigError("transport needs --check, its only mode; see --help")
+        raise ConfigError("transport requires --check, its only mode; see --help")
     environment = Environment.read()
     if not environment.is_launched:
         shape = ["--standalone", "--nproc-per-node", "2", "-m"]
@@ -79,10 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Check which transports connect the ranks of a pipeline, and how fast.",
     )
     add = parser.add_argument
-    add("--check", action="store_true", help="try every transport between two ranks")
+    add("--check", action="store_true", help="try all transports between two ranks")
     seconds = number(float, 0.001, 3600)
-    add("--seconds", type=seconds, default=_SECONDS, help="duration per transport and pair")
-    add("--json", action="store_true", help="print the outcomes as JSON")
+    text = "seconds to try each transport between two ranks"
+    add("--seconds", type=seconds, default=_SECONDS, help=text)
+    add("--json", action="store_true", help="print the results as JSON")
     group = parser.add_argument_group("transport, as in training")
     for spec in fields_of(TransportConfig):
         group.add_argument(*spec.names, **spec.options())
@@ -90,23 +92,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace, environment: Environment) -> int:
-    """Checks the transports as one rank of the job; returns the exit status."""
+    """Takes part in the check as one rank of the job; returns the exit status."""
     from megatron.adaptive.profiling.transport_check import TransportCheck
 
     names = {spec.dest for spec in fields_of(TransportConfig)} & vars(options).keys()
     config = TransportConfig(**{name: getattr(options, name) for name in names})
     if environment.world_size < 2:
-        raise ConfigError("transport needs at least two ranks, got one; start more")
+        raise ConfigError("transport requires at least two ranks, got one; start more processes")
     check = TransportCheck(config, environment, timedelta(seconds=_MEETING_S))
     outcomes = [Outcome(**facts) for facts in check.outcomes(options.seconds)]
-    # A launcher kills all ranks as soon as one has failed, so print before another rank can exit.
+    # A launcher kills all ranks once a rank has failed, so print before another rank can exit.
     if environment.rank == 0:
         _print(outcomes, as_json=options.json)
     check.close()
     bad = any(outcome.chosen and not outcome.works for outcome in outcomes)
     if not bad:
         return 0
-    leave_reason("transport --check: the chosen transport does not work; rank 0 has printed why")
+    leave_reason(
+        "transport --check: the chosen transport does not work; rank 0 has printed the reason"
+    )
     return _EXIT_CHOSEN_FAILED
 
 
@@ -130,4 +134,4 @@ def _print(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
         show(f"{cells}  {row[4]}".rstrip())
     pairs = {outcome.ranks: outcome.hosts for outcome in outcomes}
     hosts = ", ".join(f"{low}-{high}: {a} to {b}" for (low, high), (a, b) in pairs.items())
-    show(f"\n* what a run would use. {hosts}")
+    show(f"\n* transport that a run would use. {hosts}")

@@ -1,4 +1,4 @@
-"""Measures messages and all-reduces between two ranks here, for ``plan --try``.
+"""Measures messages and all-reduces between two ranks on this machine, for ``plan --try``.
 
 job launch --standalone --nproc-per-node 2 -m megatron.adaptive.cli.try_links RESULT.json BYTES
 """
@@ -18,9 +18,10 @@ _MEETING_S = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures as one of the ranks; rank 0 writes entries of a profile file to the first argument.
+    """Takes part in the measurement as one rank; rank 0 writes entries of a profile file.
 
-    The second argument is the size in bytes of the largest message.
+    The first argument is the path of this file. The second argument is the size of the largest
+    message in bytes.
     """
     from megatron.adaptive.profiling.check_job import CheckJob
     from megatron.adaptive.profiling.free_memory import gpu_name

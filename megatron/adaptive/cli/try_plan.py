@@ -1,4 +1,4 @@
-"""``plan --try``: runs one rank of a plan on this machine, and adds measurements to the plan."""
+"""Implements ``plan --try``, which runs one rank of a plan and adds measurements to the plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Trial:
         flags: Flags of the trainer that correspond to the plan.
         model: Model of the plan.
         rank: Global rank to try.
-        world_size: Number of ranks of the plan.
+        world_size: Number of ranks in the plan.
     """
 
     path: Path
@@ -77,11 +77,11 @@ def try_plan(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: An option or the plan file is not suitable for a trial, or the rank needs more
             memory than the device has.
-        SetupError: The process of the rank exited without a result.
+        SetupError: The rank's process exited without a result.
     """
     trial = _read(options)
     former = tried_ranks(trial.content, str(trial.path))
-    # The rank's memory and order of actions do not depend on the device's name, so use a
+    # The rank's memory and its order of actions do not depend on the device's name, so use a
     # placeholder until the rank reports the name.
     cluster = cluster_of(trial.content, "here")
     plan = plan_of(trial.content, trial.model, cluster, str(trial.path))
@@ -91,8 +91,8 @@ def try_plan(options: argparse.Namespace) -> int:
     ranks = {r: values for r, values in former.items() if values.device == tried.device}
     for rank in sorted(former.keys() - ranks.keys() - {tried.rank}):
         show(
-            f"warning: {trial.path}: rank {rank} was tried on {former[rank].device}, not on"
-            f" {tried.device}; its values are omitted",
+            f"warning: {trial.path}: rank {rank} was tried on {former[rank].device}, not on "
+            f"{tried.device}; the values from that trial are omitted",
             file=sys.stderr,
         )
     ranks[tried.rank] = tried
@@ -110,17 +110,19 @@ def try_plan(options: argparse.Namespace) -> int:
         print(json.dumps(trial.content["tried"], indent=2))
         return 0
     show(_table(trial, tried, step_s, has_links=bool(links)))
-    show(f"\n{target}: plan with these values; plan --profile {target} plans with them")
+    show(f"\n{target}: plan with these values; to plan with them, use plan --profile {target}")
     return 0
 
 
 def _read(options: argparse.Namespace) -> _Trial:
-    """Reads the plan and checks that the requested rank can be tried."""
+    """Reads the plan, and checks that the requested rank can be tried."""
     path: Path = options.try_
     content = load_plan(path)
     flags = plan_flags(content, str(path))
     if "stages" in content:
-        raise ConfigError(f"{path}: --try needs stages of equal widths; plan without --unequal")
+        raise ConfigError(
+            f"{path}: --try requires stages with equal data-parallel sizes; plan without --unequal"
+        )
     world_size = world_size_of(content)
     if world_size is None:
         raise ConfigError(f"{path}: degrees.data is missing; set it to the number of replicas")
@@ -145,7 +147,7 @@ def _read(options: argparse.Namespace) -> _Trial:
         )
     name = options.model or str(content.get("model"))
     if options.model is None and name not in preset_names():
-        raise ConfigError(f"{path}: the sizes of its model {name} are unknown; give --model")
+        raise ConfigError(f"{path}: the sizes of its model {name} are unknown; pass --model")
     model = read_model(name, content.get("precision"), default="fp32", attention=options.attention)
     if not model.arguments:
         raise ConfigError(
@@ -162,7 +164,7 @@ def _read(options: argparse.Namespace) -> _Trial:
 
 
 def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
-    """Returns the request to the rank's process: the fields of ``try_rank.TrialRequest``."""
+    """Returns the request to the rank's process, with the fields of ``try_rank.TrialRequest``."""
     model = trial.model
     stages = []
     begin = 0
@@ -184,7 +186,7 @@ def _request(trial: _Trial, plan: Plan, needed: float) -> dict[str, Any]:
 
 def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str, Any]]:
     """Runs the rank in a separate process; returns its measurements and a profile of its layers."""
-    say(f"rank {trial.rank} of {trial.world_size} runs alone; this takes some steps")
+    say(f"running rank {trial.rank} of {trial.world_size} alone for some steps")
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "request.json", Path(folder) / "result.json"
         source.write_text(json.dumps(request), encoding="utf-8")
@@ -198,20 +200,20 @@ def _run(trial: _Trial, request: Mapping[str, Any]) -> tuple[TriedRank, dict[str
         raise ConfigError(f"{trial.path}: {lines[-1].removeprefix(_ERROR)}")
     if process.returncode < 0:
         raise SetupError(
-            f"{trial.path}: the process of rank {trial.rank} was killed by signal"
-            f" {-process.returncode}, perhaps because memory ran out; try a rank that needs less"
-            " memory, or use a larger device"
+            f"{trial.path}: the process of rank {trial.rank} was killed by signal "
+            f"{-process.returncode}, perhaps because memory ran out; try a rank that needs less "
+            "memory, or use a larger device"
         )
     sys.stderr.write(process.stderr)
-    raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the lines above")
+    raise SetupError(f"{trial.path}: rank {trial.rank} failed: {lines[-1]}; see the output above")
 
 
 def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
     """Measures messages and all-reduces between two ranks on this machine.
 
     Returns:
-        Entries of a profile file. Empty for a plan with one rank, on a machine with one GPU, and
-        after a warning if the ranks did not measure.
+        Entries of a profile file. They are empty if the plan has one rank, if the machine has one
+        GPU, or after a warning if the measurement failed.
     """
     if trial.world_size == 1 or count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) == 1:
         return {}
@@ -223,7 +225,7 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
         try:
             status = _run_launcher([*command, str(most_bytes(plan, trial.model))], errors)
         except subprocess.TimeoutExpired:
-            reason = f"they took more than {_LINKS_S:g} s"
+            reason = f"the ranks took more than {_LINKS_S:g} s"
         else:
             if status == 0 and target.exists():
                 measured: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
@@ -235,15 +237,15 @@ def _measure_links(trial: _Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _run_launcher(command: Sequence[str], errors: Path) -> int:
-    """Runs a launcher and its ranks, none of which outlives the call; returns the exit status.
+    """Runs a launcher with its ranks, kills ranks that remain, and returns the exit status.
 
     Args:
         command: Command of the launcher.
-        errors: File for what they write to their error stream. A pipe would have no end until all
-            ranks have closed it.
+        errors: File for the error output of the launcher and the ranks. With a pipe, this function
+            would wait until all ranks have closed it.
 
     Raises:
-        TimeoutExpired: They took too long.
+        TimeoutExpired: The launcher did not exit in time.
     """
     with errors.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -289,7 +291,11 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -
         ["optimizer", "", f"{tried.optimizer_s * 1e3:,.1f} ms"],
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
-    note = "The other ranks do not exist, so messages and collectives cost the rank nothing."
-    note += "\nThe step is that of the pipeline with these times, "
-    note += "and messages between two ranks here." if has_links else "without messages."
+    note = "The other ranks do not exist, so messages and collectives take no time on this rank."
+    note += "\nThe step time is simulated for the whole pipeline with these times,"
+    note += (
+        ("and with messages between two ranks on this machine.")
+        if has_links
+        else "without messages."
+    )
     return "\n".join([*aligned(rows, 1), "", note])

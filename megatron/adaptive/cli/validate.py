@@ -1,11 +1,11 @@
-"""``plan validate``: shows how well the planner predicts a user's own traced runs.
+"""Implements ``plan validate``, which shows how well the planner predicts traced runs.
 
     python -m megatron.adaptive plan validate --data DIR --model M --cluster FILE [--profile FILE]
         [--rows] [--json]
 
 ``DIR`` is a folder with the traces of a run, or a folder that contains several such folders. The
-runs must have trained model ``M`` on the cluster in ``FILE``. To compare predictions with published
-runs, use ``studies/planner.py``.
+runs must have trained model ``M`` on the cluster described by ``FILE``. To compare predictions with
+published runs, use ``studies/planner.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SET = "own runs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Predicts the step time of each run in a folder, and prints the errors of the predictions."""
+    """Predicts the step time of each run in a folder, and prints the prediction errors."""
     options = _parser().parse_args(argv)
     rows = _compared(_find_runs(options.data), options)
     errors = accuracy([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
@@ -55,15 +55,16 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} plan validate", description="Compare predicted with measured step times."
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="folder of traced runs")
-    add("--rows", action="store_true", help="also print every run")
+    add("--data", type=Path, required=True, metavar="DIR", help="folder with traced runs")
+    add("--rows", action="store_true", help="also print each run")
     add("--json", action="store_true", help="print JSON")
     add_input_arguments(parser, required=False)
     group = parser.add_argument_group("settings of the runs that their traces do not contain")
     add = group.add_argument
-    add("--recompute", choices=RECOMPUTE, default="none", help="setting of the runs (%(default)s)")
+    text = "recomputation in the runs (%(default)s)"
+    add("--recompute", choices=RECOMPUTE, default="none", help=text)
     for name in ("distributed-optimizer", "overlap-grad-reduce", "sequence-parallel"):
-        add(f"--{name}", action="store_true", help="the runs used it")
+        add(f"--{name}", action="store_true", help="whether the runs used this flag")
     return parser
 
 
@@ -105,13 +106,13 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_runs(folder: Path) -> dict[str, Path]:
-    """Finds traced runs: in the folder itself, its subfolders, and their folders ``traces``.
+    """Finds traced runs in a folder, its subfolders, and their ``traces`` folders.
 
     Returns:
         Trace folder of each run, by the name of the run's folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the folder of traced runs")
+        raise ConfigError(f"{folder}: no such folder; pass the folder with the traced runs")
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir())
     traces_by_run = {}
     for run_folder in (folder, *below):
@@ -120,8 +121,8 @@ def _find_runs(folder: Path) -> dict[str, Path]:
                 traces_by_run[run_folder.resolve().name] = traces
     if not traces_by_run:
         raise ConfigError(
-            f"{folder}: neither the folder nor its subfolders contain traces; to compare published"
-            " runs, use studies/planner.py --data"
+            f"{folder}: neither the folder nor its subfolders contain traces; to compare "
+            "published runs, use studies/planner.py --data"
         )
     return traces_by_run
 
@@ -133,7 +134,7 @@ def _compared(
     for name in ("model", "cluster"):
         if getattr(options, name) is None:
             raise ConfigError(
-                f"the traces of run {next(iter(traces_by_run))} need --{name} too; add it"
+                f"the traces of run {next(iter(traces_by_run))} also require --{name}; add it"
             )
     inputs = read_inputs(options)
     runs = traced_runs(traces_by_run.values(), options, inputs.model, inputs.cluster)
@@ -160,7 +161,9 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
     first = next(iter(headers.values()))
     if len(headers) < first.world_size:
         missing = min(set(range(first.world_size)) - set(headers))
-        raise ConfigError(f"{run.trace.origin}: rank {missing} has no trace; all ranks are needed")
+        raise ConfigError(
+            f"{run.trace.origin}: rank {missing} has no trace; traces of all ranks are required"
+        )
     stage_layers = inputs.model.stage_layers(run.layers)
     gpus = _gpus(run, inputs.cluster)
     places = []
@@ -194,7 +197,7 @@ def _plan(run: TracedRun, inputs: PlanInputs, options: argparse.Namespace) -> Pl
 def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
     """Returns the index of the node and the index of the GPU for each rank.
 
-    Each host gets the first unused node of its node type in the cluster.
+    Each host is assigned the first unused node of its node type in the cluster.
     """
     nodes: dict[str, int] = {}
     used: dict[str, int] = {}
@@ -210,15 +213,15 @@ def _gpus(run: TracedRun, cluster: Cluster) -> dict[int, tuple[int, int]]:
             ]
             if not free:
                 raise ConfigError(
-                    f"{run.trace.origin}: no node of type {name} is left for host {host}; give the"
-                    " cluster on which it ran"
+                    f"{run.trace.origin}: no node of type {name} is left for host {host}; pass "
+                    "the cluster on which the run was executed"
                 )
             nodes[host] = free[0]
         gpu = used.get(host, 0)
         if gpu >= cluster.nodes[nodes[host]].gpus:
             raise ConfigError(
-                f"{run.trace.origin}: host {host} had more ranks than the {gpu} GPUs of its type"
-                f" {run.hosts[host].name}; give the cluster on which it ran"
+                f"{run.trace.origin}: host {host} had more ranks than the {gpu} GPUs of its type "
+                f"{run.hosts[host].name}; pass the cluster on which the run was executed"
             )
         used[host] = gpu + 1
         places[rank] = (nodes[host], gpu)

@@ -1,9 +1,9 @@
 """Runs one node of a job: connects to the manager, and starts and signals the node's ranks.
 
-If the node is about to be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The
-manager then makes the job save, starts the next layout without this node, and releases the agent.
-When the agent exits or loses its connection, it kills the node's ranks, because the manager could
-no longer stop them.
+If the node will be taken away (SIGTERM or SIGUSR1), the agent notifies the manager. The manager
+then makes the job save, starts the next layout without this node, and releases the agent. When the
+agent exits or loses its connection, it kills the node's ranks, because the manager could no longer
+stop them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.adaptive.network import is_loopback, own_address
 _CONNECT_S = 20.0
 _END_S = 20.0
 EXIT_REFUSED = 2
-"""Exit status reported for a rank if the node does not allow the request to start the rank."""
+"""Exit status reported for a rank if the node does not allow the request to start it."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 _START_KEYS = frozenset(("what", "number", "ranks", "copies", "program"))
 _DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
@@ -44,14 +44,14 @@ class Agent:
     Args:
         name: Name of the node, unique in the job.
         address: Address of the manager.
-        port: Port at which the manager listens.
-        secret: Secret by which agents and the manager authenticate each other.
+        port: Port on which the manager listens.
+        secret: Secret with which agents and the manager authenticate each other.
         work: Script and arguments of this node's ranks. The node refuses to run any other script
             for the manager.
-        slots: Number of processes on this node, ``None`` for one per GPU.
-        keeper: Object that keeps snapshots of the training state. ``None`` to create a keeper that
-            lives as long as this process.
-        silence_s: Time in seconds without a message after which the manager is considered lost.
+        slots: Number of processes on this node; ``None`` for one per GPU.
+        keeper: Object that stores snapshots of the training state; ``None`` to create a keeper that
+            exists as long as this process.
+        silence_s: Seconds without a message after which the manager is considered lost.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class Agent:
         self._slots = slots
         self._keeper = keeper or SnapshotKeeper(own_address(None, address, alone=True))
         self.status: int | None = None
-        """Exit status that the manager sent when it released the agent, ``None`` before that."""
+        """Exit status that the manager sent when it released the agent; ``None`` before that."""
         self.why = ""
-        """Reason that the manager gave for releasing the agent; may be empty."""
+        """Reason that the manager gave for releasing the agent. It may be empty."""
         self.notice: signal.Signals | None = None
-        """First signal that announced the loss of this node, ``None`` before any signal."""
+        """First signal that announced that this node will be taken away; ``None`` before any
+        signal.
+        """
         self._link: Connection | None = None
         self._orders: asyncio.StreamWriter | None = None
         self._asked: dict[str, int] = {}
@@ -90,7 +92,8 @@ class Agent:
         """Creates the agent from a line of JSON that the manager writes to standard input.
 
         Raises:
-            SetupError: The line is missing or malformed, for example if a user started the program.
+            SetupError: The line is missing or malformed, for example because a user started the
+                program.
         """
         try:
             parameters = json.loads(sys.stdin.readline())
@@ -99,25 +102,25 @@ class Agent:
             return cls(**parameters, work=NodeWork(**work))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise SetupError(
-                "--agent is only for the manager of a job, which starts agents with it; remove it"
+                "--agent is only for the manager of a job, which uses it to start agents; remove it"
             ) from None
 
     async def run(self) -> None:
-        """Handles the manager's requests until it releases the agent or the connection ends.
+        """Handles the manager's requests until it releases the agent or the connection is closed.
 
         Raises:
-            SetupError: The manager cannot be reached or refuses this node.
+            SetupError: The manager cannot be reached or rejects this node.
         """
         self._link = link = await self._join()
         forkserver = await self._start_forkserver()
         loop = asyncio.get_running_loop()
         for number in _NOTICES:
             loop.add_signal_handler(number, self._notice, number)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is handled by the manager
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the manager handles Ctrl-C
         try:
             await self._serve(link)
         finally:
-            loop.remove_signal_handler(signal.SIGINT)  # Keep the handlers of ``_NOTICES``.
+            loop.remove_signal_handler(signal.SIGINT)  # keep the handlers of ``_NOTICES``
             assert self._orders is not None
             self._orders.close()  # makes the forkserver kill its ranks and exit
             with contextlib.suppress(asyncio.TimeoutError):
@@ -168,9 +171,10 @@ class Agent:
         agent_end, forkserver_end = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # When a rank is lost, torch prints a C++ stack trace on each other rank. Hide these traces.
+        # When a rank fails, torch prints a C++ stack trace on each other rank, so hide these
+        # traces.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if is_loopback(self._address):  # The job runs on this machine only.
+        if is_loopback(self._address):  # the job runs only on this machine
             environment |= loopback_variables(environment)
         module = "megatron.adaptive.cluster.rank_forkserver"
         forkserver = await asyncio.create_subprocess_exec(
@@ -208,13 +212,13 @@ class Agent:
                 self._order(signal=message["number"])
             elif kind == "leave":
                 # A message without a status means that the manager considers this node lost. The
-                # node may then join again.
+                # node may join again.
                 self.status = message.get("status")
                 self.why = message.get("why", "")
                 return
 
     def _prepare(self, copies: Mapping[str, Any] | None) -> dict[str, str]:
-        """Prepares the keeper for snapshots of new ranks; returns their environment variables."""
+        """Prepares the keeper for new ranks' snapshots; returns the ranks' variables."""
         if copies is None:
             return {}
         buddy = None if copies["buddy"] is None else Buddy(**copies["buddy"])
@@ -235,14 +239,15 @@ class Agent:
         if message["ranks"] and program != "restore" and not unknown:
             self._end_checks()
         for rank in message["ranks"]:
-            if "number" in message:  # The manager waits for the exit status.
+            if "number" in message:  # the manager waits for the exit status
                 self._asked[rank["key"]] = message["number"]
             self._start_rank(rank, added, program, unknown)
 
     def _end_checks(self) -> None:
-        """Kills device checks that are still running, because they would slow the ranks down.
+        """Kills device checks that are still running, because they would slow down the ranks.
 
-        Only a check that hangs can still be running. The manager no longer waits for its result.
+        A check can only still be running if it hangs, and the manager no longer waits for its
+        result.
         """
         for key in self._checks:
             self._order(signal=int(signal.SIGKILL), key=key)
@@ -258,8 +263,8 @@ class Agent:
         try:
             if unknown:
                 raise SetupError(
-                    f"the manager's request to start {rank['key']} contains {unknown[0]!r}, which "
-                    "this node does not know; install the same version on all nodes"
+                    f"the manager's request to start {rank['key']} contains {unknown[0]!r}, "
+                    "which this node does not support; install the same version on all nodes"
                 )
             order = self._work.order(rank, program)
         except AdaptiveError as error:
@@ -293,8 +298,8 @@ class Agent:
                     self._ended(values["ended"], values["status"])
                 elif "ready" in values:
                     self._link.send("ready")
-        # The forkserver has exited, so no rank can start on this node. Close the connection, so
-        # that the manager continues without this node.
+        # The forkserver has exited, so this node cannot start ranks. Close the connection, so that
+        # the manager continues without this node.
         await self._link.close()
 
     def _notice(self, number: int) -> None:

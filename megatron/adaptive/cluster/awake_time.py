@@ -1,8 +1,8 @@
-"""Measures how long a process has waited, excluding time for which the process was stopped.
+"""Measures how long a process has waited, excluding time during which it was stopped.
 
 A process may be stopped by Ctrl-Z, a debugger or a paused virtual machine. When it continues, all
-its time limits seem to have passed, although its peers answered in time. Waits are therefore
-divided into short slices, and a stop of any length counts as a single slice.
+its timeouts seem to have passed, although its peers answered in time. Waits are therefore divided
+into short slices, and a stop of any length counts as one slice.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LONGEST_GAP_S = 5.0
 
 
 class AwakeClock:
-    """Measures time in seconds, excluding time for which this process was stopped.
+    """Measures time in seconds, excluding time during which this process was stopped.
 
-    Call :meth:`now_s` at least every two seconds. A gap of more than five seconds between two calls
-    is considered a stop.
+    :meth:`now_s` must be called at least every two seconds. A gap of more than five seconds between
+    two calls is considered a stop.
 
     Args:
-        clock: Source of the time in seconds, ``time.monotonic`` by default.
+        clock: Function that returns the time in seconds; ``time.monotonic`` by default.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,10 +52,10 @@ async def result_within(future: asyncio.Future[T], limit_s: float) -> T:
 
     Args:
         future: Future or task to wait for.
-        limit_s: Timeout in seconds, excluding time for which this process was stopped.
+        limit_s: Timeout in seconds, excluding time during which this process was stopped.
 
     Raises:
-        asyncio.TimeoutError: The timeout has passed.
+        asyncio.TimeoutError: The future was not done before the timeout.
     """
     left_s = limit_s
     pending: Any = {future}

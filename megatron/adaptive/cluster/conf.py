@@ -1,8 +1,8 @@
 """Reads ``conf.sh`` and a plan, and checks the configuration of a launch.
 
-The sources of a value, from the highest to the lowest precedence: the command line
-(``--set NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are
-checked later, by the trainer's own parser.
+A value can come from these sources, in order of precedence: the command line (``--set
+NAME=VALUE``), the plan, ``conf.sh``, the default. Values that the trainer restricts are checked
+later by the trainer's own parser.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Reads the value of ``SEQUENCE_SLICES``: a number, or ``auto`` to choose it in training.
+    """Parses the value of ``SEQUENCE_SLICES``: a number, or ``auto`` to choose it during training.
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: The text is neither a number nor ``auto``.
     """
     if text == _AUTO:
         return text
     try:
         number: int = spec_of("SEQUENCE_SLICES", _Number, "", {}).convert(text)
     except ValueError as error:
-        raise ValueError(f"{error}; {_AUTO} is also possible") from None
+        raise ValueError(f"{error}; {_AUTO} is also allowed") from None
     return number
 
 
@@ -56,60 +56,68 @@ SETTINGS = _specs(
     {
         "JOB_NAME": (str, "megatron-adaptive", "name of the job"),
         "PLAN": (str, "", "plan file; see docs/plan.md"),
-        "MODEL": (str, "small", "name of a model, or a file of the trainer's flags"),
-        "GLOBAL_BATCH_SIZE": (_Number, "", "samples of each step over all ranks"),
-        "MICRO_BATCH_SIZE": (_Number, "1", "samples of each microbatch"),
-        "TENSOR_MP_SIZE": (_Number, "1", "ranks that share each layer"),
-        "PIPELINE_MP_SIZE": (_Number, "1", "ranks that share the layers"),
-        "DP_SIZE": (_Number, "", "copies of the model"),
-        "STAGE_DP_SIZES": (str, "", "ranks of each stage if they differ, as in 2-1"),
-        "MODEL_CHUNKS": (_Number, "1", "model chunks of each pipeline rank"),
-        "EXPERT_MP_SIZE": (_Number, "", "copies that share the experts of each layer"),
-        "CONTEXT_MP_SIZE": (_Number, "", "ranks that share each sequence"),
-        "PARTITION": (str, "", "layers of each stage, as in 0-11-8-8"),
+        "MODEL": (str, "small", "name of a model, or a file with trainer flags"),
+        "GLOBAL_BATCH_SIZE": (_Number, "", "samples per step, summed over all ranks"),
+        "MICRO_BATCH_SIZE": (_Number, "1", "samples per microbatch"),
+        "TENSOR_MP_SIZE": (_Number, "1", "number of ranks that share each layer"),
+        "PIPELINE_MP_SIZE": (_Number, "1", "number of ranks that share the layers"),
+        "DP_SIZE": (_Number, "", "number of copies of the model"),
+        "STAGE_DP_SIZES": (str, "", "number of ranks of each stage if they differ, such as 2-1"),
+        "MODEL_CHUNKS": (_Number, "1", "number of model chunks per pipeline rank"),
+        "EXPERT_MP_SIZE": (_Number, "", "number of copies that share the experts of each layer"),
+        "CONTEXT_MP_SIZE": (_Number, "", "number of ranks that share each sequence"),
+        "PARTITION": (str, "", "number of layers of each stage, such as 0-11-8-8"),
         "SCHEDULE": (str, "adaptive", "order of actions in the pipeline"),
         "RECOMPUTE": (str, "none", "what backward passes recompute", "none", "selective", "full"),
-        "DISTRIBUTED_OPTIMIZER": (bool, "false", "shard the optimizer state over the copies"),
+        "DISTRIBUTED_OPTIMIZER": (
+            bool,
+            "false",
+            "shard the optimizer state over the model's copies",
+        ),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
-        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix multiplications"),
-        "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
+        "SEQUENCE_PARALLEL": (
+            bool,
+            "false",
+            "split the sequence outside of matrix multiplications",
+        ),
+        "SEQUENCE_SLICES": (str, "", "number of slices into which each sequence is cut, or auto"),
         "ACTIVATION_CAP": (
             _Cap,
             "",
-            "maximum number of microbatches whose activations a rank keeps",
+            "maximum number of microbatches whose activations a rank stores",
         ),
-        "PRECISION": (str, "", "type of parameters", "fp32", "fp16", "bf16"),
-        "TRAIN_ITERS": (_Number, "100", "iterations of the whole training"),
-        "LR": (Positive, "1e-4", "highest learning rate"),
-        "DATA": (str, "mock", "prefix of .bin and .idx, or mock for generated samples"),
-        "VOCAB_FILE": (str, "", "vocabulary; vocab.json next to DATA by default"),
-        "MERGE_FILE": (str, "", "merges; merges.txt next to DATA by default"),
+        "PRECISION": (str, "", "dtype of the parameters", "fp32", "fp16", "bf16"),
+        "TRAIN_ITERS": (_Number, "100", "number of iterations in the whole training run"),
+        "LR": (Positive, "1e-4", "maximum learning rate"),
+        "DATA": (str, "mock", "prefix of .bin and .idx files, or mock for generated samples"),
+        "VOCAB_FILE": (str, "", "vocabulary file; default: vocab.json next to DATA"),
+        "MERGE_FILE": (str, "", "merges file; default: merges.txt next to DATA"),
         "TRAINER_FLAGS": (
             str,
             "",
-            "further flags of pretrain_gpt.py; if a flag is repeated, the last one wins",
+            "additional flags of pretrain_gpt.py; if a flag is repeated, the last value is used",
         ),
-        "CHECKPOINT_DIR": (str, "", "folder of checkpoints to save to and to resume from"),
-        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's local disk, written first"),
-        "SAVE_INTERVAL": (_Number, "100", "iterations between checkpoints"),
-        "LOG_DIR": (str, "logs", "folder with a subfolder of logs for each job"),
+        "CHECKPOINT_DIR": (str, "", "folder of checkpoints, for both saving and resuming"),
+        "LOCAL_CHECKPOINT_DIR": (str, "", "folder on each node's local disk that is written first"),
+        "SAVE_INTERVAL": (_Number, "100", "number of iterations between checkpoints"),
+        "LOG_DIR": (str, "logs", "folder with a subfolder for the logs of each job"),
         "TRACE": (bool, "false", "write traces of the pipeline"),
-        "HOMOGENEOUS_CLUSTER": (bool, "true", "all nodes are equal"),
+        "HOMOGENEOUS_CLUSTER": (bool, "true", "whether all nodes are equal"),
         "NNODES": (_Nodes, "", "number of nodes"),
-        "NPROC_PER_NODE": (_Number, "", "processes of each node, one for each GPU"),
-        "WORLD_SIZE": (_Number, "", "number of all processes"),
-        "NODES": (str, "", "mixed nodes in order of the ranks, as in a10:2x4 v100:1x2"),
-        "DEVICE": (str, "gpu", "device that processes compute on", "gpu", "cpu"),
-        "MASTER_ADDR": (str, "", "address of the first node, if it is not detected"),
-        "MASTER_PORT": (_Port, "", "port at which the first node listens for the others"),
-        "IFNAME": (str, "", "network interface, if it is not detected"),
-        "MEETING_TIMEOUT_S": (Positive, "600", "seconds that nodes wait for each other"),
-        "SLURM_PARTITION": (str, "", "partition, or TYPE=PARTITION for each node type"),
+        "NPROC_PER_NODE": (_Number, "", "number of processes on each node, usually one per GPU"),
+        "WORLD_SIZE": (_Number, "", "total number of processes"),
+        "NODES": (str, "", "mixed nodes, ordered by rank, such as a10:2x4 v100:1x2"),
+        "DEVICE": (str, "gpu", "device on which processes compute", "gpu", "cpu"),
+        "MASTER_ADDR": (str, "", "address of the first node; detected by default"),
+        "MASTER_PORT": (_Port, "", "port on which the first node listens for the other nodes"),
+        "IFNAME": (str, "", "network interface; detected by default"),
+        "MEETING_TIMEOUT_S": (Positive, "600", "seconds for which nodes wait for each other"),
+        "SLURM_PARTITION": (str, "", "Slurm partition, or TYPE=PARTITION for each node type"),
         "SLURM_GRES": (str, "gpu", "Slurm's name of the GPUs, or TYPE=GRES for each type, or none"),
-        "SLURM_TIME": (str, "", "time limit of the job, as in 2:00:00"),
+        "SLURM_TIME": (str, "", "time limit of the job, such as 2:00:00"),
         "SLURM_ACCOUNT": (str, "", "account to charge"),
-        "SLURM_FLAGS": (str, "", "further options of sbatch"),
-        "CPUS_PER_TASK": (_Number, "", "processor cores of each node for the job"),
+        "SLURM_FLAGS": (str, "", "additional options of sbatch"),
+        "CPUS_PER_TASK": (_Number, "", "number of CPU cores for the job on each node"),
         "REQUEUE": (
             bool,
             "true",
@@ -117,12 +125,12 @@ SETTINGS = _specs(
         ),
         "CONTAINER": (str, "none", "container runtime", "none", "pyxis", "enroot", "apptainer"),
         "IMAGE": (str, "", "container image"),
-        "CONTAINER_MOUNTS": (str, "", "further folders in the container, FROM:TO,..."),
+        "CONTAINER_MOUNTS": (str, "", "additional folders to mount in the container, FROM:TO,..."),
         "RELOAD_CONTAINER": (bool, "false", "create the container again"),
-        "PROFILE": (bool, "false", "run the PyTorch profiler, with results in LOG_DIR"),
+        "PROFILE": (bool, "false", "run the PyTorch profiler, and write its results to LOG_DIR"),
         "NSYS": (bool, "false", "run each node's processes in Nsight Systems"),
         "NCU": (bool, "false", "run each node's processes in Nsight Compute"),
-        "PYTHON": (str, "", "Python of the nodes; this one by default"),
+        "PYTHON": (str, "", "Python interpreter on the nodes; default: this one"),
     }
 )
 """Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
@@ -130,7 +138,7 @@ SETTINGS["SEQUENCE_SLICES"] = replace(SETTINGS["SEQUENCE_SLICES"], reader=_slice
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:
-    """Refuses unknown names that begin with a capital letter; users may choose other names freely.
+    """Rejects unknown names that begin with a capital letter. Users may choose all other names.
 
     Raises:
         ConfigError: A name is unknown. The message suggests the most similar variable.
@@ -142,15 +150,16 @@ def check_names(variables: Mapping[str, str], where: str) -> None:
         hint = f"the nearest is {nearest[0]}" if nearest else "conf.sh lists all variables"
         raise ConfigError(
             f"{where}: {name} is not a variable of the launcher ({hint}); names of your own "
-            "variables must begin with a small letter"
+            "variables must begin with a lowercase letter"
         )
 
 
 def read_value(name: str, text: str) -> object:
-    """Parses the value of a variable from text; an empty string stands for the default.
+    """Parses the value of a variable from text. An empty string means the default.
 
     Returns:
-        An ``int``, ``float``, ``bool`` or ``str``; ``None`` if there is neither text nor default.
+        The value as ``int``, ``float``, ``bool`` or ``str``, or ``None`` if there is neither a text
+        nor a default.
 
     Raises:
         ConfigError: The text is not a valid value of the variable's type.
@@ -187,9 +196,10 @@ _ARRAY = "\001array"
 
 
 def read_variables(path: Path) -> dict[str, str]:
-    """Runs a file in bash and returns the variables that it sets.
+    """Runs a file in bash, and returns the variables that the file sets.
 
-    The working folder is the file's folder. Only a few variables, such as ``PATH``, are inherited.
+    The working directory is the file's folder. Only a few variables, such as ``PATH``, are
+    inherited.
 
     Args:
         path: Path of the file, such as ``conf.sh``.
@@ -203,7 +213,7 @@ def read_variables(path: Path) -> dict[str, str]:
     """
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
-        raise ConfigError(f"{path}: {problem}; copy conf.sh of this project and change it")
+        raise ConfigError(f"{path}: {problem}; copy this project's conf.sh and change it")
     full = path.resolve()
     kept = ("PATH", "HOME", "USER", "TMPDIR", "LANG")
     clean = {name: os.environ[name] for name in kept if name in os.environ}
@@ -216,9 +226,7 @@ def read_variables(path: Path) -> dict[str, str]:
             check=False,
         )
     except FileNotFoundError:
-        raise SetupError(
-            f"{path} can only be read with bash, which is not installed; install bash"
-        ) from None
+        raise SetupError(f"{path} requires bash, which is not installed; install bash") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{path} ran for more than {_LIMIT_S:g} s, but it must only set variables"
@@ -227,16 +235,16 @@ def read_variables(path: Path) -> dict[str, str]:
         error_lines = done.stderr.decode(errors="replace").split("\n")
         reason = next((line for line in error_lines if str(full) in line), error_lines[0])
         raise ConfigError(
-            f"{path}: bash exited with status {done.returncode} ({reason.strip()}); every command "
-            "in the file must succeed"
+            f"{path}: bash exited with status {done.returncode} ({reason.strip()}); every "
+            "command in the file must succeed"
         )
     fields = done.stdout.decode(errors="replace").split("\0")[:-1]
     variables = dict(zip(fields[::2], fields[1::2], strict=True))
     for name, value in variables.items():
         if value == _ARRAY and name.isupper():
             raise ConfigError(
-                f"{path}: {name} is an array, but it must be a text; write it in quotes, with "
-                "spaces between the values"
+                f"{path}: {name} is an array, but must be a string; put the values in quotes, "
+                "separated by spaces"
             )
     return variables
 
@@ -246,14 +254,14 @@ _GROUP = re.compile(r"([A-Za-z][\w.-]*):([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchGroup:
-    """Describes a group of equal nodes, which have consecutive ranks.
+    """Describes a group of equal nodes with consecutive ranks.
 
     Attributes:
-        kind: Name of the node type, empty if all nodes are equal.
-        nodes: Number of nodes, ``None`` if unknown before the nodes connect to each other.
-        processes: Number of processes on each node, ``None`` for one per GPU.
-        partition: Slurm partition of the group, empty for Slurm's default partition.
-        gres: Slurm's name for the GPUs (its generic resource), ``none`` to request no GPUs.
+        kind: Name of the node type; empty if all nodes are equal.
+        nodes: Number of nodes; ``None`` if it is unknown before the nodes have connected.
+        processes: Number of processes on each node; ``None`` for one per GPU.
+        partition: Slurm partition of the group; empty for Slurm's default partition.
+        gres: Slurm's name of the GPUs (generic resource); ``none`` to request no GPUs.
     """
 
     kind: str = ""
@@ -268,10 +276,10 @@ class LaunchConf:
     """Contains the checked configuration of a launch.
 
     Attributes:
-        folder: Folder of ``conf.sh``, relative to which paths are resolved.
+        folder: Folder of ``conf.sh``, to which paths are relative.
         values: Value of each variable in ``SETTINGS``, by name; ``None`` if it has no value.
         groups: Groups of equal nodes, ordered by rank.
-        environment: Environment variables of ``conf.sh`` that each process gets.
+        environment: Environment variables in ``conf.sh`` for all processes.
     """
 
     folder: Path
@@ -284,13 +292,13 @@ class LaunchConf:
 
     @property
     def nodes(self) -> int | None:
-        """Returns the number of nodes, ``None`` if it is not set."""
+        """Number of nodes; ``None`` if it is not set."""
         counts = [group.nodes for group in self.groups]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def processes(self) -> tuple[int, ...] | None:
-        """Returns the number of processes on each node, by node rank; ``None`` if it is not set."""
+        """Number of processes on each node, by node rank; ``None`` if it is not set."""
         counts: list[int] = []
         for group in self.groups:
             if group.nodes is None or group.processes is None:
@@ -300,7 +308,7 @@ class LaunchConf:
 
     @property
     def world_size(self) -> int | None:
-        """Returns the total number of processes, ``None`` if it is not set."""
+        """Total number of processes; ``None`` if it is not set."""
         if self.processes is not None:
             return sum(self.processes)
         size: int | None = self.values["WORLD_SIZE"]
@@ -313,7 +321,7 @@ class LaunchConf:
     def texts(self) -> dict[str, str]:
         """Returns the values of all variables as strings, by name, including environment variables.
 
-        Leaves out secrets, and ``PLAN``: the variables that the plan sets are included instead.
+        Secrets and ``PLAN`` are omitted. The variables that the plan sets are included instead.
         """
         texts = {}
         for name, value in self.values.items():
@@ -324,19 +332,19 @@ class LaunchConf:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Returns the secret environment variables, which must not be written or sent to nodes."""
+        """Secret environment variables, which must not be written to files or sent to nodes."""
         return {name: text for name, text in self.environment.items() if is_secret(name)}
 
 
 def load_conf(
     path: Path | None, changes: Sequence[str] = (), plan: Path | None = None
 ) -> LaunchConf:
-    """Reads ``conf.sh`` and checks it.
+    """Reads and checks ``conf.sh``.
 
     Args:
-        path: Path of ``conf.sh``, ``None`` for defaults alone.
-        changes: Texts of the form ``NAME=VALUE``, which override the file and the plan.
-        plan: Path of a plan file that replaces the plan named by the variable ``PLAN``.
+        path: Path of ``conf.sh``; ``None`` to use only defaults.
+        changes: Texts of the form ``NAME=VALUE`` that override the file and the plan.
+        plan: Path of a plan file that replaces the plan in the variable ``PLAN``.
 
     Raises:
         ConfigError: A name is unknown or a value is invalid.
@@ -355,11 +363,11 @@ def load_conf(
 def make_conf(
     variables: Mapping[str, str], folder: Path, *, fixed: frozenset[str] = frozenset()
 ) -> LaunchConf:
-    """Checks variables and creates a configuration from them.
+    """Creates a configuration from variables, and checks it.
 
     Args:
         variables: Value of each variable as text, by name.
-        folder: Folder relative to which paths are resolved.
+        folder: Folder to which paths are relative.
         fixed: Names of variables whose values a plan must not replace.
 
     Raises:
@@ -384,7 +392,7 @@ def make_conf(
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, str]:
-    """Parses ``NAME=VALUE`` texts of the command line.
+    """Parses the ``NAME=VALUE`` texts of the command line.
 
     Raises:
         ConfigError: A text does not have this form.
@@ -416,8 +424,8 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
     if values["HOMOGENEOUS_CLUSTER"]:
         if values["NODES"] is not None:
             raise ConfigError(
-                f"NODES={values['NODES']} is only for mixed nodes; set HOMOGENEOUS_CLUSTER=false, "
-                "or give NNODES and NPROC_PER_NODE"
+                f"NODES={values['NODES']} is only for mixed nodes; set "
+                "HOMOGENEOUS_CLUSTER=false, or set NNODES and NPROC_PER_NODE instead"
             )
         group = LaunchGroup(
             nodes=values["NNODES"],
@@ -428,14 +436,16 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
         return (group,)
     if values["NODES"] is None:
         raise ConfigError(
-            "HOMOGENEOUS_CLUSTER=false requires NODES, as in NODES='a10:2x4 v100:1x2' for two "
-            "nodes of four GPUs and one node of two"
+            "HOMOGENEOUS_CLUSTER=false requires NODES, such as NODES='a10:2x4 v100:1x2' for two "
+            "nodes with four GPUs and one node with two"
         )
     matches = []
     for text in values["NODES"].split():
         match = _GROUP.fullmatch(text)
         if match is None:
-            raise ConfigError(f"NODES={values['NODES']}: {text!r} is not TYPE:NODESxGPUS")
+            raise ConfigError(
+                f"NODES={values['NODES']}: {text!r} must have the form TYPE:NODESxGPUS"
+            )
         matches.append(match)
     kinds = [match[1] for match in matches]
     partitions = _by_kind("SLURM_PARTITION", values["SLURM_PARTITION"] or "", kinds)
@@ -453,14 +463,14 @@ def _groups(values: Mapping[str, Any]) -> tuple[LaunchGroup, ...]:
 
 
 def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
-    """Parses a string ``TYPE=VALUE ...`` with one value per node type, or a common value."""
+    """Parses a string ``TYPE=VALUE ...`` with a value for each node type, or a common value."""
     if "=" not in text:
         return dict.fromkeys(kinds, text)
     values = dict(assignment.partition("=")[::2] for assignment in text.split())
     for kind in values:
         if kind not in kinds:
             raise ConfigError(
-                f"{name}={text}: NODES does not contain the type {kind}, only {', '.join(kinds)}"
+                f"{name}={text}: NODES contains only the types {', '.join(kinds)}, not {kind}"
             )
     for kind in kinds:
         if not values.get(kind):
@@ -469,19 +479,19 @@ def _by_kind(name: str, text: str, kinds: Sequence[str]) -> dict[str, str]:
 
 
 def _check_sizes(conf: LaunchConf) -> None:
-    """Checks that the numbers of nodes, processes and replicas fit together."""
+    """Checks that the numbers of nodes, processes and replicas are consistent."""
     values = conf.values
     processes = conf.processes
     nodes = conf.nodes
     if values["NNODES"] is not None and nodes != values["NNODES"]:
         raise ConfigError(
-            f"NNODES={values['NNODES']} does not match NODES={values['NODES']}, which has {nodes} "
-            "nodes"
+            f"NNODES={values['NNODES']} does not match NODES={values['NODES']}, which has "
+            f"{nodes} nodes"
         )
     if values["NPROC_PER_NODE"] is not None and not values["HOMOGENEOUS_CLUSTER"]:
         raise ConfigError(
-            f"NPROC_PER_NODE={values['NPROC_PER_NODE']} cannot be used with NODES, which sets the "
-            "number of processes for each node type; remove it"
+            f"NPROC_PER_NODE={values['NPROC_PER_NODE']} cannot be combined with NODES, which "
+            "sets the number of processes for each node type; remove it"
         )
     size = conf.world_size or 0
     copies = values["DP_SIZE"]
@@ -489,14 +499,14 @@ def _check_sizes(conf: LaunchConf) -> None:
         assert processes is not None
         counts = " + ".join(map(str, processes[:8])) + (" + ..." if len(processes) > 8 else "")
         raise ConfigError(
-            f"WORLD_SIZE={values['WORLD_SIZE']} must be the sum of all nodes' processes, {counts} "
-            f"= {size}; remove it to have it computed"
+            f"WORLD_SIZE={values['WORLD_SIZE']} must be the sum of all nodes' processes, "
+            f"{counts} = {size}; remove it to compute it automatically"
         )
     if values["STAGE_DP_SIZES"] is not None:
         if copies is not None:
             raise ConfigError(
-                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']} and DP_SIZE={copies} exclude each "
-                "other, because DP_SIZE is for stages of equal size; remove one of them"
+                f"STAGE_DP_SIZES={values['STAGE_DP_SIZES']} and DP_SIZE={copies} cannot be "
+                "combined, because DP_SIZE is for stages of equal size; remove one of them"
             )
         return
     model = values["TENSOR_MP_SIZE"] * values["PIPELINE_MP_SIZE"]
@@ -519,9 +529,9 @@ def _check_words(conf: LaunchConf) -> None:
         except ValueError as error:
             raise ConfigError(f"{name}={values[name]}: {error}; close the quotes") from error
     if values["CONTAINER"] != "none" and values["IMAGE"] is None:
-        raise ConfigError(f"CONTAINER={values['CONTAINER']} requires IMAGE, the image that it runs")
+        raise ConfigError(f"CONTAINER={values['CONTAINER']} requires IMAGE, the image to run")
     if values["NSYS"] and values["NCU"]:
         raise ConfigError(
-            "NSYS=true and NCU=true exclude each other, because only one profiler can attach; "
-            "set one of them to false"
+            "NSYS=true and NCU=true cannot be combined, because only one profiler can be "
+            "attached; set one of them to false"
         )

@@ -1,9 +1,9 @@
 """Sends JSON messages and heartbeats between the nodes of a job.
 
-Both sides have proved that they know the job's secret, and each message is authenticated. If one
-side receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost: a machine
-that loses power closes no connection. Time for which the receiving process was stopped is not
-counted.
+Both sides have proved that they know the job's secret, and each message is authenticated. If a side
+receives nothing for :data:`SILENCE_S` seconds, it considers the other side lost, because a machine
+that loses power does not close its connections. Time during which the receiving process was stopped
+is not counted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron.adaptive.handshake import (
 BEAT_S = 1.0
 SILENCE_S = 20.0
 PATIENCE_S = 60.0
-"""Time in seconds without a message after which an agent started by the manager exits.
+"""Seconds without a message after which an agent that was started by the manager exits.
 
-The limit is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
+This is longer than :data:`SILENCE_S`, because no other manager can take over such a job.
 """
 
 
@@ -42,7 +42,7 @@ class Connection:
     Args:
         reader: Stream from the other side.
         writer: Stream to the other side.
-        session: Session that authenticates outgoing messages and verifies incoming ones.
+        session: Session that authenticates outgoing messages and verifies incoming messages.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Connection:
         Args:
             address: Address of the listener.
             port: Port of the listener.
-            within_s: Timeout in seconds for connecting and for proving the secret.
+            within_s: Timeout in seconds for connecting and authenticating.
             secret: Secret of the job, which both sides must know.
-            purpose: Label of the connection, which must be equal on both sides.
+            purpose: Label of the connection, which must be the same on both sides.
 
         Raises:
             StrangerError: The program at the address does not know the secret.
-            OSError: Nothing listens at the address. The error text gives the reason.
+            OSError: No program listens at the address. The error message contains the reason.
         """
         try:
             sealed = await asyncio.to_thread(dial, (address, port), secret, purpose, within_s)
@@ -81,24 +81,24 @@ class Connection:
 
     @classmethod
     async def over(cls, sealed: SealedSocket) -> Connection:
-        """Creates a connection from a socket whose other side has proved the secret."""
+        """Creates a connection from a socket whose other side has authenticated."""
         reader, writer = await asyncio.open_connection(sock=sealed.socket)
         return cls(reader, writer, sealed.session)
 
     @property
     def peer(self) -> str:
-        """Returns the address of the other side, as plain IPv4 if it is mapped to IPv6."""
+        """Address of the peer. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
         return str(self._writer.get_extra_info("peername", ("",))[0]).removeprefix("::ffff:")
 
     @property
     def own_address(self) -> str:
-        """Returns the address of this side."""
+        """Address of this side."""
         return str(self._writer.get_extra_info("sockname", ("",))[0])
 
     def send(self, kind: str, **values: Any) -> None:
-        """Sends a message. Drops it without an error if the connection is closed.
+        """Sends a message, or drops it without an error if the connection is closed.
 
-        A closed connection is reported by :meth:`receive`.
+        :meth:`receive` reports that the connection is closed.
         """
         if not self._writer.is_closing():
             self._writer.write(self._session.seal(json.dumps({"what": kind, **values}).encode()))
@@ -108,12 +108,12 @@ class Connection:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def receive(self, silence_s: float = SILENCE_S) -> dict[str, Any] | None:
-        """Waits for the next message; returns ``None`` if the other side is lost.
+        """Waits for the next message. Returns ``None`` if the peer is lost.
 
         Skips heartbeats.
 
         Args:
-            silence_s: Time in seconds without a message after which the other side counts as lost.
+            silence_s: Seconds without a message after which the peer is considered lost.
                 Heartbeats count as messages.
         """
         while True:
@@ -136,14 +136,14 @@ class Connection:
         try:
             payload = await result_within(reading, silence_s)
         except asyncio.CancelledError:
-            if reading.cancelled():  # ``close`` cancelled the read, not this task.
+            if reading.cancelled():  # ``close`` cancelled the read, not this task
                 raise EOFError("the connection was closed here") from None
             raise
         self._reading = None
         return payload
 
     async def close(self) -> None:
-        """Sends the messages still in the buffer and closes the connection. Idempotent."""
+        """Sends buffered messages, and closes the connection. Safe to call more than once."""
         for task in (self._beating, self._reading):
             if task is not None:
                 task.cancel()
@@ -163,7 +163,7 @@ class Connection:
 
 
 def _take_error(reading: asyncio.Task[bytes]) -> None:
-    """Retrieves a read's exception, so that asyncio does not report it as never retrieved."""
+    """Retrieves a read's exception, so that asyncio does not report that it was never retrieved."""
     if not reading.cancelled():
         reading.exception()
 
@@ -173,13 +173,14 @@ class Listener:
 
     Args:
         attend: Coroutine function that handles one connection. The connection stays open when the
-            coroutine returns. A malformed message closes only the connection that carried it.
+            coroutine returns. A malformed message closes only the connection on which it was
+            received.
         secret: Secret of the job, which the other side must know.
-        purpose: Label of the connections, which must be equal on both sides.
-        report: Function that prints a line about a refused connection.
-        host: Address of this machine at which to listen. If empty, or not an address of this
+        purpose: Label of the connections, which must be the same on both sides.
+        report: Function that prints a line about a rejected connection.
+        host: Address of this machine at which to listen. If it is empty or not an address of this
             machine, the listener uses all addresses.
-        port: Port at which to listen, 0 for any free port.
+        port: Port on which to listen; 0 for any free port.
 
     Raises:
         OSError: The port is not available.
@@ -203,7 +204,7 @@ class Listener:
         self.port = self._gate.port
 
     def close(self) -> None:
-        """Stops listening; accepted connections stay open. Idempotent."""
+        """Stops listening. Accepted connections stay open. Safe to call more than once."""
         self._gate.close()
 
     def _admit(self, sealed: SealedSocket) -> None:
@@ -222,5 +223,5 @@ class Listener:
         try:
             await self._attend(link)
         except (LookupError, TypeError, ValueError) as error:
-            self._report(f"warning: an invalid message from {link.peer} was refused: {error!r}")
+            self._report(f"warning: an invalid message from {link.peer} was rejected: {error!r}")
             await link.close()

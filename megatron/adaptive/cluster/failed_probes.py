@@ -1,17 +1,17 @@
 """Excludes nodes that fail a probe of the running job, and uses them again when they pass.
 
 The ranks probe each other (``--probe-interval``) and report the nodes that failed. With the policy
-``exclude``, such a node gets no ranks, unless no layout fits without the node. The excluded node is
-then measured alone, at growing intervals, until it reaches the figures that it missed::
+``exclude``, such a node gets no ranks, unless no layout fits without it. The excluded node is then
+measured alone, at increasing intervals, until it reaches the figures that it missed::
 
     probe fails ──> excluded ── 5 s ──> measure ── fails, 10 s ──> measure ── passes ──> used again
 
-A single node cannot measure the link to another node. A node with a slow link therefore stays
+A single node cannot measure its link to another node. A node with a slow link therefore stays
 excluded until it joins again, for example because the user removes its line from the machines file
 and adds the line again.
 
-Heat or other programs may slow a node only while it trains. The node then passes alone and fails in
-the job, and each change of layout costs a restart of the ranks. The interval is therefore reset
+Heat or other programs may slow down a node only while it trains. Such a node passes alone and fails
+in the job, and each change of layout requires restarting the ranks. The interval is therefore reset
 only when the node joins again, not when it passes.
 
 Only the manager excludes nodes: ranks report figures, and a node cannot exclude itself. If another
@@ -31,7 +31,7 @@ from megatron.adaptive.cluster.straggler import Stragglers
 from megatron.adaptive.profiling.failed_nodes import FailedNode
 
 _FIRST_WAIT_S = 5.0
-"""Time in seconds after which an excluded node is measured for the first time."""
+"""Seconds after which an excluded node is measured for the first time."""
 _MOST_WAIT_S = 600.0
 
 
@@ -41,8 +41,8 @@ class FailedProbes:
     Args:
         policy: Reaction to a node that fails a probe: ``report`` or ``exclude``.
         stragglers: Object that chooses layouts and stores which nodes are excluded.
-        members: Nodes of the job. When a node passes again, an event ``passed`` is put into the
-            queue of this object.
+        members: Nodes of the job. When a node passes again, the event ``passed`` is put into this
+            object's queue.
         in_use: Function that returns the names of the nodes that run ranks.
     """
 
@@ -74,7 +74,7 @@ class FailedProbes:
             nodes: Nodes that are present, in the order in which they get ranks.
 
         Returns:
-            Reason to change the layout, empty if the job should keep its layout.
+            Reason to change the layout, or an empty string to keep the layout.
         """
         reasons = []
         for entry in failed:
@@ -96,7 +96,7 @@ class FailedProbes:
         """Resets the records of a node that joins, because it may have been repaired.
 
         Args:
-            name: Name of the node, present or not.
+            name: Name of the node. The node need not be present.
         """
         self._handled.pop(name, None)
         self._waits_s.pop(name, None)
@@ -120,7 +120,7 @@ class FailedProbes:
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     def _is_handled(self, name: str, running: RunningRanks) -> bool:
-        """Returns whether a node's failure was handled already.
+        """Returns whether a node's failure was already handled.
 
         With the policy ``exclude``, a failure is handled again in each incarnation, because a
         layout without the node may fit by then.
@@ -136,11 +136,10 @@ class FailedProbes:
             self._checks[failed.node] = task
 
     async def _check(self, failed: FailedNode) -> None:
-        """Measures a node again and again until it passes or is no longer present."""
+        """Measures a node repeatedly until it passes or is no longer present."""
         name = failed.node
         while True:
-            # Double the wait each time, also for a node that passes and then fails in the job
-            # again.
+            # Double the wait each time, even if the node passes and then fails in the job again.
             wait_s = self._waits_s.get(name, _FIRST_WAIT_S)
             self._waits_s[name] = min(2 * wait_s, _MOST_WAIT_S)
             await asyncio.sleep(wait_s)
@@ -148,7 +147,8 @@ class FailedProbes:
             if node.status != "present":
                 del self._checks[name]
                 return
-            # Ranks on the node would disturb the measurement. The job's own probes measure it.
+            # Ranks on the node would disturb the measurement. The job's own probes measure such a
+            # node.
             if name not in self._in_use() and await self._passes(node, failed):
                 self._members.events.put_nowait(Event("passed", name, {}))
                 return

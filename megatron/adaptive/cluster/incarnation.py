@@ -45,7 +45,7 @@ _FIRST_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 
 
 class Program(ABC):
-    """Describes the program that the ranks of a job run.
+    """Program that the ranks of a job run.
 
     Args:
         folder: Folder of the program's checkpoints.
@@ -55,13 +55,12 @@ class Program(ABC):
         self.folder = folder
 
     def check(self) -> None:
-        """Checks that ranks can resume from the folder of checkpoints.
+        """Checks that ranks can resume from the checkpoint folder.
 
         Accepts checkpoints that contain pickles. If the user has not allowed pickles, the ranks
-        refuse such checkpoints later.
+        reject such checkpoints later.
 
-        Raises:
-            CheckpointError: The folder contains checkpoints, but none is intact.
+        CheckpointError: The folder contains checkpoints, but all of them are damaged.
         """
         damaged: DamagedCheckpointError | None = None
         for step in self.folder.candidates():
@@ -78,13 +77,14 @@ class Program(ABC):
     def command(
         self, layout: ParallelLayout, incarnation: int, resumed: int, progress: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Returns arguments and additional environment variables for an incarnation's ranks.
+        """Returns the arguments and additional environment variables for an incarnation's ranks.
 
         Args:
             layout: Layout of the ranks.
             incarnation: Number of the incarnation, from 1.
-            resumed: Iteration of the checkpoint that the ranks resume from, 0 for no checkpoint.
-            progress: Folder into which the ranks write their progress.
+            resumed: Iteration of the checkpoint from which the ranks resume; 0 if there is no
+                checkpoint.
+            progress: Folder to which the ranks write their progress.
         """
 
     def goes_on(self, before: IncarnationProgress, statuses: Iterable[int]) -> str:
@@ -93,17 +93,17 @@ class Program(ABC):
         Returns an empty string if the job is finished.
 
         Args:
-            before: Progress that the ranks wrote.
+            before: Progress that the ranks have written.
             statuses: Exit statuses of the ranks.
 
         Raises:
-            SetupError: The ranks exited without training, or built another model at each start.
+            SetupError: The ranks exited without training, or built a different model at each start.
         """
         return ""
 
 
 class TrainerProgram(Program):
-    """Runs the trainer of this project, whose layout and folders are set by flags.
+    """Runs this project's trainer, whose layout and folders are set by flags.
 
     Args:
         arguments: The user's arguments for the trainer.
@@ -154,8 +154,8 @@ class ScriptProgram(Program):
     ) -> tuple[list[str], dict[str, str]]:
         measured = None if layout.is_to_be_measured else MeasuredModule.read(self._model)
         if measured is not None and measured.is_random and measured.micro_batch_size is None:
-            # Random numbers, such as dropout masks, depend on the microbatch size. So record the
-            # first layout's size in the model's file: later layouts then use the same size.
+            # Random numbers, such as dropout masks, depend on the microbatch size. Therefore record
+            # the first layout's size in the model's file, so that later layouts use the same size.
             replace(measured, micro_batch_size=layout.micro_batch).write(self._model)
         order = JobOrder(
             checkpoints=str(self.folder.path),
@@ -190,12 +190,12 @@ class ScriptProgram(Program):
 
 
 def model_file(checkpoints: Path) -> Path:
-    """Returns the path of the file for the measured costs of a script's model."""
+    """Returns the path of the file with the measured costs of a script's model."""
     return job_folder(checkpoints) / _MODEL
 
 
 def is_trainer(script: Path) -> bool:
-    """Returns whether a script is the trainer or its text contains the trainer's name."""
+    """Returns whether a script is the trainer, or contains the trainer's name."""
     if script.stem == _TRAINER:
         return True
     try:
@@ -211,16 +211,16 @@ ProbePolicy = Literal["report", "exclude"]
 """Reaction to a node that fails its probe: report it, or exclude the node until it passes."""
 
 NodeProgram = Literal["script", "restore", "check"]
-"""Program that a manager may ask a node to run: the script of the job, the program that restores
+"""Program that a manager may request a node to run: the job's script, the program that restores
 snapshots, or the program that measures a node that failed its probe."""
 CHECK_S = 120.0
-"""Time in seconds for which a manager waits until a node has measured a device."""
+"""Seconds for which a manager waits until a node has measured a device."""
 _CHECK_LIMIT_S = 110
-"""Time in seconds after which the node kills the measurement of a device."""
+"""Seconds after which the node kills the measurement of a device."""
 _CHECK = Path(__file__).resolve().parents[1] / "profiling" / "node_check.py"
 
 NODE_VARIABLE = "MEGATRON_ADAPTIVE_NODE"
-"""Name of the environment variable that contains the name of a rank's node."""
+"""Environment variable that contains the name of a rank's node."""
 _VARIABLES = frozenset(
     (
         "RANK",
@@ -240,7 +240,7 @@ _VARIABLES = frozenset(
 """Environment variables that a manager may set for the ranks of a node."""
 
 EXIT_LEFT = 75
-"""Exit status of a node that left while the job continues; the node may join again."""
+"""Exit status of a node that left while the job continues. The node may join again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,17 +250,17 @@ class JobSpec:
     Attributes:
         script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
-        checkpoints: Folder of checkpoints, on storage that all nodes share.
-        machines: Path of the machines file, ``None`` if nodes join by themselves.
+        checkpoints: Folder of checkpoints, in storage that all nodes share.
+        machines: Path of the machines file; ``None`` if nodes join by themselves.
         nodes: Number of nodes to wait for before the first start, if nodes join by themselves.
         join_s: Timeout in seconds for nodes to join before the first start.
         wait_s: Time in seconds to wait for more nodes if no layout fits the available nodes.
         stop_s: Timeout in seconds for ranks to finish the current step and save a checkpoint.
         max_restarts: Maximum number of consecutive failures without a new checkpoint in between.
-        address: Address at which other machines reach the manager, ``None`` to detect it.
-        copy_every: Number of steps between in-memory copies of the training state, 0 for no copies.
-        copy_bytes: Maximum size in bytes of the copies on a node; ``None`` for the memory
-            available.
+        address: Address at which other machines can reach the manager; ``None`` to detect it.
+        copy_every: Number of steps between in-memory copies of the training state; 0 for no copies.
+        copy_bytes: Maximum size of the copies on a node in bytes; ``None`` to use the available
+            memory.
         on_straggler: Reaction to a node that stays slow.
         on_failed_probe: Reaction to a node that fails a probe of the running job.
         is_pipeline: Whether the script trains a ``Pipeline`` and parses its own arguments.
@@ -284,21 +284,21 @@ class JobSpec:
 
     @property
     def copy_settings(self) -> dict[str, Any] | None:
-        """Returns the interval and the memory limit of state copies; ``None`` without copies."""
+        """Interval and memory limit of in-memory copies of the state; ``None`` without copies."""
         if not self.copy_every:
             return None
         return {"every": self.copy_every, "limit_bytes": self.copy_bytes}
 
     @property
     def program(self) -> Program:
-        """Returns the program that the ranks run: the trainer or a script with a ``Pipeline``."""
+        """Program that the ranks run: the trainer, or a script with a ``Pipeline``."""
         if self.is_pipeline:
             return ScriptProgram(self.script, self.arguments, self.checkpoints)
         return TrainerProgram(self.arguments, self.checkpoints)
 
     @property
     def work(self) -> NodeWork:
-        """Returns the script and arguments that each node runs."""
+        """Script and arguments that each node runs."""
         return NodeWork(
             script=str(self.script), arguments=self.arguments, checkpoints=str(self.checkpoints)
         )
@@ -306,12 +306,12 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """Defines what a node runs, and refuses all other requests of the manager.
+    """Defines what a node runs, and rejects all other requests of the manager.
 
     Attributes:
         script: Path of the script that each rank runs.
         arguments: The user's arguments for the script.
-        checkpoints: Folder of checkpoints. A request may contain only paths inside this folder and
+        checkpoints: Folder of checkpoints. A request may only contain paths inside this folder and
             paths that occur in ``arguments``.
     """
 
@@ -322,10 +322,10 @@ class NodeWork:
     def order(self, rank: Mapping[str, Any], program: NodeProgram) -> dict[str, Any]:
         """Converts the manager's request for a process into a command for the node's forkserver.
 
-        The script and the working folder are those of this node, never the manager's choice.
+        The script and the working directory are those of this node, never chosen by the manager.
 
         Args:
-            rank: Request for one process, in the form that :func:`rank_orders` creates.
+            rank: Request for one process, as created by :func:`rank_orders`.
             program: Program to run.
 
         Raises:
@@ -335,7 +335,7 @@ class NodeWork:
         variables = rank["variables"]
         arguments = rank["arguments"]
         if others := sorted(set(variables) - _VARIABLES):
-            raise SetupError(f"the manager set {others[0]}, which it must not set")
+            raise SetupError(f"the manager set {others[0]}, which it is not allowed to set")
         scripts = {
             "script": self.script,
             "restore": str(Path(snapshot_restore.__file__).resolve()),
@@ -357,8 +357,7 @@ class NodeWork:
             if not Path(path).resolve().is_relative_to(allowed):
                 raise SetupError(
                     f"the manager requested the path {path}, which is neither in {allowed} nor "
-                    "among this node's own arguments; start every node of a job with the same "
-                    "command"
+                    "among this node's own arguments; start every node of a job with the same"
                 )
         return {
             "key": key,
@@ -370,7 +369,7 @@ class NodeWork:
         }
 
     def _paths(self, arguments: Sequence[str]) -> Iterator[str]:
-        """Yields the paths in ``arguments``, except paths that the user's own arguments contain."""
+        """Yields the paths in ``arguments``, except paths in the user's own arguments."""
         for before, argument in zip(("", *arguments), arguments, strict=False):
             name, equals, value = argument.partition("=")
             if not (equals and name.startswith("--")):
@@ -390,18 +389,18 @@ class RunningRanks:
     Attributes:
         incarnation: Record of the incarnation that the ranks run.
         layout: Layout of the ranks.
-        folder: Folder into which the ranks write their progress.
-        where: Maps the key of each rank to the name of the rank's node. Keys have the form
+        folder: Folder to which the ranks write their progress.
+        where: Name of the node of each rank, by the rank's key. Keys have the form
             ``incarnation/rank``, and are ordered by rank.
         statuses: Exit statuses of the ranks that have exited, by the rank's key.
-        stopping: Reason why the ranks were asked to save and exit, empty if they were not asked.
-        fault: Description of the first failure; empty without a failure. If it turns out later that
-            a rank was killed by a signal from outside the job, that signal replaces the
-            description.
+        stopping: Reason why the ranks were asked to save and exit; empty if they were not asked.
+        fault: Description of the first failure; empty if there was no failure. If it turns out
+            later that a signal from outside the job killed a rank, a description of that signal
+            replaces it.
         has_kill: Whether ``fault`` describes a signal from outside the job.
-        gone: Description of the first node whose loss or departure ended a rank; may be empty.
-        deadline_s: Time in seconds on the manager's clock at which remaining ranks are killed.
-            ``None`` for no deadline.
+        gone: Description of the first node whose loss or departure made a rank exit; may be empty.
+        deadline_s: Time on the manager's clock at which the remaining ranks are killed, in seconds;
+            ``None`` if there is no deadline.
         killed: Whether the manager has killed the remaining ranks.
     """
 
@@ -419,7 +418,7 @@ class RunningRanks:
 
     @property
     def alive(self) -> set[str]:
-        """Returns the keys of the ranks that have not exited."""
+        """Keys of the ranks that have not exited."""
         return set(self.where) - set(self.statuses)
 
     def record_fault(
@@ -429,11 +428,10 @@ class RunningRanks:
 
         Args:
             fault: Description of the failure.
-            deadline_s: Time in seconds on the manager's clock by which the other ranks must exit.
-            kill: Whether a rank was killed by a signal from outside the job. The signal is recorded
-                as the cause even if the failure of another rank, which lost its peer, was noticed
-                first.
-            gone: Description of the node's loss or departure, if that caused the failure. It is
+            deadline_s: Time on the manager's clock by which the other ranks must exit, in seconds.
+            kill: Whether a signal from outside the job killed a rank. This is recorded as the cause
+                even if the failure of another rank, which lost its peer, was noticed first.
+            gone: Description of the node's loss or departure, if this caused the failure. It is
                 recorded even after other failures, because ranks that cannot reach the node may
                 exit before the node is known to be lost.
         """
@@ -446,7 +444,7 @@ class RunningRanks:
 
 
 def earliest(*moments: float | None) -> float | None:
-    """Returns the earliest of several times in seconds; a time of ``None`` means never."""
+    """Returns the earliest of several times in seconds. ``None`` means never."""
     return min((moment for moment in moments if moment is not None), default=None)
 
 
@@ -463,16 +461,17 @@ def how_ended(status: int) -> str:
 
 
 def assign(nodes: Sequence[Node], layout: ParallelLayout) -> list[Node]:
-    """Assigns ranks to nodes in order: fills one node before the next.
+    """Assigns ranks to nodes in order, and fills each node before the next one.
 
-    Each tensor-parallel group is kept on one node.
+    Each tensor-parallel group is placed on a single node.
 
     Args:
-        nodes: Nodes to use. They get ranks in this order if the layout defines no order of nodes.
+        nodes: Nodes to use. They get ranks in this order, unless the layout defines an order of
+            nodes.
         layout: Layout to run.
 
     Returns:
-        The node of each rank. Contains fewer entries than ranks if nodes are missing.
+        Node of each rank. There are fewer entries than ranks if nodes are missing.
     """
     places: list[Node] = []
     by_name = {node.name: node for node in nodes}
@@ -488,8 +487,8 @@ def rank_orders(
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns the requests to start ranks, by the name of the node that gets them.
 
-    Each request has the environment variables that torchrun would set. The script is not part of a
-    request, because each node's :class:`NodeWork` defines it.
+    Each request contains the environment variables that torchrun would set. It does not contain the
+    script, because each node's :class:`NodeWork` defines it.
 
     Args:
         arguments: Arguments of the script.

@@ -6,7 +6,7 @@ Every few seconds, :class:`ResourceSampler` appends a line of JSON to the file `
      "memory_total_bytes": ..., "pids": [...]}], "processes": [{"pid": ..., "cpu_percent": ...,
      "memory_bytes": ...}]}
 
-GPUs are sampled through NVML (NVIDIA's management library) if available. When a node exits
+GPUs are sampled through NVML (NVIDIA's management library), if it is available. When a node exits
 normally, its last line also contains ``"ended": true``. If the samples stop without such a line,
 the node was lost.
 """
@@ -42,8 +42,9 @@ class RdmaPort:
         port: Number of the port, from 1.
         state: State of the port, such as ``ACTIVE``.
         link: Link layer, ``Ethernet`` or ``InfiniBand``.
-        gid_index: Index of the port's RoCE v2 address (GID), ``None`` if the port has none.
-        gbit_per_s: Data rate of the port in Gbit/s, 0 if unknown.
+        gid_index: Index of the port's RoCE v2 address (GID); ``None`` if the port has no such
+            address.
+        gbit_per_s: Data rate of the port in Gbit/s; 0 if unknown.
     """
 
     device: str
@@ -55,17 +56,17 @@ class RdmaPort:
 
 
 def resolve(host: str) -> str:
-    """Resolves a host name to an address, preferably not a loopback address.
+    """Resolves a host name to an address, and prefers addresses that are not loopback addresses.
 
     Raises:
-        SetupError: The host name does not resolve.
+        SetupError: The host name cannot be resolved.
     """
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise SetupError(
-            f"MASTER_ADDR={host} does not resolve on {socket.gethostname()} ({error.strerror}); "
-            "give an address, or fix /etc/hosts or DNS"
+            f"MASTER_ADDR={host} cannot be resolved on {socket.gethostname()} "
+            f"({error.strerror}); use an address, or fix /etc/hosts or DNS"
         ) from error
     addresses = [str(entry[4][0]) for entry in entries]
     return next((address for address in addresses if not is_loopback(address)), addresses[0])
@@ -74,7 +75,7 @@ def resolve(host: str) -> str:
 def interface_variables(interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that set the network interface of gloo and NCCL.
 
-    Omits variables that are already set in ``environment``.
+    Variables that are already set in ``environment`` are omitted.
     """
     if interface is None:
         return {}
@@ -95,9 +96,9 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that set the RDMA ports for NCCL and UCX.
 
-    The active InfiniBand ports are used, or, if there are none, active Ethernet ports with a RoCE
-    v2 address. Without these variables, NCCL and UCX may first try a port that is down or has no
-    address, and fail.
+    The active InfiniBand ports are used. If there are none, active Ethernet ports with a RoCE v2
+    address are used. Without these variables, NCCL and UCX may first try a port that is down or has
+    no address, and fail.
 
     Args:
         ports: RDMA ports of this node.
@@ -118,7 +119,7 @@ def rdma_variables(ports: Sequence[RdmaPort], environment: Mapping[str, str]) ->
 
 
 def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
-    """Returns the RDMA ports of this node; the list is empty if the node has no RDMA device."""
+    """Returns the RDMA ports of this node. The list is empty if the node has no RDMA device."""
     ports = []
     for port in sorted(root.glob("*/ports/*")):
         if not port.name.isdigit():
@@ -138,7 +139,7 @@ def rdma_ports(root: Path = _RDMA) -> list[RdmaPort]:
 
 
 def _gid_index(port: Path) -> int | None:
-    """Returns the index of the port's first RoCE v2 GID for IPv4, ``None`` if there is none."""
+    """Returns the index of the port's first RoCE v2 GID for IPv4, or ``None`` if there is none."""
     for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         kind = _read(port / "gid_attrs" / "types" / path.name)
         if kind == "RoCE v2" and _read(path).startswith("0000:0000:0000:0000:0000:ffff:"):
@@ -159,7 +160,7 @@ _PERIOD_S = 5.0
 
 
 def why_no_gpu_use() -> str | None:
-    """Returns the reason why GPU use cannot be sampled on this node, ``None`` if it can."""
+    """Returns the reason why GPU use cannot be sampled on this node, or ``None`` if it can."""
     try:
         import pynvml
     except ImportError:
@@ -172,7 +173,7 @@ def why_no_gpu_use() -> str | None:
 
 
 def _nvml() -> Any:
-    """Initializes NVML and returns its Python module, ``None`` if NVML cannot be used."""
+    """Initializes NVML and returns its Python module, or ``None`` if NVML cannot be used."""
     if why_no_gpu_use() is not None:
         return None
     import pynvml
@@ -184,7 +185,7 @@ def count_gpus(visible: str | None) -> int:
     """Returns the number of GPUs that a process may use.
 
     Args:
-        visible: Value of ``CUDA_VISIBLE_DEVICES``, ``None`` if it is not set.
+        visible: Value of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
     """
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -195,13 +196,13 @@ def count_gpus(visible: str | None) -> int:
 
 
 class ResourceSampler:
-    """Samples this node's GPUs, and the processes descended from ``pid``, in a thread.
+    """Samples this node's GPUs and all descendants of the process ``pid`` in a thread.
 
-    Close the sampler after use.
+    The sampler must be closed after use.
 
     Args:
-        pid: Process id of the process whose descendants are sampled.
-        path: Path of the file to which the sampler appends lines.
+        pid: ID of the process whose descendants are sampled.
+        path: Path of the file to which lines are appended.
     """
 
     def __init__(self, pid: int, path: Path) -> None:
@@ -214,7 +215,7 @@ class ResourceSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes a last sample and stops the thread. Idempotent."""
+        """Writes a last sample, and stops the thread. Safe to call more than once."""
         self._done.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""Keeps the state of a job in JSON files that other programs can read.
+"""Stores the state of a job in JSON files that other programs can read.
 
 ::
 
@@ -35,12 +35,12 @@ _NUMBERS = ("unix_ns", "iteration", "total_iterations", "lost_steps")
 _EPOCH = "epoch"
 _MOST_EARLIER = 1000
 MEASURES = "processes that measure the model"
-"""Last words of the description of a layout whose ranks only measure the model."""
+"""Last words in the description of a layout whose ranks only measure the model."""
 _PHASES = ("notice", "checkpoint", "end", "plan", "start", "load", "first_step")
 
 
 def say(text: str) -> None:
-    """Prints a line for the user; errors and warnings go to stderr, other lines to stdout."""
+    """Prints a line for the user. Errors and warnings go to stderr, other lines to stdout."""
     stream = sys.stderr if text.startswith(("error", "warning")) else sys.stdout
     print(f"[elastic] {printable(text)}", file=stream, flush=True)
 
@@ -49,19 +49,19 @@ _NAMED = 8
 
 
 def some_names(names: Iterable[str]) -> str:
-    """Joins names with commas; shortens a long list to its first names and the number of others."""
+    """Joins names with commas, and replaces the end of a long list by the number of other names."""
     listed = list(names)
     more = len(listed) - _NAMED
     return ", ".join(listed) if more < _NAMED else f"{', '.join(listed[:_NAMED])} and {more} more"
 
 
 def job_folder(checkpoints: Path) -> Path:
-    """Returns the folder for a job's state, which is inside the folder of checkpoints."""
+    """Returns the folder for a job's state, which is inside the checkpoint folder."""
     return checkpoints / _FOLDER
 
 
 def incarnation_folder(job: Path, number: int, manager: str) -> Path:
-    """Returns the folder where the ranks of an incarnation write their progress.
+    """Returns the folder to which the ranks of an incarnation write their progress.
 
     Args:
         job: Folder of the job's state.
@@ -73,7 +73,7 @@ def incarnation_folder(job: Path, number: int, manager: str) -> Path:
 
 @dataclass(kw_only=True)
 class Incarnation:
-    """Records one incarnation of the job: one layout, from its start to the next reconfiguration.
+    """One incarnation of the job: one layout, from its start to the next reconfiguration.
 
     Attributes:
         number: Number of the incarnation, counted from 1 by each manager.
@@ -82,16 +82,16 @@ class Incarnation:
         nodes: Names of the nodes, ordered by rank.
         reason: Reason why the previous incarnation ended; ``start`` for a job's first incarnation.
         resumed: Iteration of the checkpoint from which the incarnation resumed.
-        lost_steps: Number of steps that were already done and have to be repeated.
-        source: Text about the origin of the training state. It is ``start``, ``checkpoint``,
-            ``checkpoint on the nodes' own disks`` or ``copies in memory``. If a newer state could
-            not be used, the reason follows.
-        marks_ns: Time of the events ``notice``, ``ended``, ``planned`` and ``begun``, by event.
-            Times are from the manager's clock, in nanoseconds since the Unix epoch.
+        lost_steps: Number of completed steps that have to be repeated.
+        source: Origin of the training state: ``start``, ``checkpoint``, ``checkpoint on the nodes'
+            own disks`` or ``copies in memory``. If a newer state could not be used, the reason
+            follows.
+        marks_ns: Times of the events ``notice``, ``ended``, ``planned`` and ``begun``, by event.
+            Times are read from the manager's clock, in nanoseconds since the Unix epoch.
         phases_s: Duration of each phase of the reconfiguration to this layout, in seconds.
-        before: Last progress of the previous incarnation, ``None`` for the first incarnation.
+        before: Last progress of the previous incarnation; ``None`` for the first incarnation.
         predicted_s: Step time that the planner predicted, in seconds; ``None`` without a plan.
-        step_s: Measured step time in seconds, ``None`` before any step was measured.
+        step_s: Measured step time in seconds; ``None`` before any step was measured.
     """
 
     number: int
@@ -109,13 +109,13 @@ class Incarnation:
     step_s: float | None = None
 
     def begun_at(self, iteration: int | None) -> None:
-        """Corrects the record if the ranks resumed from another iteration than ``resumed``.
+        """Corrects the record if the ranks resumed from a different iteration than ``resumed``.
 
-        Ranks resume from a later iteration if the nodes' own disks hold a newer checkpoint, and
-        from an earlier one if the newest checkpoint is damaged.
+        Ranks resume from a later iteration if the nodes' local disks contain a newer checkpoint,
+        and from an earlier iteration if the newest checkpoint is damaged.
 
         Args:
-            iteration: Iteration from which the ranks resumed, ``None`` if not known yet.
+            iteration: Iteration from which the ranks resumed; ``None`` if it is not known yet.
         """
         if iteration is None or iteration == self.resumed:
             return
@@ -147,10 +147,10 @@ class Incarnation:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """Describes a rank that the diagnosis of the running job reported as slow.
+    """Rank that the diagnosis of the running job reported as slow.
 
     Attributes:
-        slow_rank: Global rank that is slow.
+        slow_rank: Global rank of the slow rank.
         times: Number of consecutive diagnoses that reported this rank.
         factor: Ratio of the rank's computing time to that of the other ranks.
         pace_ns: Computing time per microbatch and layer, in nanoseconds, by rank; may be empty.
@@ -168,21 +168,22 @@ _SLOW = tuple(entry.name for entry in fields(SlowRank))
 
 @dataclass(frozen=True, kw_only=True)
 class IncarnationProgress:
-    """Summarizes the progress file that the ranks of one incarnation write.
+    """Summary of the progress file that the ranks of one incarnation write.
 
-    Times are in nanoseconds since the Unix epoch, ``None`` before the event.
+    Times are in nanoseconds since the Unix epoch; ``None`` before the event.
 
     Attributes:
-        total: Number of iterations of the whole training run, 0 if not known yet.
-        start: Iterations done before this incarnation, ``None`` if not known yet.
-        iteration: Last iteration done, ``None`` before the first.
-        ended: Reason that the ranks gave when training ended normally, ``None`` otherwise.
-        begun_ns: Time at which the model was built and the checkpoint loaded.
+        total: Number of iterations in the whole training run; 0 if it is not known yet.
+        start: Number of iterations completed before this incarnation; ``None`` if it is not known
+            yet.
+        iteration: Last completed iteration; ``None`` before the first iteration.
+        ended: Reason that the ranks gave when training ended normally; ``None`` otherwise.
+        begun_ns: Time at which the model was built and the checkpoint was loaded.
         loaded_s: Duration of loading the checkpoint, in seconds.
-        first_ns: Time at which the incarnation's first step was done.
+        first_ns: Time at which the first step of the incarnation was complete.
         saved_ns: Time at which the last checkpoint was complete.
-        saving_s: Time in seconds for which training was blocked by the last checkpoint.
-        copies: Description of the state copies in memory, empty if not known yet.
+        saving_s: Seconds for which training was blocked by the last checkpoint.
+        copies: Description of the in-memory copies of the state; empty if it is not known yet.
         step_s: Median step time in seconds over the last 1,000 steps, without the first step.
         slow: Ranks that the diagnosis reported as slow, oldest report first.
         failed: Nodes that failed the last probe.
@@ -216,10 +217,10 @@ class ProgressReader:
         self._steps_ms: deque[float] = deque(maxlen=_STEPS)
 
     def read(self, folder: Path) -> IncarnationProgress:
-        """Reads new lines of the progress file and returns a summary of all lines so far.
+        """Reads new lines of the progress file, and returns a summary of all lines so far.
 
         Args:
-            folder: Folder into which the ranks of one incarnation write their progress.
+            folder: Folder to which the ranks of one incarnation write their progress.
         """
         if folder != self._folder:
             self._begin(folder)
@@ -234,7 +235,7 @@ class ProgressReader:
         moment_ns = line["unix_ns"]
         now = self._now
         if "total_iterations" in line:
-            if line.get("moved"):  # Repartitioning, not a new start.
+            if line.get("moved"):  # layers were repartitioned; this is not a new start
                 return {}
             start = line.get("start_iteration")
             return {"total": line["total_iterations"], "begun_ns": moment_ns, "start": start}
@@ -260,7 +261,7 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
 
     Args:
         incarnation: Incarnation with the new layout.
-        now: Progress so far of this incarnation's ranks.
+        now: Latest progress of this incarnation's ranks.
     """
     marks = incarnation.marks_ns
     before = incarnation.before
@@ -284,15 +285,15 @@ def phases(incarnation: Incarnation, now: IncarnationProgress) -> dict[str, floa
             durations_s["first_step"] = (now.first_ns - now.begun_ns) / 1e9
             first = notice or ended or marks["begun"]
             durations_s["whole"] = (now.first_ns - first) / 1e9
-    # Clocks of different machines may disagree, which can make a short phase negative.
+    # Clocks of different machines may differ, so a short phase may appear negative.
     return {name: round(max(0.0, value), 3) for name, value in durations_s.items()}
 
 
 class StateFile:
-    """Writes the state file of a job, and adds the history from earlier managers.
+    """Writes the state file of a job, and adds the history of earlier managers.
 
-    In the file, ``lost_steps`` counts the steps lost under all managers, and ``earlier`` lists the
-    incarnations that earlier managers started.
+    In the file, ``lost_steps`` is the number of steps lost under all managers, and ``earlier``
+    lists the incarnations that earlier managers started.
 
     Args:
         folder: Folder of the job's state.
@@ -308,7 +309,7 @@ class StateFile:
         """Reads the state that an earlier manager wrote, and adds its history to all later writes.
 
         Returns:
-            Number of machines that were present under that manager, 0 if there was no manager.
+            Number of machines that were present under that manager; 0 if there was no manager.
         """
         try:
             self._before = read_state(checkpoints)
@@ -323,7 +324,7 @@ class StateFile:
         if not self._earlier:
             return {**state, "earlier": []}
         # This manager's first incarnation resumed from a checkpoint. Steps that the previous
-        # manager did after that checkpoint are repeated, so count them as lost.
+        # manager completed after this checkpoint are repeated, so count them as lost.
         repeated = 0
         if state["epochs"]:
             done = self._before.get("iteration", 0)
@@ -341,8 +342,8 @@ class StateFile:
         header = {"format": _FORMAT, "manager": manager, "unix_ns": time.time_ns()}
         draft = self._folder / f".{_STATE}.{os.getpid()}"
         try:
-            # Write one line per entry by hand. ``json.dumps`` with ``indent`` runs in pure Python,
-            # which would block the manager for too long while nodes wait for its answers.
+            # Write a line per entry without using json.dumps(indent=...), which runs in pure Python
+            # and would block the manager for too long while nodes wait for its answers.
             body = {**header, **self._with_earlier(state)}.items()
             lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body]
             draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -353,18 +354,19 @@ class StateFile:
 
 
 def read_state(checkpoints: Path) -> dict[str, Any]:
-    """Reads the state of the job that saves into a folder of checkpoints.
+    """Reads the state of the job that saves to a checkpoint folder.
 
     Raises:
-        ConfigError: There is no state file, or it is damaged or has another format version.
+        ConfigError: There is no state file, or it is damaged, or its format version is not
+            supported.
     """
     path = job_folder(checkpoints) / _STATE
     try:
         state = parse_json(read_whole(path), strict=False)
     except OSError as error:
         raise ConfigError(
-            f"--status {checkpoints}: {path}: {error.strerror}; give the folder of checkpoints of "
-            "a job that python -m megatron.adaptive train elastic started"
+            f"--status {checkpoints}: {path}: {error.strerror}; pass the checkpoint folder of a "
+            "job that python -m megatron.adaptive train elastic started"
         ) from None
     except ValueError as error:
         raise ConfigError(f"--status {checkpoints}: {path} is damaged ({error})") from None
@@ -375,12 +377,15 @@ def read_state(checkpoints: Path) -> dict[str, Any]:
             if not isinstance(state.get(name, kind()), kind):
                 raise ConfigError(f"--status {checkpoints}: {path} is damaged ({name})")
     if not all(isinstance(entry, dict) for name in _LISTS for entry in state.get(name, ())):
-        raise ConfigError(f"--status {checkpoints}: {path} is damaged (no objects in a list)")
+        raise ConfigError(
+            f"--status {checkpoints}: {path} is damaged (a list contains values that are not "
+            "objects)"
+        )
     written = state.get("format", _FORMAT)  # Older versions wrote no format.
     if written != _FORMAT:
         raise ConfigError(
-            f"--status {checkpoints}: {path} has format {written!r}, but this program reads"
-            f" {_FORMAT}; use the program that wrote it"
+            f"--status {checkpoints}: {path} has format {written!r}, but this program reads "
+            f"{_FORMAT}; use the version of the program that wrote it"
         )
     return state
 
@@ -404,7 +409,7 @@ def render_state(state: Mapping[str, Any]) -> str:
         why += f" {node['slowness']:.2f} times as slow" if node.get("slowness", 1.0) > 1 else ""
         lines.append(f"  {node['name']:20} {node['status']:12} slots {node['slots'] or '?'}{why}")
     if state.get("copies"):
-        lines.append(f"copies of the state in memory: {state['copies']}")
+        lines.append(f"in-memory copies of the state: {state['copies']}")
     if earlier:
         lines.append(f"epochs under earlier managers: {len(earlier)}")
     lines.append("epochs:")

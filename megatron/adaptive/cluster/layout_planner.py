@@ -1,4 +1,4 @@
-"""Plans layouts for the nodes that are present, from a cluster file and profiles.
+"""Plans layouts for the available nodes, based on a cluster file and profiles.
 
 ::
 
@@ -7,11 +7,11 @@
     slowness of a node         factor by which layers take longer than expected for its node type
 
 The plan sets the parallel sizes, the number of layers per stage, the microbatch size and the
-recomputation. Settings that affect the losses are kept. These are the global batch size, the
-tensor-parallel size and, if dropout is used, the microbatch size: dropout draws its random numbers
-per microbatch. A node that is slow, or that runs fewer processes than its type allows, becomes a
-node type of its own. The new type has the links of the original type, and its durations are
-multiplied by the node's slowness.
+recomputation. Settings that affect the losses are kept: the global batch size, the tensor-parallel
+size and, if dropout is used, the microbatch size, because dropout draws its random numbers per
+microbatch. A node that is slow, or that runs fewer processes than its type allows, becomes its own
+node type. The new type has the links of the original type, and its durations are multiplied by the
+node's slowness.
 
 For a script with a ``Pipeline``, the plan is based on what its ranks measured at the first start.
 The microbatch size is kept if the script sets it, or if the model draws random numbers. A node that
@@ -24,8 +24,8 @@ this order::
                                            predicted step
 
 The planner runs in a separate process, so that a long search does not block the manager. This
-process is started once and imports its modules while machines are still joining. A plan that is
-finished after the time limit is ignored.
+process is started once, and imports its modules while machines are still joining. A plan that is
+finished after the timeout is ignored.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def node_kind(base: NodeType, gpus: int, slowness: float) -> NodeType:
 
 
 def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
-    """Reads one cluster file and any number of profiles, distinguished by their content.
+    """Reads one cluster file and any number of profiles, which are distinguished by content.
 
     Returns:
-        The cluster, and all profiles merged into one (``None`` without profiles).
+        The cluster, and all profiles merged into one (``None`` if there are no profiles).
 
     Raises:
-        ConfigError: A file cannot be read or is invalid, or there is not exactly one cluster file.
+        ConfigError: A file is missing or invalid, or there is not exactly one cluster file.
     """
     clusters: list[tuple[str, Any]] = []
     profiles: list[tuple[str, dict[str, Any]]] = []
@@ -126,7 +126,7 @@ def read_inputs(paths: Sequence[Path]) -> tuple[Cluster, dict[str, Any] | None]:
 
 
 def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
-    """Returns a cluster that has the given number of nodes of each type.
+    """Returns a cluster with the given number of nodes of each type.
 
     Args:
         cluster: Cluster that defines the links between the node types.
@@ -139,7 +139,7 @@ def cluster_of(cluster: Cluster, counts: Mapping[NodeType, int]) -> Cluster:
 
 
 _PLANS = 6
-"""Number of best plans to try. The trainer may refuse a plan for reasons unknown to the planner."""
+"""Number of best plans to try. The trainer may reject a plan for reasons unknown to the planner."""
 _UNEQUAL_PLANS = 4 * _PLANS
 _CHOSEN = (
     "--plan",
@@ -155,13 +155,13 @@ class Planning:
     """Plans the layouts of one job.
 
     Args:
-        paths: Paths of the cluster file and the profiles, distinguished by their content.
+        paths: Paths of the cluster file and the profiles, which are distinguished by content.
         arguments: Command-line arguments of the trainer.
         unequal: Whether stages may have different numbers of replicas.
 
     Raises:
-        ConfigError: A file cannot be read or is invalid, the profile was measured on another model,
-            or an argument sets a value that the planner has to choose.
+        ConfigError: A file is missing or invalid, the profile was measured on a different model, or
+            an argument sets a value that the planner has to choose.
     """
 
     def __init__(
@@ -170,25 +170,25 @@ class Planning:
         for name in _CHOSEN:
             if name in {argument.partition("=")[0] for argument in arguments}:
                 raise ConfigError(
-                    f"{name} cannot be used with {PLAN_WITH}, because the planner chooses layers "
-                    "and stages; remove one of them"
+                    f"{name} cannot be combined with {PLAN_WITH}, because the planner chooses "
+                    "layers and stages; remove one of them"
                 )
         self._arguments = tuple(arguments)
         self._unequal = unequal
         self._config = parse_requested(arguments)
         if self._config.parallel.context_parallel_size > 1:
             raise ConfigError(
-                f"--context-parallel-size {self._config.parallel.context_parallel_size} cannot be "
-                f"used with {PLAN_WITH}, because the planner does not support it; remove one of "
-                "them"
+                f"--context-parallel-size {self._config.parallel.context_parallel_size} cannot "
+                f"be combined with {PLAN_WITH}, because the planner does not support it; remove "
+                "one of"
             )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
         self._model = arguments_model(arguments, "model", attention=attention)
         if self._model.has_experts or self._config.model.mtp_num_layers:
             raise ConfigError(
-                f"{PLAN_WITH} does not support experts or layers for multi-token prediction, "
-                "because a job that changes its layout can move only dense layers; remove "
+                f"{PLAN_WITH} does not support experts or multi-token prediction layers, "
+                "because a job that changes its layout can only move dense layers; remove "
                 f"{PLAN_WITH}"
             )
         self._where = ", ".join(map(str, paths))
@@ -205,8 +205,7 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no "
-                "hosts; list the hosts of all types except one, so that the type of each node is "
-                "known"
+                "hosts; list the hosts of all types except one, so that the type of each node is"
             )
         self._other = others[0] if others else None
 
@@ -214,11 +213,11 @@ class Planning:
         """Checks that a plan exists if all known machines join.
 
         Args:
-            machines: Path of the machines file. ``None`` if nodes join by themselves; then the
-                machines of the cluster file are used.
+            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
+                the machines of the cluster file are used.
 
         Raises:
-            ConfigError: The machines file is invalid, or lists machines that are missing from the
+            ConfigError: The machines file is invalid or lists machines that are missing from the
                 cluster file, or no plan is possible.
         """
         self.plan(self._named_by_cluster() if machines is None else self._named_by_file(machines))
@@ -232,7 +231,7 @@ class Planning:
         ]
 
     def _named_by_file(self, path: Path) -> list[Offer]:
-        """Returns the nodes in a machines file; a node without ``slots`` gets no process limit."""
+        """Returns the nodes in a machines file. A node without ``slots`` has no process limit."""
         offers = [
             Offer(name=machine.name, hosts=(machine.host,), slots=machine.slots or _ANY_NUMBER)
             for machine in read_machines(path)
@@ -240,21 +239,22 @@ class Planning:
         if missing := self.unknown(offers):
             raise ConfigError(
                 f"--machines {path}: {missing} {'are' if ',' in missing else 'is'} not in "
-                f"{self._where}; add to the hosts of a node type, or have one type without hosts"
+                f"{self._where}; add to the hosts of a node type, or leave the hosts of one type "
+                "empty"
             )
         return offers
 
     def unknown(self, offers: Sequence[Offer]) -> str:
-        """Returns the names of nodes missing from the cluster file; empty if none is missing."""
+        """Returns the names of nodes missing from the cluster file; empty if no node is missing."""
         return ", ".join(offer.name for offer in offers if self._type_of(offer) is None)
 
     def plan(self, offers: Sequence[Offer], most_cpu_s: float = 10.0) -> ParallelLayout:
         """Finds the fastest layout.
 
         Args:
-            offers: Nodes that are present. Nodes missing from the cluster file are ignored.
-            most_cpu_s: Maximum processor time of the search in seconds. When it is used up, the
-                best plan found so far is returned.
+            offers: Available nodes. Nodes that are missing from the cluster file are ignored.
+            most_cpu_s: Maximum CPU time of the search in seconds. When it is used up, the best plan
+                found so far is returned.
 
         Raises:
             ConfigError: No plan fits. The message names the limit that rules out all plans.
@@ -265,7 +265,7 @@ class Planning:
         refused: ConfigError | None = None
         if self._unequal:
             equal = replace(equal, most_cpu_s=most_cpu_s / 2)
-            with contextlib.suppress(ConfigError):  # The search below reports why nothing fits.
+            with contextlib.suppress(ConfigError):  # the search below reports why nothing fits
                 unequal_layout, _ = self._fastest(self._with_unequal(equal), nodes, inputs)
         try:
             equal_layout, refused = self._fastest(equal, nodes, inputs)
@@ -281,9 +281,9 @@ class Planning:
     def _fastest(
         self, options: SearchOptions, nodes: Sequence[str], inputs: PlanInputs
     ) -> tuple[ParallelLayout | None, ConfigError | None]:
-        """Returns the best layout that the trainer accepts, ``None`` if it accepts none.
+        """Returns the best layout that the trainer accepts, or ``None``, and an error.
 
-        Also returns the error for the first plan that the trainer refused, ``None`` if there is
+        The error is that of the first plan that the trainer rejected, or ``None`` if it rejected
         none.
         """
         wished = self._config.schedule.pipeline_schedule
@@ -348,7 +348,8 @@ class Planning:
             tp=(config.parallel.tensor_model_parallel_size,),
             micro_batch=self._micro_batches(),
             recompute=RECOMPUTE if not self._is_given(_RECOMPUTE) else (recompute or "none",),
-            # Sharding the optimizer state has no effect with one replica, so also search without.
+            # Sharding the optimizer state has no effect with one replica, so also search without
+            # sharding.
             distributed_optimizer=(False, True) if sharded else (False,),
             overlap_reduce=config.parallel.overlap_grad_reduce,
             sequence_parallel=(config.parallel.sequence_parallel,),
@@ -360,27 +361,27 @@ class Planning:
         return any(argument.startswith(tuple(prefixes)) for argument in self._arguments)
 
     def _micro_batches(self) -> tuple[int, ...]:
-        """Returns the microbatch sizes that leave the losses unchanged; empty if any size does."""
+        """Returns the microbatch sizes that do not change the losses; empty if all are allowed."""
         model = self._config.model
         drops = model.attention_dropout > 0 or model.hidden_dropout > 0
         # Dropout draws random numbers per microbatch, and a masked loss is averaged over the tokens
-        # of a microbatch. Another microbatch size would therefore change the losses.
+        # of a microbatch. A different microbatch size would therefore change the losses.
         if drops or self._config.data.eod_mask_loss:
             return (self._config.batch.micro_batch_size,)
         return ()
 
     def _layout(self, row: PlanRow, nodes: Sequence[str], inputs: PlanInputs) -> ParallelLayout:
-        """Converts a plan into a layout with the flags for the trainer.
+        """Converts a plan into a layout with flags for the trainer.
 
         Raises:
-            ConfigError: The plan would change the losses, or the trainer refuses the flags.
+            ConfigError: The plan would change the losses, or the trainer rejects the flags.
         """
         plan = row.plan
         allowed = self._micro_batches()
         if allowed and plan.micro_batch not in allowed:
             raise ConfigError(
-                f"microbatches of {plan.micro_batch} samples would change the losses; losses stay "
-                f"unchanged only with {allowed[0]}"
+                f"microbatches of {plan.micro_batch} samples would change the losses; only "
+                f"microbatches of {allowed[0]} leave them unchanged"
             )
         document = plan_document(plan, inputs, row.prediction)
         excluded_keys = [
@@ -425,7 +426,7 @@ def plan_script(path: Path, offers: Sequence[Offer]) -> ParallelLayout:
 
     Args:
         path: Path of the file with the measured costs.
-        offers: Nodes that are present.
+        offers: Available nodes.
 
     Raises:
         ConfigError: No layout fits. The message names the limit that rules out all layouts.
@@ -517,7 +518,7 @@ def _host(offer: Offer) -> str:
 
 
 def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
-    """Assigns ``count`` processes to nodes, machine by machine; slow nodes of a machine last."""
+    """Assigns ``count`` processes to nodes, machine by machine, with slow nodes last."""
     hosts: dict[str, list[Offer]] = {}
     for offer in offers:
         hosts.setdefault(_host(offer), []).append(offer)
@@ -532,7 +533,7 @@ def _places(offers: Sequence[Offer], count: int) -> list[tuple[Offer, int]]:
 
 
 def _sizes(module: MeasuredModule, count: int) -> list[int]:
-    """Returns the pipeline sizes to try, in order; 0 means that the planner tries all sizes."""
+    """Returns the pipeline sizes to try, in order. 0 means that the planner tries all sizes."""
     requested = module.pipeline_size
     if requested is None:
         return [0]
@@ -547,24 +548,24 @@ def _partition(module: MeasuredModule, stages: int) -> tuple[int, ...] | None:
 
 
 _FIRST_S = 180.0
-"""Time limit in seconds for the first plan on a machine, which includes compiling the search."""
+"""Timeout in seconds for the first plan on a machine, which includes compiling the search."""
 _SEARCH = 0.5
-"""Fraction of a plan's time limit for the search; the remaining time is for preparing it."""
+"""Fraction of a plan's timeout for the search. The remaining time is for preparing the search."""
 
 
 class PlannerChooser(Chooser):
     """Chooses layouts with the planner.
 
-    If the planner exceeds its time limit, the trainer's layout is chosen by the simple rule of
-    :class:`Chooser`. A script's first layout uses all processes, to measure the model; later
-    layouts are planned. Close the chooser after use.
+    If the planner exceeds its timeout, the trainer's layout is chosen by the simple rule of
+    :class:`Chooser`. A script's first layout uses all processes to measure the model; later layouts
+    are planned. The chooser must be closed after use.
 
     Args:
-        paths: Paths of the cluster file and the profiles, distinguished by their content.
+        paths: Paths of the cluster file and the profiles, which are distinguished by content.
         arguments: Command-line arguments of the trainer.
-        within_s: Time limit for a plan in seconds.
+        within_s: Timeout for a plan in seconds.
         unequal: Whether stages may have different numbers of replicas.
-        model: Path of the file with the measured costs of a script's model. ``None`` if the job
+        model: Path of the file with the measured costs of a script's model; ``None`` if the job
             runs the trainer.
     """
 
@@ -587,12 +588,11 @@ class PlannerChooser(Chooser):
         """Checks the input files, and that a plan exists if all known machines join. Blocks.
 
         Args:
-            machines: Path of the machines file. ``None`` if nodes join by themselves; then the
-                machines of the cluster file are used.
+            machines: Path of the machines file; ``None`` if nodes join by themselves, in which case
+                the machines of the cluster file are used.
 
         Returns:
-            Reason why the check was not completed, such as the time limit; empty if it was
-            completed.
+            Reason why the check was not completed, such as the timeout; empty if it was completed.
 
         Raises:
             ConfigError: A file is invalid, or no plan is possible.
@@ -604,15 +604,15 @@ class PlannerChooser(Chooser):
         return ""
 
     def close(self) -> None:
-        """Terminates the planner's process. Idempotent."""
+        """Terminates the planner's process. Safe to call more than once."""
         self._pool.terminate()
 
     def _plan(self, offers: Sequence[Offer], within_s: float) -> tuple[ParallelLayout | None, str]:
-        """Asks the planner's process for a layout on the present nodes. Blocks until it answers.
+        """Asks the planner's process for a layout on the available nodes. Blocks until it answers.
 
         Returns:
-            The layout, and a text for the user that lists ignored nodes (empty if there are none).
-            If no layout fits, ``None`` and the reason.
+            The layout, and a text for the user that lists ignored nodes (empty if no node was
+            ignored). If no layout fits, ``None`` and the reason.
         """
         try:
             layout: ParallelLayout
@@ -685,7 +685,7 @@ class PlannerChooser(Chooser):
 
 
 def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the manager
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager handles Ctrl-C
 
 
 _planning = functools.cache(Planning)

@@ -1,10 +1,10 @@
-"""Chooses the layout of a job for the nodes that are present.
+"""Chooses the layout of a job for the available nodes.
 
 Without ``--plan-with``, the layout uses as many processes as the batch size and the number of
-layers allow. Among such layouts, it has the pipeline size nearest to the one on the command line. A
-larger pipeline size is preferred to a smaller one, because with fewer stages the model may not fit
-in memory. The global batch size never changes. Nodes known to be slow get fewer layers. With
-``--plan-with``, the planner chooses the layout (``layout_planner``).
+layers allow. Among such layouts, the pipeline size that is nearest to the size on the command line
+is chosen. A larger pipeline size is preferred to a smaller one, because with fewer stages the model
+may not fit in memory. The global batch size never changes. Nodes that are known to be slow get
+fewer layers. With ``--plan-with``, the planner chooses the layout (``layout_planner``).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from megatron.adaptive.errors import ConfigError
 
 _SIZES = "--stage-data-parallel-sizes"
 WORTH_A_MORPH = 0.03
-"""Minimum predicted saving, as a fraction of the step time, for a job to change its layout."""
+"""Minimum predicted saving, as a fraction of the step time, for which a job changes its layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Describes a node that a layout may use.
+    """Node that a layout may use.
 
     Attributes:
         name: Name of the node.
         slots: Number of processes that the node may run.
-        hosts: Host names of the node's machine; the last is the name that the machine reports.
-        slowness: Ratio of the node's computing time to the expected time, 1 if unknown.
+        hosts: Host names of the node's machine. The last entry is the name that the machine
+            reports.
+        slowness: Ratio of the node's computing time to the expected time; 1 if unknown.
     """
 
     name: str
@@ -45,23 +46,23 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Describes how ranks share the model and the batch, with the flags for the trainer.
+    """Defines how ranks share the model and the batch, with flags for the trainer.
 
     Attributes:
         tensor: Tensor-parallel size.
         pipeline: Pipeline-parallel size.
         data: Number of replicas (data-parallel size). If ``widths`` is not empty, the number of
             replicas of the first stage.
-        partition: Number of layers of each stage. Empty if the model must be measured first.
+        partition: Number of layers of each stage; empty if the model must be measured first.
         micro_batch: Number of samples per microbatch.
-        microbatches: Number of microbatches per step that each replica of the first stage gets.
-        flags: Flags of the trainer, which are appended to the user's own flags.
-        places: Name of each node and maximum number of processes on it, ordered by rank. Empty to
+        microbatches: Number of microbatches per step for each replica of the first stage.
+        flags: Trainer flags, which are appended to the user's own flags.
+        places: Name of each node and maximum number of processes on it, ordered by rank; empty to
             use all nodes in the manager's order.
         step_s: Step time that the planner predicts, in seconds; ``None`` without the planner.
-        pace: Computing time per layer on each node, by node name, in any common unit. Empty without
+        pace: Computing time per layer on each node, by node name, in any common unit; empty without
             the planner.
-        widths: Number of replicas of each stage. Empty if all stages have the same number.
+        widths: Number of replicas of each stage; empty if all stages have the same number.
         unit: Name of the items that ``partition`` counts, such as ``layers`` or ``segments``.
     """
 
@@ -80,19 +81,19 @@ class ParallelLayout:
 
     @property
     def is_to_be_measured(self) -> bool:
-        """Returns whether this layout's ranks only measure the model, before any training."""
+        """Whether this layout's ranks only measure the model, before any training."""
         return not self.partition
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Returns a key that is equal for equal layouts, however they were chosen."""
+        """Key that is the same for equal layouts, regardless of how they were chosen."""
         nodes = [name for name, _ in self.places]
         degrees = self.tensor, self.pipeline, self.data, self.widths
         return *degrees, self.partition, self.micro_batch, nodes
 
     @property
     def world_size(self) -> int:
-        """Returns the number of processes of the layout."""
+        """Number of processes in the layout."""
         if self.widths:
             return self.tensor * sum(self.widths)
         return self.tensor * self.pipeline * self.data
@@ -109,7 +110,7 @@ class ParallelLayout:
 
 
 class Chooser:
-    """Chooses the layout of a job without a planner; subclasses may use a planner.
+    """Chooses the layout of a job without a planner. Subclasses may use a planner.
 
     Attributes:
         why: Reason why the last call of :meth:`choose` returned no layout; may be empty.
@@ -124,16 +125,16 @@ class Chooser:
 
         Args:
             arguments: The user's arguments for the trainer.
-            offers: Nodes that are present, in the order in which they get ranks. A subclass may
-                order the nodes differently.
+            offers: Available nodes, in the order in which they get ranks. A subclass may order the
+                nodes differently.
 
         Returns:
-            The layout, ``None`` if no layout fits the nodes.
+            The layout, or ``None`` if no layout fits the nodes.
         """
         return choose_layout(arguments, offers)
 
     def is_better(self, layout: ParallelLayout, running: ParallelLayout) -> bool:
-        """Returns whether a job should change from its current layout to another one.
+        """Returns whether a job should change from its current layout to another layout.
 
         Args:
             layout: Layout to which the job could change.
@@ -141,7 +142,7 @@ class Chooser:
         """
         if layout.step_s is not None and running.step_s is not None:
             return layout.step_s < (1 - WORTH_A_MORPH) * running.step_s
-        if layout.step_s is not None:  # The current layout was chosen without the planner.
+        if layout.step_s is not None:  # the current layout was chosen without the planner
             return layout.identity != running.identity
         return layout.world_size > running.world_size
 
@@ -149,17 +150,19 @@ class Chooser:
 def choose_layout(arguments: Sequence[str], offers: Sequence[Offer]) -> ParallelLayout | None:
     """Chooses a layout without a planner.
 
-    Prefers the layout with the most processes, then the pipeline size nearest to the requested one.
+    Prefers the layout with the most processes, and among those the layout whose pipeline size is
+    nearest to the requested size.
 
     Args:
         arguments: The user's arguments for the trainer.
-        offers: Nodes that are present, in the order in which they get ranks.
+        offers: Available nodes, in the order in which they get ranks.
 
     Returns:
-        The layout, ``None`` if no layout fits the nodes.
+        The layout, or ``None`` if no layout fits the nodes.
 
     Raises:
-        ConfigError: The arguments are invalid for every layout. The message gives the first reason.
+        ConfigError: The arguments are invalid for every layout. The message contains the first
+            reason.
     """
     config = parse_requested(arguments)
     tensor = config.parallel.tensor_model_parallel_size
@@ -187,13 +190,12 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
 
     Args:
         layout: Layout whose step time is estimated.
-        slowness: For each rank, the slowness of its node (1 is the expected speed).
+        slowness: Slowness of each rank's node, by rank (1 is the expected speed).
     """
     layers: Sequence[float] = layout.partition
     if layout.widths:
         ends = list(accumulate(layout.widths, initial=0))
-        # A stage's replicas divide the microbatches among them, so more replicas make the stage
-        # faster.
+        # A stage's replicas share the microbatches, so more replicas make the stage faster.
         paces = [
             count * max(slowness[first_rank:end_rank]) / (end_rank - first_rank)
             for count, (first_rank, end_rank) in zip(layers, pairwise(ends), strict=True)
@@ -201,7 +203,7 @@ def relative_time(layout: ParallelLayout, slowness: Sequence[float]) -> float:
         microbatches = layout.microbatches * layout.widths[0]
         return (microbatches + layout.pipeline - 1) * layout.micro_batch * max(paces)
     weights = _by_stage(slowness, layout.pipeline, layout.world_size // layout.pipeline)
-    if len(layers) != layout.pipeline:  # A rank runs several model chunks.
+    if len(layers) != layout.pipeline:  # each rank runs several model chunks
         layers = [sum(layers) / layout.pipeline] * layout.pipeline
     pace = max(count * slow for count, slow in zip(layers, weights, strict=True))
     return (layout.microbatches + layout.pipeline - 1) * layout.micro_batch * pace
@@ -215,8 +217,8 @@ def _by_stage(by_rank: Sequence[float], pipeline: int, width: int) -> list[float
 def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Splits layers into stages of at least one layer, to minimize the time of the slowest stage.
 
-    Assigns one layer at a time to the stage that would take the shortest time including that layer.
-    Of stages that tie, the one farthest from both ends of the pipeline gets the layer.
+    Assigns each layer to the stage that would have the shortest time including this layer. In case
+    of a tie, the layer is assigned to the stage that is farthest from both ends of the pipeline.
     """
     count = len(weights)
     layers = [1] * count
@@ -235,11 +237,12 @@ def _weighted_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...
 def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
     """Parses the trainer's arguments, assuming the smallest world size for which they are valid.
 
-    The assumed size is not used later, because the layout sets the world size and parallel sizes.
+    The assumed size is not used later, because the layout sets the world size and the parallel
+    sizes.
 
     Raises:
         ConfigError: The arguments are invalid for every number of replicas from 1 to 8. The message
-            gives the first reason.
+            contains the first reason.
     """
     flags = list(arguments)
     if _SIZES in flags_in(flags):
@@ -259,7 +262,7 @@ def parse_requested(arguments: Sequence[str]) -> TrainerConfig:
 
 
 def _unit(flags: Sequence[str]) -> int:
-    """Returns the number of processes per replica: tensor- times pipeline-parallel size."""
+    """Returns the number of processes per replica: the tensor- times the pipeline-parallel size."""
     unit = 1
     for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         value = last_value(flags, name) or "1"
@@ -268,7 +271,7 @@ def _unit(flags: Sequence[str]) -> int:
 
 
 def _degrees(config: TrainerConfig, usable: int) -> Iterator[tuple[int, int]]:
-    """Yields possible pairs (number of replicas, pipeline size), best first.
+    """Yields the possible pairs (number of replicas, pipeline size), best pair first.
 
     usable: Number of tensor-parallel groups that the available processes can form.
     """
@@ -295,7 +298,7 @@ def _layout(
     replicas: int,
     partition: tuple[int, ...],
 ) -> ParallelLayout | None:
-    """Creates a layout from parallel sizes; returns ``None`` if the trainer refuses its flags."""
+    """Creates a layout from parallel sizes. Returns ``None`` if the trainer rejects its flags."""
     tensor = config.parallel.tensor_model_parallel_size
     chunks = len(partition) // pipeline
     if pipeline == 1 and chunks > 1:

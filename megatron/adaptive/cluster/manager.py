@@ -1,18 +1,19 @@
 """Runs a job in one layout after another as its nodes come and go.
 
-An incarnation is the time for which ranks run in one layout. After it, the manager starts the next
-one, or the job ends::
+An incarnation is the time during which ranks run in one layout. After it, the manager starts the
+next incarnation, or the job ends::
 
     wait for nodes -> choose a layout -> start ranks -> watch ──┬─ all iterations done: end
          ^                                                      ├─ error in the program: end
          │            SIGUSR1 to the ranks, which save <──── node joins or will be taken away
          └──────────────── from the last complete checkpoint <──┴─ node or rank lost
 
-A new layout changes how ranks share the model and the batch, but neither the global batch nor the
-order of the data. Checkpoints do not depend on the layout, so the next layout resumes from the
+A new layout changes how ranks share the model and the batch, but neither the global batch size nor
+the order of the data. Checkpoints do not depend on the layout, so the next layout resumes from the
 newest complete checkpoint.
 
-If nodes join by themselves, each node runs a :class:`Participant`, and one of them is the manager::
+If nodes join by themselves, each node runs a :class:`Participant`, and one of the nodes is the
+manager::
 
     claim the job ── free ──> manage it until its end, or until this node is taken away
        ^     └────── taken ──> join the manager ── released by the manager ──> end
@@ -75,16 +76,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Manager:
-    """Manages one job; :meth:`run` may be called once.
+    """Manages one job. :meth:`run` may only be called once.
 
     Args:
         spec: Description of the job.
-        chooser: Object that chooses the best layout for the nodes that are present.
-        own_machine: Machine of this process if nodes join by themselves. A signal then removes only
-            this node from the job, and another node becomes the manager. ``None`` if the job has a
-            machines file.
-        keeper: Object with the snapshots that this node stored under the previous manager. ``None``
-            if it stored none.
+        chooser: Object that chooses the best layout for the available nodes.
+        own_machine: Machine of this process if nodes join by themselves; ``None`` if the job has a
+            machines file. With ``own_machine``, a signal removes only this node from the job, and
+            another node becomes the manager.
+        keeper: Object with the snapshots that this node stored under the previous manager; ``None``
+            if there are no snapshots.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Manager:
         self._status = "waiting for machines"
         self._iteration = 0
         self._total = 0
-        self.notice: signal.Signals | None = None  # First stop signal received, ``None`` if none
+        self.notice: signal.Signals | None = None  # first stop signal received
         self._stop: signal.Signals | None = None
         self._is_deposed = False
         self._has_worked = False
@@ -137,16 +138,16 @@ class Manager:
         self._ended_ns = 0
 
     async def run(self) -> int:
-        """Runs the job to its end.
+        """Runs the job until it ends.
 
         Returns:
-            0 if training is complete, 128 + N after signal N, :data:`EXIT_LEFT` if a signal removed
-            only this node. After a failure, the exit status of the first rank that failed.
+            0 if training is complete, 128 + N after signal N, or :data:`EXIT_LEFT` if a signal
+            removed only this node. After a failure, the exit status of the first rank that failed.
 
         Raises:
-            LeaseTakenError: Another manager runs the job, or another job saves into the same
-                folder of checkpoints.
-            SetupError: No layout fits the nodes by the deadline, or a folder is not writable.
+            LeaseTakenError: Another manager runs the job, or another job saves to the same
+                checkpoint folder.
+            SetupError: No layout fits the nodes before the timeout, or a folder is not writable.
             ConfigError: The trainer's arguments are invalid.
         """
         loop = asyncio.get_running_loop()
@@ -200,7 +201,7 @@ class Manager:
         reason = "start"
         while True:
             choice = await self._layout()
-            if choice is None:  # A stop signal came before any layout fitted.
+            if choice is None:  # a stop signal arrived before any layout fitted
                 assert self._stop is not None
                 say(f"stopped by {self._stop.name} before training began")
                 return 128 + int(self._stop)
@@ -209,7 +210,7 @@ class Manager:
                 continue
             self._write_state()  # programs that show the status expect the file now
             await self._watch(running)
-            if running.fault:  # Recover while the remaining nodes are still connected.
+            if running.fault:  # recover while the remaining nodes are still connected
                 await self._recover()
             status, reason = self._judge(running)
             if status is not None:
@@ -217,13 +218,13 @@ class Manager:
 
     @property
     def _is_successor(self) -> bool:
-        """Returns whether the job had a manager before this one."""
+        """Whether the job had a manager before this one."""
         return "run" in self._lease.former
 
     async def _recover(self) -> None:
         self._fence()
         await self._copies.recover(self._spec.stop_s)
-        while not self._members.events.empty():  # Apply events that arrived meanwhile.
+        while not self._members.events.empty():  # apply events that have arrived in the meantime
             await self._next(None)
 
     async def _first_nodes(self) -> None:
@@ -231,7 +232,8 @@ class Manager:
         expected = self._spec.nodes
         limit_s = self._spec.join_s
         if self._is_successor:
-            # Expect the previous manager's nodes to join again, except the node of that manager.
+            # Expect the previous manager's nodes to join again, except the node on which that
+            # manager ran.
             expected = max(1, self._before_us - 1)
             limit_s = min(limit_s, _RETURN_S)
         until_s = self._clock.now_s() + limit_s
@@ -242,12 +244,12 @@ class Manager:
             await self._apply_all(until_s)
 
     async def _layout(self) -> tuple[ParallelLayout, list[Node]] | None:
-        """Chooses a layout for the present nodes; while no layout fits, waits for more nodes."""
+        """Chooses a layout for the available nodes. While no layout fits, waits for more nodes."""
         self._status = "waiting for machines"
         until_s = self._clock.now_s() + self._spec.wait_s
         is_reported = False
-        # Prefer nodes that have already imported the ranks' modules, because ranks start there
-        # without delay. At the first start no node has imported them yet.
+        # Prefer nodes that have already imported the ranks' modules, because ranks start without
+        # delay on these nodes. At the first start, no node has imported them yet.
         is_ready = bool(self._incarnations)
         while self._stop is None:
             if choice := await self._fitting(ready=is_ready) or await self._fitting():
@@ -266,8 +268,8 @@ class Manager:
                     f"{safe}"
                 )
             if self._members.start_lost_again():
-                # All restarted nodes import their modules at the same time, so wait for all of
-                # them instead of using only the fastest.
+                # All restarted nodes import their modules at the same time, so wait for all of them
+                # instead of using only the fastest.
                 is_ready = False
                 while self._members.are_starting and self._clock.now_s() < until_s:
                     await self._apply_all(until_s)
@@ -283,7 +285,7 @@ class Manager:
     async def _start(
         self, layout: ParallelLayout, nodes: list[Node], reason: str
     ) -> RunningRanks | None:
-        """Starts the ranks of a layout; returns ``None`` if a node of the layout has just left."""
+        """Starts the ranks of a layout. Returns ``None`` if a node of the layout has just left."""
         planned_ns = time.time_ns()
         places = assign([node for node in nodes if node.status == "present"], layout)
         if len(places) < layout.world_size:
@@ -360,14 +362,15 @@ class Manager:
             kind = "" if event is None else event.kind
             if event is not None and kind == "ended" and event.message["key"] in running.where:
                 self._rank_ended(running, event)
-            # Check all nodes at a deadline: ``_overdue`` marks nodes as lost without an event.
+            # After a deadline, check all nodes, because ``_overdue`` marks nodes as lost without an
+            # event.
             if event is None or kind == "lost":
                 for key in running.alive:
                     name = running.where[key]
                     is_gone = self._members.nodes[name].status in ("lost", "gone")
                     # After an event, mark only the ranks on the event's node. Ranks on another lost
-                    # node may have exited normally, with their reports still in the queue. The
-                    # node's status is not checked, because the node may have joined again.
+                    # node may have exited normally, with their reports still in the queue. Do not
+                    # check the node's status, because the node may have joined again.
                     if is_gone if event is None else name == event.node:
                         running.statuses[key] = -signal.SIGKILL
                         running.record_fault(
@@ -400,7 +403,8 @@ class Manager:
         if not ended_well(status):
             node = self._members.nodes[event.node]
             rank = event.message["key"].partition("/")[2]
-            # If the node is about to leave, count the rank's exit as a departure, not as a failure.
+            # If the node will be taken away, count the rank's exit as a departure, not as a
+            # failure.
             gone = node.why if node.status == "leaving" else ""
             fault = f"rank {rank} on {node.name} {how_ended(status)}"
             kill = status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGBUS)
@@ -425,7 +429,7 @@ class Manager:
         self._members.signal({running.where[key] for key in running.alive}, signal.SIGKILL)
 
     async def _reconsider(self, running: RunningRanks) -> None:
-        """Asks the ranks to save and exit if another layout is better for the present nodes."""
+        """Asks the ranks to save and exit if another layout is better for the available nodes."""
         leaving = self._members.leaving(running.incarnation.nodes)
         if leaving is not None:
             self._ask_to_save(running, leaving.why)
@@ -437,10 +441,10 @@ class Manager:
             newcomers = some_names(node.name for node in nodes if node.name not in former_names)
             self._ask_to_save(running, f"{newcomers} came" if newcomers else "another plan")
         elif not running.stopping:
-            self._notice_ns = None  # The notice causes no change of layout.
+            self._notice_ns = None  # the notice does not cause a change of layout
 
     def _ask_to_save(self, running: RunningRanks, reason: str) -> None:
-        if self._is_deposed and not running.killed:  # Another manager has taken over.
+        if self._is_deposed and not running.killed:  # another manager has taken over
             running.fault = running.fault or "another manager has taken over the job"
             running.deadline_s = 0.0
         if running.stopping or running.fault:
@@ -455,7 +459,7 @@ class Manager:
         """Decides what follows an incarnation.
 
         Returns:
-            Pair of the job's exit status and the reason to start another incarnation. The status is
+            The job's exit status, and the reason to start another incarnation. The status is
             ``None`` if another incarnation follows; otherwise the reason is empty.
         """
         assert self._before is not None
@@ -475,7 +479,7 @@ class Manager:
             reason = self._program.goes_on(before, running.statuses.values())
             if reason or (running.stopping and before.ended != COMPLETE):
                 return None, running.stopping or reason
-            return 0, ""  # The program has already printed why it ended.
+            return 0, ""  # the program has already printed why it ended
         self._notice_ns = None
         lost = running.gone
         statuses = running.statuses.values()
@@ -485,7 +489,8 @@ class Manager:
         say(f"error: {running.fault}{f'; {lost}' if lost not in running.fault else ''}")
         if self._stop is not None:
             return 128 + int(self._stop), ""
-        # Count failures since the last checkpoint. The loss of a node is not the program's failure.
+        # Count failures since the last checkpoint. The loss of a node is not a failure of the
+        # program.
         self._failures = (0 if before.saved_ns is not None else self._failures) + (not lost)
         code = next((code for code in statuses if code > 0 and not ended_well(code)), 1)
         is_own_error = not lost and not any(code < 0 for code in statuses)
@@ -501,16 +506,16 @@ class Manager:
         return None, lost or running.fault
 
     async def _apply_all(self, until_s: float | None) -> None:
-        """Waits for the next event, then applies all events in the queue.
+        """Waits for the next event, and then applies all events in the queue.
 
-        If several nodes have joined meanwhile, a single choice of layout takes all into account.
+        If several nodes have joined, all of them are considered in a single choice of layout.
         """
         await self._next(until_s)
         while not self._members.events.empty():
             await self._next(None)
 
     async def _next(self, until_s: float | None) -> Event | None:
-        """Waits for an event and updates its node; returns ``None`` after the deadline."""
+        """Waits for an event, and updates its node. Returns ``None`` after the deadline."""
         limit_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
         try:
             event = await asyncio.wait_for(self._members.events.get(), limit_s)
@@ -529,8 +534,8 @@ class Manager:
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s
         elif event.kind == "ready":
-            # The node's modules are imported, so ranks can start there without delay. Other nodes
-            # may be ready soon, so wait a short time before choosing a layout.
+            # The node has imported its modules, so ranks can start without delay. Other nodes may
+            # be ready soon, so wait a short time before choosing a layout.
             self._notice_ns = self._notice_ns or time.time_ns()
             self._reconsider_s = now_s + _SETTLE_S
         elif event.kind == "failed":
@@ -554,14 +559,14 @@ class Manager:
         self._members.events.put_nowait(Event("stop", "", {}))
 
     def _hung_up(self) -> None:
-        """Stops the job on SIGHUP if the terminal closed; otherwise rereads the machines file."""
+        """Handles SIGHUP: stops the job if the terminal was closed, else rereads the machines."""
         if drop_closed_terminal():
             self._asked_to_stop(signal.SIGTERM)
         else:
             self._members.reread_file()
 
     async def _tick(self) -> None:
-        """Every few seconds, renews the lease, writes the state and rereads the machines file."""
+        """Periodically renews the lease, writes the state and reads the machines file again."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._clock.now_s()
@@ -575,7 +580,7 @@ class Manager:
                 self._members.events.put_nowait(Event("tick", "", {}))
 
     def _holds(self) -> bool:
-        """Renews the lease (the exclusive right to manage the job); returns whether it is held."""
+        """Renews the lease (exclusive right to manage the job); returns whether it is held."""
         self._is_deposed = self._is_deposed or not self._lease.is_held(say)
         if self._is_deposed:
             self._asked_to_stop(signal.SIGTERM)
@@ -585,9 +590,9 @@ class Manager:
         """Prevents ranks of earlier incarnations, which may still run, from saving checkpoints.
 
         Returns:
-            Whether this manager still holds the lease on the job.
+            Whether this manager still holds the job's lease.
         """
-        with contextlib.suppress(OSError):  # If the disk is full, ranks report it when they save.
+        with contextlib.suppress(OSError):  # if the disk is full, ranks report it when they save
             if not self._lease.advance():
                 return self._holds()
         return self._holds()
@@ -632,16 +637,16 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Participant:
-    """Takes part in a job as one node; :meth:`run` may be called once.
+    """Takes part in a job as one node. :meth:`run` may only be called once.
 
-    The node alternates between the roles of manager and agent, in one event loop. Signal handlers
-    stay installed between the roles, so that a signal at such a time does not kill the process.
+    The node switches between the roles of manager and agent, in one event loop. Signal handlers
+    stay installed in between, so that a signal during a switch does not kill the process.
 
     Args:
         spec: Description of the job.
         chooser: Object that chooses layouts while this node is the manager.
         name: Name of the node, unique in the job.
-        slots: Number of processes on this node, ``None`` for one per GPU.
+        slots: Number of processes on this node; ``None`` for one per GPU.
         is_local: Whether all nodes of the job run on this machine.
     """
 
@@ -652,7 +657,7 @@ class Participant:
         self._chooser = chooser
         self._name = name
         self._slots = slots
-        # Snapshots of the state must outlive the manager, because they are needed when it is lost.
+        # Snapshots of the state must outlive the manager, because they are needed if it is lost.
         self._keeper = SnapshotKeeper("127.0.0.1" if is_local else "")
         self._until_s = 0.0
         self._notice: signal.Signals | None = None
@@ -661,13 +666,13 @@ class Participant:
         """Takes part in the job until the job ends or this node is taken away.
 
         Returns:
-            Exit status of the job; :data:`EXIT_LEFT` if this node was taken away.
+            Exit status of the job, or :data:`EXIT_LEFT` if this node was taken away.
 
         Raises:
-            SetupError: The manager could not be reached within ``join_s`` seconds, or no layout
-                fits, or a folder is not writable.
+            SetupError: The manager could not be reached within ``join_s`` seconds, no layout fits,
+                or a folder is not writable.
             ConfigError: The trainer's arguments are invalid.
-            LeaseTakenError: Another job saves into the folder of checkpoints.
+            LeaseTakenError: Another job saves to the checkpoint folder.
         """
         own_machine = Machine(name=self._name, host="localhost", slots=self._slots)
         self._until_s = time.monotonic() + self._spec.join_s
@@ -688,7 +693,7 @@ class Participant:
         return EXIT_LEFT
 
     async def _join(self, owner: Mapping[str, Any]) -> int | None:
-        """Joins the job as an agent; returns ``None`` if the manager is lost or not ready yet."""
+        """Joins the job as an agent. Returns ``None`` if the manager is lost or not ready yet."""
         agent = Agent(
             name=self._name,
             address=owner.get("address", ""),
@@ -715,7 +720,7 @@ class Participant:
         return None
 
     async def _over(self, notice: signal.Signals | None) -> None:
-        """Ends the role of manager or agent: takes over signal handling and cancels its tasks."""
+        """Ends the role of manager or agent: takes over signal handling and cancels all tasks."""
         self._listen()
         self._notice = self._notice or notice
         rest = asyncio.all_tasks() - {asyncio.current_task()}

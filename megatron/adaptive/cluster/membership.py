@@ -1,13 +1,13 @@
-"""Keeps track of a job's nodes: starts agents on listed machines, and accepts nodes that join.
+"""Tracks a job's nodes: starts agents on listed machines, and accepts nodes that join.
 
-The machines file has one host per line and is read again whenever it changes::
+The machines file has one host per line, and is read again whenever it changes::
 
     # comment
     node-a slots=8
     node-b                         one process per GPU, one without a GPU
     localhost name=c slots=1       nodes on one machine need different names
 
-For each change of a node, an event is put into a queue, from which the manager reads.
+Each change of a node puts an event into a queue, from which the manager reads.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Machine:
     """Describes one line of the machines file.
 
     Attributes:
-        name: Name of the node, unique within the file.
+        name: Name of the node, which is unique within the file.
         host: Host name or address, in a form that ssh accepts.
-        slots: Number of processes that the node may run, ``None`` for one per GPU.
+        slots: Number of processes that the node may run; ``None`` for one per GPU.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Machine:
 
     @property
     def has_loopback(self) -> bool:
-        """Returns whether the host is ``localhost`` or a loopback address."""
+        """Whether the host is ``localhost`` or a loopback address."""
         return self.host.lower() == "localhost" or self.host.startswith("127.")
 
     @property
     def is_local(self) -> bool:
-        """Returns whether the host is this machine, by host name or by interface address."""
+        """Whether the host is this machine, by host name or by interface address."""
         host_name = socket.gethostname().lower()
         is_own = self.has_loopback or self.host.lower() in (host_name, host_name.partition(".")[0])
         return is_own or interface_of(self.host) is not None
@@ -71,14 +71,15 @@ def read_machines(path: Path) -> tuple[Machine, ...]:
     """Reads a machines file.
 
     Raises:
-        ConfigError: The file is missing or empty, or a line is invalid. The message names the line.
+        ConfigError: The file is missing or empty, or a line is invalid. The message states the
+            line.
     """
     try:
         text = read_whole(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise ConfigError(
-            f"--machines {path}: {reason}; give a file with one host per line"
+            f"--machines {path}: {reason}; pass a file with one host per line"
         ) from None
     machines: dict[str, tuple[int, Machine]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -105,13 +106,12 @@ def _machine(fields: list[str], where: str) -> Machine:
         key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
             raise ConfigError(
-                f"{where}: {option!r} is not allowed; only slots=N and name=NAME may follow the "
-                "host"
+                f"{where}: {option!r} is not allowed; only slots=N and name=NAME may follow the"
             )
         keys[key] = value
     for text in (host, keys.get("name", host)):
         if _NAME.fullmatch(text) is None:
-            raise ConfigError(f"{where}: {text!r} is not a valid name of a host or node")
+            raise ConfigError(f"{where}: {text!r} is not a valid name for a host or node")
     slots = keys.get("slots")
     if slots is not None and not 1 <= (natural(slots) or 0) <= _SLOTS_AT_MOST:
         raise ConfigError(f"{where}: slots must be a positive integer, got {slots}")
@@ -122,8 +122,8 @@ def _machine(fields: list[str], where: str) -> Machine:
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Program for the remote Python: it reads environment variables from the first line of standard
-# input, then replaces itself with the requested program.
+# Program for the remote Python interpreter: it reads environment variables from the first line of
+# standard input, and then replaces itself with the requested program.
 _BEGIN = (
     'import json,os,sys; os.environ.update(json.loads(open(0, closefd=False, mode="rb",'
     " buffering=0).readline())); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
@@ -133,11 +133,12 @@ _AGAIN_S = 1.0
 RETRY_S = 10.0
 """Minimum time between two starts of a listed machine's agent, in seconds."""
 PURPOSE = "manager"
-"""Label of connections between agents and the manager; both sides must use the same label."""
+"""Label of connections between agents and the manager, which must be the same on both sides."""
 PROTOCOL = 2
-"""Version of the message format between agents and the manager. Increase it with each change that
-another version would misunderstand. Up to version 0.2 of this package, messages had no version."""
-OTHER_VERSION = "runs another version than this node; install the same version on all nodes"
+"""Version of the message format between agents and the manager. It must be increased with each
+change that other versions would misunderstand. Up to version 0.2 of this package, messages had no
+version."""
+OTHER_VERSION = "runs a different version than this node; install the same version on all nodes"
 _FROM_AGENTS = ("ready", "ended", "notice")
 _NODES_AT_MOST = 1 << 16
 _SLOTS_AT_MOST = 4096
@@ -149,19 +150,19 @@ def over_ssh(
     """Returns the ssh command that runs Python in the same folder on another machine.
 
     The variables are passed on standard input, because they may be secrets and other users can see
-    a command line.
+    the command line.
 
     Args:
         host: Host name or address, in a form that ssh accepts.
-        arguments: Arguments for the Python interpreter. The interpreter must have the same path on
-            both machines.
-        variables: Environment variables to set in addition to the other machine's own.
+        arguments: Arguments for the Python interpreter, which must have the same path on both
+            machines.
+        variables: Environment variables to set in addition to the other machine's own variables.
 
     Returns:
         The command, and the bytes that must be written to the command's standard input first.
     """
-    # The isolated mode (-I) prevents modules in the working folder from shadowing those that the
-    # start-up program imports.
+    # The isolated mode (-I) prevents modules in the working directory from shadowing modules that
+    # the start-up program imports.
     remote_command = shlex.join([sys.executable, "-I", "-c", _BEGIN, *arguments])
     command = [*_SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {remote_command}"]
     return command, json.dumps(dict(variables)).encode() + b"\n"
@@ -171,12 +172,12 @@ Status = Literal["starting", "present", "leaving", "gone", "lost", "unreachable"
 
 
 class Event(NamedTuple):
-    """Reports a change of a node, a signal to the manager (``stop``), or a timer (``tick``).
+    """A change of a node, a signal to the manager (``stop``), or a timer (``tick``).
 
     Attributes:
-        kind: Name of the event. It is ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
+        kind: Name of the event: ``joined``, ``ready``, ``failed``, ``notice``, ``removed``,
             ``lost``, ``ended``, ``passed`` (a node that had failed a probe), ``stop`` or ``tick``.
-        node: Name of the node that changed, empty for an event of the manager.
+        node: Name of the node that changed; empty for an event of the manager.
         message: Message from the node's agent, or values in the same form.
     """
 
@@ -187,22 +188,23 @@ class Event(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """Describes a node that takes part in the job or once did.
+    """Describes a node that takes part in the job, or that took part before.
 
     Attributes:
-        name: Name of the node, unique in the job.
-        machine: Machine on which the manager starts the node's agent. ``None`` if the node joined
+        name: Name of the node, which is unique in the job.
+        machine: Machine on which the manager starts the node's agent; ``None`` if the node joined
             by itself.
         status: Status of the node, such as ``present``, ``leaving`` or ``lost``.
-        why: Reason why the node does not take part, empty if it takes part.
+        why: Reason why the node does not take part; empty if it takes part.
         host: Host name that the node reported when it joined.
-        pid: Process id of the node's agent.
+        pid: Process ID of the node's agent.
         slots: Number of processes that the node may run.
-        is_ready: Whether the node has imported the ranks' modules, so that ranks start at once.
+        is_ready: Whether the node has imported the ranks' modules, so that ranks start without
+            delay.
         copies_port: Port at which the node receives snapshots from other nodes.
-        link: Connection with the node's agent, ``None`` before it joins.
-        process: Process of the agent, ``None`` if the manager did not start the agent.
-        asked: Futures of the answers that :meth:`Membership.ask` waits for, by message number.
+        link: Connection to the node's agent; ``None`` before it joins.
+        process: Process of the agent; ``None`` if the manager did not start the agent.
+        asked: Futures for the answers that :meth:`Membership.ask` waits for, by message number.
         started_s: Value of ``time.monotonic`` when this entry was created, in seconds.
     """
 
@@ -227,14 +229,15 @@ class Node:
 
 
 class Membership:
-    """Keeps track of the nodes of a job.
+    """Tracks the nodes of a job.
 
     Args:
-        machines: Path of the machines file, ``None`` if nodes join by themselves.
-        own_machine: Machine of the manager if nodes join by themselves, else ``None``.
-        address: Address at which other machines reach this machine, ``None`` to detect it.
-        secret: Secret by which agents and the manager authenticate each other.
-        work: Script and arguments of the ranks, sent to the agents that this process starts.
+        machines: Path of the machines file; ``None`` if nodes join by themselves.
+        own_machine: Machine of the manager if nodes join by themselves; otherwise ``None``.
+        address: Address at which other machines can reach this machine; ``None`` to detect it.
+        secret: Secret with which agents and the manager authenticate each other.
+        work: Script and arguments of the ranks, which are sent to the agents that this process
+            starts.
     """
 
     def __init__(
@@ -252,8 +255,8 @@ class Membership:
         self._read = () if machines is None else read_machines(machines)
         self._own_machine = own_machine
         self._stamp = self._file_stamp()
-        # Decide once whether to use the loopback address. Agents keep the manager's address, so it
-        # must not change when the machines file does.
+        # Decide only once whether to use the loopback address. Agents store the manager's address,
+        # so it must not change when the machines file changes.
         self._is_alone = machines is not None and all(
             machine.has_loopback for machine in self._read
         )
@@ -267,13 +270,13 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """Returns the address at which agents reach the manager."""
+        """Address at which agents reach the manager."""
         if self._address is not None:
             return self._address
         return "127.0.0.1" if self._is_alone else own_address(None, alone=True)
 
     async def start(self) -> None:
-        """Starts to accept connections, and starts an agent on each listed machine.
+        """Starts accepting connections, and starts an agent on each listed machine.
 
         Raises:
             OSError: No port is available.
@@ -290,27 +293,27 @@ class Membership:
             self._start_agent(machine)
 
     def leaving(self, names: Iterable[str]) -> Node | None:
-        """Returns the first of the named nodes that is about to leave, ``None`` if none is."""
+        """Returns the first of the named nodes that will be taken away, or ``None``."""
         nodes = (self.nodes[name] for name in names)
         return next((node for node in nodes if node.status == "leaving"), None)
 
     def signal(self, names: Iterable[str], number: signal.Signals) -> None:
-        """Sends a signal to all ranks on the named nodes; skips nodes that never joined."""
+        """Sends a signal to all ranks on the named nodes, and skips nodes that never joined."""
         for name in names:
             if (link := self.nodes[name].link) is not None:
                 link.send("signal", number=int(number))
 
     async def ask(self, name: str, kind: str, limit_s: float, **values: Any) -> dict[str, Any]:
-        """Sends a message to a node's agent and waits for its answer.
+        """Sends a message to a node's agent, and waits for its answer.
 
         Args:
             name: Name of the node.
             kind: Kind of the message, such as ``start`` or ``inventory``.
             limit_s: Timeout for the answer, in seconds.
-            values: Further entries of the message.
+            values: Additional entries of the message.
 
         Raises:
-            TimeoutError: No answer arrived within the time limit.
+            TimeoutError: No answer arrived before the timeout.
             ConnectionError: The node was lost.
         """
         node = self.nodes[name]
@@ -335,7 +338,7 @@ class Membership:
 
     @property
     def are_starting(self) -> bool:
-        """Returns whether any agent has not answered yet."""
+        """Whether any agent has not answered yet."""
         return any(node.status == "starting" for node in self.nodes.values())
 
     def address_of(self, node: Node) -> str:
@@ -345,7 +348,7 @@ class Membership:
         return self.address if peer in ("127.0.0.1", "::1") else peer
 
     def reread_file(self) -> None:
-        """Reads the machines file if it has changed; starts and removes nodes accordingly."""
+        """Reads the machines file again if it has changed; starts and removes nodes accordingly."""
         stamp = self._file_stamp()
         if self._path is None or stamp == self._stamp:
             return
@@ -361,8 +364,8 @@ class Membership:
             and not all(machine.is_local for machine in machines)
         ):
             say(
-                "warning: other machines cannot reach a manager that started with localhost "
-                "alone; they are left out until the job is restarted"
+                "warning: other machines cannot reach a manager that was started with only "
+                "localhost; they are left out until the job is restarted"
             )
             machines = tuple(machine for machine in machines if machine.is_local)
         names = {machine.name for machine in machines}
@@ -378,10 +381,10 @@ class Membership:
     def start_lost_again(self) -> bool:
         """Restarts agents of listed machines that are lost or did not answer.
 
-        Starts each agent at most once in :data:`RETRY_S` seconds.
+        Each agent is started at most once in :data:`RETRY_S` seconds.
 
         Returns:
-            Whether an agent was started.
+            Whether any agent was started.
         """
         before = [self.nodes.get(machine.name) for machine in self._read]
         lost = [
@@ -410,7 +413,7 @@ class Membership:
             node.link.send("leave", status=status, why=why)
 
     async def close(self, status: int, *, hands_over: bool) -> None:
-        """Releases all nodes and waits for the agents that this process started.
+        """Releases all nodes, and waits for the agents that this process started.
 
         Args:
             status: Exit status with which the agents must exit.
@@ -425,7 +428,7 @@ class Membership:
                 self.release(node, "the job has ended", status)
         for node in self.nodes.values():
             if node.process is not None and node.process.returncode is None:
-                # Terminate agents that have not connected yet. They would otherwise report a lost
+                # Terminate agents that have not connected yet. Otherwise they would report a lost
                 # manager.
                 if node.status == "starting":
                     with contextlib.suppress(ProcessLookupError):
@@ -456,7 +459,7 @@ class Membership:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_agent(self, machine: Machine, node: Node) -> None:
-        """Starts the agent of a machine and waits until the agent exits."""
+        """Starts the agent of a machine, and waits until the agent exits."""
         arguments = ["-m", "megatron.adaptive", "train", "elastic", "--agent"]
         command = [sys.executable, *arguments]
         stdin_head = b""
@@ -495,8 +498,8 @@ class Membership:
         if node.status == "starting" and not (is_own and status < 0):
             self._failed(node, last_line or f"its agent exited with status {status}")
         elif is_own:
-            # The manager's own node must not stay away, so restart its agent. Wait first, so that
-            # the manager has handled the loss.
+            # The manager's own node must take part, so restart its agent. Wait first, so that the
+            # manager has handled the loss.
             await asyncio.sleep(_AGAIN_S)
             if node.status in ("starting", "lost") and not self._is_closing:
                 self._start_agent(machine)
@@ -511,7 +514,7 @@ class Membership:
         name = None if hello is None else hello.get("name")
         is_name = isinstance(name, str) and 0 < len(name) < 256 and name.isprintable()
         if hello is None or hello["what"] != "join" or not is_name:
-            link.send("refused", why="refuses this node: does it run the same version?")
+            link.send("refused", why="rejects this node; check that it runs the same version")
             await link.close()
             return
         if hello.get("protocol") != PROTOCOL:

@@ -1,4 +1,4 @@
-"""Runs one node's processes, writes their output to files and samples their resource use.
+"""Runs one node's processes, writes their output to files, and samples their resource use.
 
 ::
 
@@ -8,8 +8,8 @@
     <LOG_DIR>/<job>/<node>.gpu    samples of the resources that the processes use
     <LOG_DIR>/<job>/progress.jsonl    progress of the run
 
-Each node runs torchrun, which starts the trainer, inside a container if one is configured. Files,
-folders and the port are checked before any process starts.
+Each node runs torchrun, which starts the trainer, inside a container if a container is configured.
+Files, folders and the port are checked before any process is started.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _MOCK_VOCABULARY = "50303"
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Describes a node's part in the job, which is decided once all nodes have connected.
+    """A node's part in the job, which is decided once all nodes have connected.
 
     Attributes:
         node_rank: Index of this node among the job's nodes, from 0.
         processes: Number of processes on each node, by node rank.
         master_addr: Address of the first node (node rank 0).
-        master_port: Port at which torchrun on the first node listens.
+        master_port: Port on which torchrun on the first node listens.
     """
 
     node_rank: int
@@ -75,7 +75,7 @@ def trainer_flags(conf: LaunchConf, run_dir: Path) -> list[str]:
 
     Args:
         conf: Configuration of the launch.
-        run_dir: Folder of this job's logs, for traces and profiles.
+        run_dir: Folder of this job's logs, to which traces and profiles are written.
 
     Raises:
         ConfigError: The model is unknown.
@@ -115,16 +115,16 @@ def _data_flags(conf: LaunchConf) -> list[str]:
 
 
 def check_trainer(conf: LaunchConf, world_size: int, run_dir: Path) -> None:
-    """Checks the configuration with the trainer's own parser, before any process starts.
+    """Checks the configuration with the trainer's parser, before any process is started.
 
     Raises:
-        ConfigError: The trainer would refuse a flag. The message names the variable of ``conf.sh``
+        ConfigError: The trainer would reject a flag. The message names the variable of ``conf.sh``
             that sets the flag, or the flag itself if there is no such variable.
     """
     if conf["LOCAL_CHECKPOINT_DIR"] and not conf["CHECKPOINT_DIR"]:
         raise ConfigError(
             f"LOCAL_CHECKPOINT_DIR={conf['LOCAL_CHECKPOINT_DIR']} requires CHECKPOINT_DIR, to "
-            "which these checkpoints are copied; set CHECKPOINT_DIR to a folder on storage that "
+            "which these checkpoints are copied; set CHECKPOINT_DIR to a folder in storage that "
             "all nodes share"
         )
     try:
@@ -173,7 +173,7 @@ def _profiler(conf: LaunchConf, node_rank: int, run_dir: Path) -> list[str]:
 
 
 def in_container(conf: LaunchConf, command: Sequence[str], run_dir: Path) -> list[str]:
-    """Wraps a command to run in the container; with pyxis, Slurm starts the container instead."""
+    """Wraps a command to run in the container. With pyxis, Slurm starts the container instead."""
     gpu = ["--nv"] if conf["DEVICE"] == "gpu" else []
     starts = {"apptainer": ["exec", *gpu, "--bind"], "enroot": ["start", "--rw", "--mount"]}
     if conf["CONTAINER"] not in starts:
@@ -190,7 +190,7 @@ def mounts_of(conf: LaunchConf, logs: Path) -> list[str]:
 
 
 def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
-    """Returns the text of ``run.json``: time of this start, settings and number of processes."""
+    """Returns the text of ``run.json``: start time, settings and number of processes."""
     record = {
         "started_unix_s": round(time.time(), 1),
         "conf": {name: masked_text(text) for name, text in conf.texts().items()},
@@ -203,7 +203,8 @@ def run_record(conf: LaunchConf, node: NodePlace, run_dir: Path) -> str:
 
 
 EXIT_STOPPED_EARLY = 75
-"""Exit status of a run that saved and exited on SIGUSR1, for example near Slurm's time limit.
+"""Exit status of a run that saved and exited because of SIGUSR1, for example near Slurm's time
+limit.
 
 The caller should restart the run.
 """
@@ -225,7 +226,7 @@ def run_node(
     variables: Mapping[str, str],
     echo: bool,
 ) -> int:
-    """Starts a node's processes and waits until they exit.
+    """Starts a node's processes, and waits until they exit.
 
     Forwards SIGINT, SIGTERM and SIGHUP to torchrun, and SIGUSR1 directly to the ranks.
 
@@ -233,12 +234,12 @@ def run_node(
         conf: Configuration of the launch.
         node: This node's part in the job.
         run_dir: Folder of the job's logs.
-        name: Name of the node, which begins the names of its log files.
+        name: Name of the node, with which the names of its log files begin.
         variables: Environment variables for the processes, in addition to those of this process.
         echo: Whether to also print the processes' output to the terminal.
 
     Returns:
-        Exit status; :data:`EXIT_STOPPED_EARLY` if the run saved and exited on SIGUSR1.
+        Exit status, or :data:`EXIT_STOPPED_EARLY` if the run saved and exited because of SIGUSR1.
 
     Raises:
         ConfigError: The log folder cannot be written.
@@ -249,16 +250,16 @@ def run_node(
     command = in_container(conf, node_command(conf, node, run_dir), run_dir)
     environment = _environment(conf, variables)
     hidden = _secret_values(environment)
-    # Child processes inherit this setting. Otherwise SIGUSR1 would kill a rank that has not
-    # installed its handler yet.
+    # Child processes inherit this setting. Otherwise, SIGUSR1 would kill ranks that have not
+    # installed their handlers yet.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     begin = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} node {node.node_rank} starts\n".encode()
     files = [BestEffortFile(run_dir / f"{name}.{end}", "lines", lambda: begin) for end in _OUTPUTS]
     with contextlib.closing(files[0]) as out, contextlib.closing(files[1]) as err:
         for file in (out, err):
             file.begin()
-        # Start the job in its own session. Otherwise it would get Ctrl-C twice: from the terminal,
-        # and forwarded by this process.
+        # Start the job in its own session. Otherwise it would receive Ctrl-C twice: from the
+        # terminal, and forwarded by this process.
         job = subprocess.Popen(
             command,
             env=environment,
@@ -268,14 +269,14 @@ def run_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
             # If this process is killed, the node's ranks save a checkpoint and exit. The kernel
-            # forgets this request in set-user-ID programs, such as the starter of some versions of
+            # clears this setting for set-user-ID programs, such as the starter of some versions of
             # Apptainer.
             preexec_fn=ending_with_this_process(signal.SIGTERM),
         )
         samples = run_dir / f"{name}.gpu"
         status, is_stopped = _watch_job(job, out, err, samples, hidden=hidden, echo=echo)
     if status == 0 and is_stopped:
-        # srun kills the job's other nodes after a non-zero status, so first give them time to exit.
+        # srun kills the job's other nodes after a non-zero status, so give them time to exit first.
         time.sleep(_GRACE_S)
         return EXIT_STOPPED_EARLY
     return 128 - status if status < 0 else status
@@ -298,10 +299,10 @@ def _watch_job(
     hidden: Sequence[bytes],
     echo: bool,
 ) -> tuple[int, bool]:
-    """Copies a job's output, samples its resource use and forwards signals, until the job exits.
+    """Copies a job's output, samples its resource use and forwards signals until the job exits.
 
     Returns:
-        Exit status of the job, and whether the run saved and exited on SIGUSR1.
+        Exit status of the job, and whether the run saved and exited because of SIGUSR1.
     """
     sampler = ResourceSampler(os.getpid(), samples)
     stopped = threading.Event()
@@ -327,7 +328,7 @@ def _environment(conf: LaunchConf, variables: Mapping[str, str]) -> dict[str, st
 
 @contextlib.contextmanager
 def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards signals to the job in the ``with`` block; then kills the job if it still runs."""
+    """Forwards signals to the job during the block, and then kills the job if it still runs."""
     former = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _SIGNALS}
     former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda n, _: _signal_ranks(job.pid, n))
     try:
@@ -341,7 +342,7 @@ def _signals_to(job: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _signal_ranks(pid: int, number: int) -> None:
-    """Sends a signal to the ranks among a process's descendants, but not to their own children."""
+    """Sends a signal to the ranks among a process's descendants, but not to their children."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -369,8 +370,8 @@ def _copy(
 ) -> None:
     """Copies lines to a file, and also to ``terminal`` if it is not ``None``.
 
-    Sets ``stopped`` when a line reports that the run exited on SIGUSR1. Replaces secrets by a mask,
-    because a library may print a secret, for example in an address that it could not open.
+    Sets ``stopped`` when a line reports that the run exited because of SIGUSR1. Replaces secrets by
+    a mask, because a library may print a secret, for example in an address that it could not open.
     """
     for line in source:
         for secret in hidden:
@@ -395,7 +396,7 @@ def check_files(conf: LaunchConf) -> None:
             path = Path(f"{conf.path('DATA')}{ending}")
             if not path.is_file():
                 raise ConfigError(
-                    f"DATA={conf['DATA']}: there is no file {path}; create it with python -m "
+                    f"DATA={conf['DATA']}: {path} does not exist; create it with python -m "
                     "megatron.adaptive data preprocess, or set DATA=mock"
                 )
     image = conf["IMAGE"] or ""
@@ -405,12 +406,12 @@ def check_files(conf: LaunchConf) -> None:
     if is_file and not conf.path("IMAGE").exists():
         raise ConfigError(
             f"IMAGE={image}: {conf.path('IMAGE')} does not exist, but "
-            f"CONTAINER={conf['CONTAINER']} needs it"
+            f"CONTAINER={conf['CONTAINER']} requires it"
         )
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder for logs, if missing, and checks that it is writable.
+    """Creates the log folder if it is missing, and checks that it is writable.
 
     Raises:
         ConfigError: The folder cannot be created or written.
@@ -427,7 +428,7 @@ def check_port(port: int) -> None:
     """Checks that a port of this machine is free.
 
     Raises:
-        SetupError: Another program listens on the port, or this user may not use the port.
+        SetupError: Another program listens on the port, or this user is not allowed to use it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -435,6 +436,6 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise SetupError(
-                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another program "
-                "may listen there, so set another MASTER_PORT"
+                f"MASTER_PORT={port}: {error.strerror} on {socket.gethostname()}; another "
+                "program may listen on this port, so set MASTER_PORT to another port"
             ) from error

@@ -2,11 +2,11 @@
 
 Importing torch and megatron-core takes longer than all other parts of a start. The forkserver
 imports them once per node, before any rank is needed, and then forks each rank. The forkserver has
-one thread and opens no device. On a node with GPUs it imports only torch, because a process that
-has detected GPUs cannot be forked.
+a single thread, and does not open any device. On a node with GPUs it only imports torch, because a
+process that has detected GPUs cannot be forked.
 
-The forkserver reads commands from the file descriptor given on its command line, one JSON object
-per line, and writes its answers to the same descriptor::
+The forkserver reads commands from the file descriptor on its command line, with one JSON object per
+line, and writes its answers to the same descriptor::
 
     {"start": {"key": "3/0", "variables": {}, "script": "", "arguments": [], "folder": "",
                "limit_s": 0}}          kill the process after limit_s seconds; 0 for no limit
@@ -15,7 +15,7 @@ per line, and writes its answers to the same descriptor::
     <- {"ready": true}   <- {"started": "3/0", "pid": 7}   <- {"ended": "3/0", "status": -9}
 
 When the other side closes the connection, the forkserver kills all its ranks. If the forkserver
-itself dies, the kernel kills the ranks.
+itself is killed, the kernel kills the ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _MODULES = (
 
 
 def main(descriptor: int) -> None:
-    """Executes the commands that arrive on a connected socket, until the other side closes it.
+    """Executes the commands that arrive on a connected socket until the peer closes it.
 
     Args:
         descriptor: File descriptor of the socket.
     """
     orders = socket.socket(fileno=descriptor)
-    end_with_parent()  # set now: the agent may die during the imports below
+    end_with_parent()  # set this first, because the agent may die during the imports below
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the agent handles these signals
     _import()
@@ -68,18 +68,18 @@ def main(descriptor: int) -> None:
 
 
 def _import() -> None:
-    """Imports the ranks' modules. Ignores failures, because ranks report a missing module."""
+    """Imports the ranks' modules. Ignores failures, because ranks report missing modules."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch")
         if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
             return
         device = importlib.import_module("megatron.adaptive.accelerator")
         device.install()
-        with device.quiet_imports():  # hides warnings during these imports only
+        with device.quiet_imports():  # hides warnings only during these imports
             for name in _MODULES:
                 importlib.import_module(f"megatron.adaptive.{name}")
             # Ranks import these modules only in the first step or when they read data, so import
-            # them here once instead.
+            # them once here instead.
             for name in ("torch._dynamo", "megatron.core.datasets.helpers"):
                 importlib.import_module(name)
 
@@ -138,7 +138,7 @@ class _Forkserver:
         self._send(started=rank["key"], pid=pid)
 
     def _become(self, rank: dict[str, Any], parent: int) -> NoReturn:
-        """Runs a rank's script in the forked process, then exits. Never returns."""
+        """Runs a rank's script in the forked process, and then exits. Never returns."""
         status = 1
         try:
             with contextlib.suppress(OSError):
@@ -207,7 +207,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _print_error(error: BaseException) -> int:
-    """Prints an uncaught exception and returns the exit status for the process."""
+    """Prints an uncaught exception, and returns the exit status for the process."""
     errors = sys.modules.get("megatron.adaptive.errors")
     if errors is not None and isinstance(error, errors.AdaptiveError):
         from megatron.adaptive.config.input_files import say

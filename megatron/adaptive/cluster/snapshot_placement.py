@@ -1,9 +1,9 @@
-"""Decides which nodes keep copies of the training state, and restores the state from the copies.
+"""Decides which nodes store copies of the training state, and restores the state from copies.
 
-The copies (snapshots) are in the memory of the nodes. After ranks are lost, the manager asks each
-remaining node which copies it has, and picks the newest step whose parts are all on some node. The
-nodes write this step as a checkpoint, from which the job resumes as from any other. If no step is
-complete, a message lists the ranks whose state is missing.
+The copies (snapshots) are stored in the nodes' memory. After ranks have failed, the manager asks
+each remaining node which copies it has, and chooses the newest step for which all parts exist on
+some node. The nodes write this step as a checkpoint, from which the job resumes as usual. If no
+step is complete, a message lists the ranks whose state is missing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NONE: Mapping[str, Any] = {"run": "", "buddy": None, "settings": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSource:
-    """Describes the newest step that can be restored, or why no step can.
+    """The newest step that can be restored, or the reason why no step can be restored.
 
     Attributes:
         step: Newest step whose parts all still exist; 0 if there is no such step.
-        seen: Newest step of which at least one part of a snapshot still exists; 0 if none does.
-        why: Reason why no step can be restored, empty if one can.
-        parts: Copies from which ``step`` is restored, in the form of the keepers' inventories. Two
-            entries are added: ``node`` is the name of the copy's node, and ``needs`` contains the
+        seen: Newest step for which any part of a snapshot still exists; 0 if there is no such step.
+        why: Reason why no step can be restored; empty if a step can be restored.
+        parts: Copies from which ``step`` is restored, as in the keepers' inventories, with two
+            additional entries. ``node`` is the name of the copy's node, and ``needs`` contains the
             indices of the required parts that the copy provides.
     """
 
@@ -46,10 +46,10 @@ class SnapshotSource:
 
 
 def buddies(nodes: Sequence[Node]) -> dict[str, str | None]:
-    """Maps the name of each node to the name of its buddy, which keeps copies of its state.
+    """Returns the name of each node's buddy, which stores copies of the node's state, by node.
 
-    The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on one
-    machine, as in a trial run, the buddy is simply the next node. It is ``None`` for a single node.
+    The buddy is the next node, in cyclic order, that is on another machine. If all nodes are on the
+    same machine, as in a trial run, the buddy is the next node. It is ``None`` for a single node.
     """
     buddy_names: dict[str, str | None] = {}
     alone = len({node.host for node in nodes}) == 1
@@ -66,8 +66,8 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
     Args:
         kept: Pairs of a remaining node's name and the list of copies in the node's memory. In an
             inventory, ``needs`` lists the parts required for a complete step. Each part has the
-            entries ``ranks`` and ``is_sent``: a copy of any rank in ``ranks`` provides the part. If
-            ``is_sent`` is false, a copy that was sent by another node does not count.
+            entries ``ranks`` and ``is_sent``: a copy from any rank in ``ranks`` provides the part.
+            If ``is_sent`` is false, a copy that was sent by another node does not count.
     """
     copies: list[Mapping[str, Any]] = []
     needs: dict[tuple[str, int], Sequence[Mapping[str, Any]]] = {}
@@ -109,17 +109,17 @@ def newest(kept: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> SnapshotS
 
 
 class JobSnapshots:
-    """Decides for the manager where a job's snapshots are kept, and restores steps from them.
+    """Decides where a job's snapshots are stored, and restores steps from them.
 
     Args:
-        settings: Interval and memory limit of snapshots; ``None`` for no snapshots. ``every`` is
-            the number of steps between snapshots, ``limit_bytes`` the maximum size of a node's
-            snapshots.
+        settings: Interval and memory limit of snapshots; ``None`` to take no snapshots. ``every``
+            is the number of steps between snapshots, and ``limit_bytes`` is the maximum size of a
+            node's snapshots.
         members: Nodes of the job.
         folder: Folder of checkpoints.
         manager: Name of the manager that starts the ranks.
-        kept: Name of the manager's own node, and the object with the snapshots that the node stored
-            under the previous manager. ``None`` if there are none.
+        kept: Name of the manager's own node, and the object with the snapshots that this node
+            stored under the previous manager; ``None`` if there are no such snapshots.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class JobSnapshots:
     def orders(self, epoch: int, names: Sequence[str]) -> dict[str, Any]:
         """Returns the snapshot settings for each node that starts ranks, by node name.
 
-        Also asks the nodes that start no ranks to drop their copies.
+        Also asks nodes that do not start ranks to drop their copies.
 
         Args:
             epoch: Number of the incarnation.
@@ -155,7 +155,7 @@ class JobSnapshots:
         taking_part = set(names)
         for name, node in members.nodes.items():
             if node.link is not None and node.status in _HERE and name not in taking_part:
-                # A node without ranks has only outdated copies, so ask it to drop them.
+                # A node without ranks only has outdated copies, so ask it to drop them.
                 node.link.send("start", ranks=[], copies=_NONE)
         nodes = [members.nodes[name] for name in names]
         alone = len({node.host for node in nodes}) == 1
@@ -175,11 +175,11 @@ class JobSnapshots:
         return orders
 
     def begun(self, resumed: int, before: IncarnationProgress | None) -> tuple[str, int]:
-        """Returns where an incarnation's training state came from, and how many steps it repeats.
+        """Returns the source of an incarnation's training state, and how many steps are repeated.
 
         Args:
             resumed: Iteration of the checkpoint from which the incarnation resumes.
-            before: Last progress of the previous incarnation, ``None`` for the first incarnation.
+            before: Last progress of the previous incarnation; ``None`` for the first incarnation.
         """
         last = self._last
         restored = self._restored
@@ -252,7 +252,7 @@ class JobSnapshots:
         return newest(kept)
 
     async def _write(self, source: SnapshotSource, until_s: float) -> str:
-        """Asks the nodes to write a step; returns the first failure as text, or an empty string."""
+        """Asks the nodes to write a step. Returns the first failure as text, or an empty string."""
         by_node: dict[str, list[Mapping[str, Any]]] = {}
         for part in source.parts:
             by_node.setdefault(part["node"], []).append(part)
@@ -283,7 +283,7 @@ class JobSnapshots:
         """Runs the program that restores snapshots on several nodes.
 
         Returns:
-            The first failure as text, empty if all programs succeeded.
+            The first failure as text, or an empty string if all programs succeeded.
         """
         self._written += 1
 

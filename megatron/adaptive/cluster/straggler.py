@@ -33,7 +33,7 @@ _LEFT_OUT = "left out: slow"
 
 
 class Stragglers:
-    """Tracks which nodes of a job are slow or excluded, and chooses layouts that suit these nodes.
+    """Tracks slow and excluded nodes of a job, and chooses layouts that suit these nodes.
 
     Args:
         policy: Reaction to a slow node: ``ignore``, ``replan`` (fewer layers) or ``exclude``.
@@ -46,16 +46,16 @@ class Stragglers:
         self._chooser = chooser
         self._arguments = arguments
         self._slowness: dict[str, float] = {}
-        self._aside: dict[str, str] = {}  # reason, by the name of an excluded node
+        self._aside: dict[str, str] = {}  # reason, by the name of the excluded node
         self._judged: set[str] = set()
 
     async def choose(self, nodes: Sequence[Node]) -> ParallelLayout | None:
-        """Chooses a layout; uses excluded nodes only if no layout fits without them.
+        """Chooses a layout, using excluded nodes only if no layout fits without them.
 
-        Excluded nodes are added one at a time, the most recently excluded one first.
+        Excluded nodes are added one at a time, starting with the most recently excluded node.
 
         Args:
-            nodes: Nodes that are present, in the order in which they get ranks.
+            nodes: Available nodes, in the order in which they get ranks.
         """
         aside = {node.name for node in nodes} & self._aside.keys()
         while True:
@@ -70,12 +70,12 @@ class Stragglers:
         return [node for node in nodes if node.name not in self._aside]
 
     async def leave_out(self, name: str, why: str, nodes: Sequence[Node]) -> bool:
-        """Excludes a node from later layouts, unless no layout fits without the node.
+        """Excludes a node from later layouts, unless no layout fits without it.
 
         Args:
             name: Name of the node.
             why: Reason to show in the state of the job.
-            nodes: Nodes that are present, in the order in which they get ranks.
+            nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
             Whether the node is excluded.
@@ -87,7 +87,7 @@ class Stragglers:
         return True
 
     def take_back(self, name: str) -> None:
-        """Uses a node again that :meth:`leave_out` excluded."""
+        """Uses a node again that was excluded by :meth:`leave_out`."""
         self._aside.pop(name, None)
 
     def joined(self, name: str) -> None:
@@ -115,10 +115,10 @@ class Stragglers:
             slow_ranks: Slow ranks that the diagnosis reported in this incarnation.
             running: Ranks of the incarnation. The predicted step time of their layout is increased
                 to account for the slow node.
-            nodes: Nodes that are present, in the order in which they get ranks.
+            nodes: Available nodes, in the order in which they get ranks.
 
         Returns:
-            Reason to change the layout, empty if the job should keep its layout.
+            Reason to change the layout, or an empty string to keep the layout.
         """
         if self._policy == "ignore":
             return ""
@@ -138,8 +138,8 @@ class Stragglers:
     def _excess(self, slow_rank: SlowRank, name: str, running: RunningRanks) -> float:
         """Returns the factor by which a node is slower than expected.
 
-        Divides each rank's measured time by the expected time, then divides the maximum over the
-        node's ranks by the median over the other nodes' ranks.
+        Divides each rank's measured time by its expected time. The result is the maximum over the
+        node's ranks divided by the median over the other nodes' ranks.
         """
         nodes = running.where.values()
         if len(slow_rank.pace_ns) != len(nodes):

@@ -44,10 +44,10 @@ function curve(id, column, name, unit, more) {
   const resumed = DATA.starts.map((place) => ({ type: "line", x0: place, x1: place, yref: "paper",
     y0: 0, y1: 1, line: { color: "#a4262c", width: 1, dash: "dot" } }));
   draw(id, known ? [line(name, x, values)] : [], layout("iteration", unit,
-    { showlegend: false, shapes: resumed, ...more }), "The logs say nothing of it.");
+    { showlegend: false, shapes: resumed, ...more }), "The logs contain no data for this chart.");
 }
 
-// The first iteration of a start takes long: it does not set the height at first.
+// The first iteration after a start takes long, so ignore it for the initial height of the chart.
 function usual(values) {
   const known = values.filter((value) => value !== null).sort((a, b) => a - b);
   const high = known[Math.floor(0.97 * (known.length - 1))] * 1.3;
@@ -60,7 +60,7 @@ function times() {
   const x = traces.iterations;
   if (traces.ranks.length <= MANY_RANKS) {
     const drawn = traces.rank_ms.map((row, place) => line(traces.labels[place], x, row));
-    drawn.push(line("as logged, update included", DATA.curves.iteration, DATA.curves.ms,
+    drawn.push(line("as logged, including the optimizer update", DATA.curves.iteration, DATA.curves.ms,
       { line: { color: "#9a9aa0", dash: "dot" } }));
     return draw("times", drawn, layout("iteration", "ms", { yaxis: ms }), "");
   }
@@ -80,12 +80,12 @@ function use() {
       memory.push(line(`${name} GPU ${index}`, when, gpu.gib));
     }
   }
-  const none = "No node wrote samples of its use.";
+  const none = "No node has recorded its resource use.";
   draw("percent", percent, layout("", "% of one CPU or GPU"), none);
   draw("memory", memory, layout("", "memory, GiB"), none);
 }
 
-// The page of the traces, with the plotly.js of this one.
+// The page of the traces uses the plotly.js of this page.
 function pipeline() {
   const frame = element(at("pipeline"), "iframe"), code = document.querySelector("script:not([type])");
   frame.srcdoc = DATA.traces.page.replace("{{plotly}}", () => code.textContent);
