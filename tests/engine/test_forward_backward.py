@@ -62,7 +62,7 @@ def test_signature_is_that_of_megatron_core() -> None:
 
 
 def test_shapes_are_not_adjusted() -> None:
-    with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn was given"):
+    with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn is not supported"):
         call(1, adjust_tensor_shapes_fn=never)
 
 

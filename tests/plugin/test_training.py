@@ -209,22 +209,23 @@ def test_two_ranks(tmp_path: Path) -> None:
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
-        "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
-        "tensor with its shape; leave it out or use schedule megatron",
+        "shapes": "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor "
+        "and its shape (distillation uses this argument); remove it or use --pipeline-schedule "
+        "megatron",
         "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine connects the "
         "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
-        "messages": "p2p_communicator was given with another pipeline than the step's process "
-        "groups: the engine connects the ranks of these groups; make it with their pp group or use "
-        "schedule megatron",
+        "messages": "p2p_communicator has a different pipeline than the step's process groups, "
+        "but the engine connects the ranks of these groups; create it with their pp group or use "
+        "--pipeline-schedule megatron",
         "again": "",  # a second model has its own channels
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
     assert results[1]["refused"] == {
         "fewer": "a step has 2 pipeline ranks with 1 chunks each, but the model's first step had 2 "
-        "with 2, which the engine is connected for: give all chunks of the model in every step, or "
-        "call megatron.adaptive.uninstall() and install() on all ranks in between"
+        "ranks with 2 chunks each; pass all chunks of the model in every step, or call "
+        "megatron.adaptive.uninstall() and install() on all ranks between the steps"
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
