@@ -3,14 +3,15 @@
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
-Parts: ``morphs``, six planned changes of shape and a killed node, for a small GPT on four processes
-of this machine; ``start``, the time of process start, import and load under torchrun, as a baseline
-for a change; ``copies``, the number of steps that are lost with a node that is killed at a random
-moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that
-are killed, stopped, cut off and filled up at random, after which the job must continue or exit with
-a reason; ``repartition``, the share of a slow rank's delay that moving layers recovers, and the
-time of a move; ``pieces``, measured and predicted steps of models with cut points. Exits with
-status 1 if a limit is missed.
+The part ``morphs`` makes six planned changes of shape and kills a node, for a small GPT on four
+processes of this machine. The part ``start`` measures process start, import and load under
+torchrun, as a baseline for a change. The part ``copies`` counts the steps that are lost if a
+node is killed at a random time while copies of its state are kept in memory. In the part
+``soak``, nodes (namespaces; needs root) are killed, stopped, cut off and filled up at random,
+and the job must then continue or exit with a reason. The part ``repartition`` measures the
+fraction of a slow rank's delay that moving layers recovers, and the time of a move. The part
+``pieces`` compares measured with predicted steps of models with cut points. Exits with status 1
+if a limit is missed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 
 def main() -> int:
-    """Measures as the command line says; returns the exit status."""
+    """Measures the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
     parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
     parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
@@ -134,7 +135,7 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Measures four processes under torchrun from their start to a loaded model."""
+    """Measures four processes under torchrun, from their start to a loaded model."""
     saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*command, *shape], folder / "first", 4, LIMIT_S)
@@ -148,12 +149,12 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that are lost with a node whose state is copied."""
+    """Counts the steps that are lost if a node whose state is copied is killed."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random moment of a step, and adds another node."""
+    """Kills a node at a random time of a step, and adds another node."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -187,7 +188,7 @@ def _is_present(job: ElasticJob, name: str) -> bool:
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
-    """Lets nodes fail at random; prints each event."""
+    """Lets nodes fail at random, and prints each event."""
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     return soaked(folder, events, minutes, options.seed)

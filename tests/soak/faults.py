@@ -1,16 +1,18 @@
-"""Exposes jobs to damages, strangers, lost nodes and full disks, and counts the effects.
+"""Exposes jobs to corruption, attacks, lost nodes and full disks, and counts the effects.
 
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, which are
-verified and loaded; ``leases``, jobs that start on the same folder, and killed owners of its lease;
-``strangers``, which talk to all listeners of real jobs; ``secrets``, planted secrets that another
-user searches for; ``commands``, wrong command lines and files; ``control``, the manager of a job of
-a thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
-needs root) that are killed, stopped, cut off and filled up, with full trace disks and flipped bits
-in checkpoints; ``hangs``, stalled jobs and their messages; ``interrupts``, jobs of all kinds whose
-processes are interrupted and killed at random moments. A part that fails counts as a missed goal,
-and the other parts still run. Exits with status 1 if a goal is missed.
+The part ``damages`` randomly corrupts checkpoints of the trainer and of a ``Pipeline``, which are
+verified and loaded. The part ``leases`` starts jobs on the same folder and kills the owners of
+its lease. In the part ``strangers``, clients without the secret connect to all listeners of
+real jobs. In the part ``secrets``, another user searches for planted secrets. The part
+``commands`` runs wrong command lines and files. The part ``control`` tests the manager of a job
+of a thousand nodes, which join at once and are lost one after another. In the part ``soak``,
+nodes (namespaces; needs root) are killed, stopped, cut off and filled up, with full trace disks
+and flipped bits in checkpoints. The part ``hangs`` checks stalled jobs and their messages. The
+part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part
+that fails counts as a missed goal, and the other parts still run. Exits with status 1 if a goal
+is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts that the command line names; returns the exit status."""
+    """Runs the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """Compares steps of models with cut points with the planner's predictions from a profile.
 
 A model is profiled on two processes of this machine, the planner chooses shapes as for a
-``Pipeline`` without sizes, and the best shapes are trained. Run as a script, this file is one rank;
-its arguments are the name of a model, the number of steps, and a file for its results.
+``Pipeline`` without sizes, and the best shapes are trained. If this file is run as a script, it is
+one rank. Its arguments are the name of a model, the number of steps, and a file for its results.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SIZES = {"mlp": 256, "vit": 16}
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
-    """Compares numbers of pieces; returns a row for each model and shape.
+    """Compares measured steps with predictions, and returns a row for each model and shape.
 
     Args:
         folder: Folder for the results of the ranks.
-        quick: Whether to take fewer steps.
+        quick: Whether to run fewer steps.
     """
     results: dict[str, Any] = {}
     rows = []
@@ -60,7 +60,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
     example = importlib.import_module(name)
 
     def model() -> torch.nn.Module:
-        torch.manual_seed(1)  # the same on all ranks
+        torch.manual_seed(1)  # the seed is the same on all ranks
         wide: torch.nn.Module
         wide = example.Mlp(512, 8) if name == "mlp" else example.Vit(width=128)
         return wide

@@ -9,7 +9,8 @@ import pytest
 from tests.soak.noisy_jobs import KINDS, PATIENCE, kept_moves, run_jobs
 
 MINUTES = float(os.environ.get("NOISY_MINUTES", "0"))
-"""Minimum minutes of all jobs, some hundreds before a release; 0 skips the jobs."""
+"""Minimum duration of all jobs in minutes, some hundreds before a release, or 0 to skip the jobs.
+"""
 
 
 def iterations(first: int, end: int) -> str:
