@@ -409,8 +409,8 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
     counts = Counter(answer.verdict for answer in judged)
     total = sum(counts[verdict] for verdict in COUNTED)
     for title, count, goal, least in (
-        ("causes named right", counts[RIGHT], 0.95, True),
-        ("wrong causes named", counts[WRONG], 0.01, False),
+        ("correct causes", counts[RIGHT], 0.95, True),
+        ("wrong causes", counts[WRONG], 0.01, False),
     ):
         note = f"{count} of {total} jobs; {counts[MASKED]} masked, {counts[FAILED]} failed"
         value = count / total if total else None

@@ -1,4 +1,4 @@
-"""Measures the manager of a job of a thousand nodes, which join at once and are lost gradually.
+"""Measures the manager of a job of a thousand nodes, which join together and are lost gradually.
 
 ::
 
@@ -128,19 +128,19 @@ def measure(
     peak = peak_bytes / 1e9
     rows = [
         Row(
-            what=f"{agents} nodes at once: until all had joined",
+            what=f"{agents} nodes that join together: time until all have joined",
             value=joined_s,
             unit="s",
             goal=GOAL_JOINED_S,
-            note=f"and had their orders {started - begun_s:.1f} s after they began",
+            note=f"they had their orders {started - begun_s:.1f} s after their start",
         ),
         Row(
-            what="a loss is known to the manager after its limit",
+            what="time from the limit until the manager detects a lost node",
             value=max(late_s) if late_s and not unknown else None,
             unit="s",
             goal=GOAL_LATE_S,
             note=f"the latest of {len(lost)}, half of them silent ({SILENCE_S:g} s)"
-            + (f"; {len(unknown)} were never known" if unknown else ""),
+            + (f"; {len(unknown)} were never detected" if unknown else ""),
         ),
         Row(
             what="the manager's processor time",
@@ -151,7 +151,7 @@ def measure(
         ),
         Row(what="the manager's memory", value=peak, unit="GB", goal=GOAL_GB),
         Row(
-            what="its status is answered",
+            what="time until the manager reports its status",
             value=max(answers_s),
             unit="s",
             goal=GOAL_STATUS_S,
@@ -349,7 +349,7 @@ def _print(**values: object) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the manager or agents, as the command line says."""
+    """Runs the manager or agents, according to the command line."""
     checkpoints = Path(arguments[1])
     if arguments[0] == "manager":
         manage(checkpoints, int(arguments[2]))

@@ -117,7 +117,7 @@ def measure(
     missed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     rows = [
         Row(
-            what=f"{damages} random damages to checkpoints: found",
+            what=f"{damages} randomly damaged checkpoints: damage detected",
             value=100 * len(detected) / damages,
             unit="%",
             goal=100,
@@ -125,20 +125,20 @@ def measure(
             note=f"not found: {missed}" if missed else f"{len(every)} checkpoints of both kinds",
         ),
         Row(
-            what="and the damaged file is named",
+            what="the same: the message states the damaged file",
             value=100 * len(named) / max(1, len(detected)),
             unit="%",
             goal=100,
             least=True,
         ),
-        Row(what=f"wrong alarms in {whole} whole ones", value=len(alarms), goal=0),
+        Row(what=f"false alarms in {whole} undamaged checkpoints", value=len(alarms), goal=0),
         Row(
-            what=f"{loads} of them loaded: used, or found otherwise than above",
+            what=f"{loads} of the damaged ones loaded: used, or results differ from above",
             value=len(late) + len(unlike),
             goal=0,
             note="; ".join(load["error"] or "loaded" for load in (late + unlike)[:1])[:200],
         ),
-        measured("time to look at a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
+        measured("time to check a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
     ]
     return Result(rows=rows, facts={"damages": {"alarms": alarms, "loaded": loaded}})
 

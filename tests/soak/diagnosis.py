@@ -92,10 +92,10 @@ def of_bubble(options: argparse.Namespace) -> Result:
     for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
         facts[title] = errors
-        note = f"trace minus truth: {', '.join(f'{error:+.2f}' for error in errors)}"
+        note = f"trace minus emulation: {', '.join(f'{error:+.2f}' for error in errors)}"
         rows.append(
             measured(
-                f"bubble: trace against emulated truth, {title}",
+                f"bubble: difference between trace and emulation, {title}",
                 [abs(error) for error in errors],
                 unit="points",
                 goal=0.5,
@@ -129,13 +129,13 @@ def of_repairs(options: argparse.Namespace) -> Result:
     )
     rows = [
         measured(
-            f"repairs: median error of the predicted step, {len(done)} done for real",
+            f"repairs: median error of the predicted step, {len(done)} real repairs",
             [repair.error for repair in done],
             goal=0.03,
             note=note,
         ),
         Row(
-            what="repairs: order right, part of the pairs of a job",
+            what="repairs: share of pairs in a job with the correct order",
             value=right / pairs,
             goal=0.9,
             least=True,

@@ -73,7 +73,9 @@ def compare(total: Result) -> None:
     """Adds the ratio of morph time to start time, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
-        total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
+        total.rows.append(
+            Row(what="time of a morph, divided by that of a start", value=ratio, goal=GOAL_RATIO)
+        )
         print(total.rows[-1].line)
 
 
@@ -116,12 +118,12 @@ def morphs(folder: Path, *, quick: bool) -> Result:
         "steps": last,
     }
     note = f"{last} steps, {len(missing)} missing"
-    title = "largest difference of a loss to an undisturbed run"
+    title = "maximum difference between a loss and that of an undisturbed run"
     rows = [
         Row(what=title, value=worst, goal=GOAL_LOSS, note=note),
         Row(what="steps lost after a notice", value=lost, goal=0),
-        Row(what="steps lost with a node", value=epochs[-1]["lost_steps"]),
-        Row(what="a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
+        Row(what="steps lost without a notice", value=epochs[-1]["lost_steps"]),
+        Row(what="time of a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
     ]
     return Result(rows=rows, facts=facts)
 
@@ -176,7 +178,7 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
     rows = [
         Row(what="nodes killed", value=len(lost)),
         Row(what="restored from copies", value=restored),
-        Row(what="steps lost with a node, at most", value=max(lost), goal=GOAL_LOST),
+        Row(what="maximum number of steps lost with a node", value=max(lost), goal=GOAL_LOST),
     ]
     return Result(rows=rows, facts={"lost": lost})
 

@@ -7,7 +7,7 @@ verified and loaded. The part ``leases`` starts jobs on the same folder and kill
 its lease. In the part ``strangers``, clients without the secret connect to all listeners of
 real jobs. In the part ``secrets``, another user searches for planted secrets. The part
 ``commands`` runs wrong command lines and files. The part ``control`` tests the manager of a job
-of a thousand nodes, which join at once and are lost one after another. In the part ``soak``,
+of a thousand nodes, which join together and are lost one at a time. In the part ``soak``,
 nodes (namespaces; needs root) are killed, stopped, cut off and filled up, with full trace disks
 and flipped bits in checkpoints. The part ``hangs`` checks stalled jobs and their messages. The
 part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part
@@ -51,11 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="folder for what is written; hangs go on from it"
+        "--keep", type=Path, metavar="DIR", help="folder for all files; hangs continue from it"
     )
-    parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
+    parser.add_argument(
+        "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"
+    )
     parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
-    parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
+    parser.add_argument("--quiet-min", type=float, help="minutes without hangs (1000; 1)")
     options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
@@ -102,7 +104,7 @@ def look_for_secrets(seed: int) -> Result:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")
     note = f"{result['commands']} command lines, {result['files']} files, {result['jobs']} jobs"
     note = one_line("; ".join([note, *result["skipped"], *result["found"]]))
-    title = "secrets found in command lines, files, logs, pages"
+    title = "secrets found in command lines, files, logs and web pages"
     rows = [Row(what=title, value=len(result["found"]), goal=0, note=note)]
     return Result(rows=rows, facts={"secrets": result})
 
@@ -113,7 +115,7 @@ def give_wrong_commands() -> Result:
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]
     note = one_line("; ".join([note, *wrong]))
-    title = f"{result['cases']} wrong command lines and files: other ends than one line, status 2"
+    title = f"{result['cases']} wrong command lines and files: exits without one line and status 2"
     rows = [Row(what=title, value=len(result["wrong"]), goal=0, note=note)]
     return Result(rows=rows, facts={"commands": result})
 

@@ -281,7 +281,7 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
     kinds = {kind: [row["right"] for row in rows if row["kind"] == kind] for kind in KINDS}
     table = [
         Row(
-            what=f"{count} hangs: rank and reason named right",
+            what=f"{count} hangs: correct rank and reason",
             value=count - len(wrong),
             goal=round(0.98 * count),
             least=True,
@@ -291,16 +291,27 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
             Row(what=f"of {len(outcomes)}: {kind}", value=sum(outcomes))
             for kind, outcomes in kinds.items()
         ),
-        Row(what="of them later than the limit + 15 s", value=sum(w > 15 for w in waits), goal=0),
-        Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
         Row(
-            what="of a processor for the watch of a machine, reports and stacks included",
+            what="hangs reported more than 15 s after the limit",
+            value=sum(w > 15 for w in waits),
+            goal=0,
+        ),
+        Row(
+            what="longest time from the limit to the report",
+            value=max(waits, default=None),
+            unit="s",
+        ),
+        Row(
+            what="share of a processor for the hang detector, with reports and stacks",
             value=max(shares, default=None),
             goal=0.01 if rows else None,
         ),
-        Row(what="quiet minutes of jobs", value=minutes, goal=quiet_min, least=True),
+        Row(what="minutes of jobs without hangs", value=minutes, goal=quiet_min, least=True),
         Row(
-            what="false alarms in them", value=len(alarms), goal=0, note=one_line("; ".join(alarms))
+            what="false alarms in these minutes",
+            value=len(alarms),
+            goal=0,
+            note=one_line("; ".join(alarms)),
         ),
     ]
     return Result(rows=table, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})

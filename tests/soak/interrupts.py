@@ -486,7 +486,7 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
         outcomes += run_chains(chain, seed, hits, partial(print, flush=True))
     wrong = [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
-    title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
+    title = f"{hits * len(KINDS)} signals at random times: faults"
     row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
     return Result(rows=[row], facts={"interrupts": wrong})
 

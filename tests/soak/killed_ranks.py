@@ -241,7 +241,7 @@ def measure(count: int, kind: str) -> Result:
             prefix=private(),
             TMPDIR=folder,
         )
-    title = f"{count} kills at random moments, {kind}"
+    title = f"{count} kills at random times, {kind}"
     return Result(rows=rows_of(outcomes, title), facts={f"kills, {kind}": outcomes})
 
 
@@ -271,7 +271,7 @@ def rows_of(result: dict[str, Any], title: str) -> list[Row]:
             note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
         ),
         Row(
-            what="the same: slowest to raise",
+            what="the same: longest time until PeerLostError",
             value=max(seconds, default=None),
             unit="s",
             goal=MOST_S,
@@ -290,7 +290,7 @@ def main() -> int:
     """Runs the trials, and prints a table or the outcomes as JSON."""
     parser = parser_of(__doc__, KINDS, "kill 20 ranks over each transport")
     parser.add_argument("--count", type=int, help="number of kills (100; 20 with --quick)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the moments (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random times (1)")
     parser.add_argument("--raw", choices=KINDS, help="kill here, and print the outcomes as JSON")
     options = parser.parse_args()
     count = options.count or (20 if options.quick else 100)

@@ -404,10 +404,10 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     rows = [
         _count(f"{title}: mixed checkpoints of {seen.checkpoints}", seen.mixed),
         _count("checkpoints lost", seen.lost),
-        _count("jobs that ended otherwise than they should", seen.failed),
-        Row(what="second jobs refused later", value=late, goal=0),
-        measured("a second job is refused after", seen.refused_s, unit="s", goal=REFUSED_S),
-        measured("the next start has the folder after", seen.takeover_s, unit="s"),
+        _count("jobs that ended in an unexpected way", seen.failed),
+        Row(what=f"second jobs rejected after more than {REFUSED_S:g} s", value=late, goal=0),
+        measured("time until a second job is rejected", seen.refused_s, unit="s", goal=REFUSED_S),
+        measured("time until the next job owns the folder", seen.takeover_s, unit="s"),
     ]
     return Result(rows=rows, facts={"leases": vars(seen)})
 

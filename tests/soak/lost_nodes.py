@@ -85,9 +85,9 @@ class SoakResult:
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
-            note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
+            note = f"{self.counts[name]} events" if name != "join" else "nodes that joined again"
             note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
-            title = f"soak, {name}: until the job continued"
+            title = f"soak, {name}: time until the job continued"
             rows.append(measured(title, times_s, unit="s", note=note))
         title = f"{self.counts.total()} events: job neither continued nor gave a reason"
         return [*rows, Row(what=title, value=len(self.failures), goal=0)]
@@ -100,7 +100,7 @@ class Soak:
         folder: Folder for logs and the shared folder.
         seed: Seed of the events.
         flags: Flags of the trainer.
-        say: Function that takes a line about each event.
+        say: Function that prints a line about each event.
         kinds: Kinds of the first events, in this order. The following events are random.
     """
 

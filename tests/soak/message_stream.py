@@ -146,19 +146,19 @@ def measure(messages: int) -> Result:
     return Result(
         rows=[
             Row(
-                what=f"{messages:,} messages over shm: memory gained",
+                what=f"{messages:,} messages over shm: memory growth",
                 value=max(gain_bytes for gain_bytes, _ in gains) / 2**20,
                 unit="MiB",
                 goal=MOST_GROWTH_MIB,
-                note=f"after the first fifth; {rate:,.0f} a second, all checked",
+                note=f"after the first fifth; {rate:,.0f} per second, all checked",
             ),
             Row(
-                what="the same: descriptors gained",
+                what="the same: additional file descriptors",
                 value=max(descriptors for _, descriptors in gains),
                 goal=0,
             ),
             Row(
-                what="the same: memory of the channels, both ways, over what was asked for",
+                what="the same: memory of both channels, divided by the requested memory",
                 value=max(end["mapped_bytes"] for end in figures) / asked_bytes,
                 goal=MOST_MAPPED,
             ),

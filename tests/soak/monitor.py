@@ -42,7 +42,11 @@ def of_status(options: argparse.Namespace) -> Result:
     quotients = ratios(answer_s, program_s)
     rows = [
         measured("status: time of an answer", answer_s, unit="s", note=note),
-        measured("status: the same over the start of the program", quotients, goal=MOST_STATUS),
+        measured(
+            "status: the same, divided by the start time of the program",
+            quotients,
+            goal=MOST_STATUS,
+        ),
     ]
     return Result(rows=rows, facts={"status": {"seconds": answer_s, "bytes": nbytes}})
 

@@ -1,4 +1,4 @@
-"""Trains beside other programs, and counts moves of layers that were caused only by noise.
+"""Trains while other programs run, and counts moves of layers that were caused only by noise.
 
     python -m tests.soak.noisy_jobs [--minutes N] [--only NAME ...] [--json FILE]
 
@@ -66,7 +66,7 @@ _BUSY = "import os\nos.sched_setaffinity(0, {{{}}})\nwhile True: pass"
 
 @dataclass(frozen=True)
 class NoisyJob:
-    """Results of a job beside other programs.
+    """Results of a job that ran at the same time as other programs.
 
     Attributes:
         name: Name of the kind of job.
@@ -163,7 +163,7 @@ def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[s
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains two ranks beside other programs, and returns the log."""
+    """Trains two ranks while other programs run, and returns the log."""
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -209,7 +209,7 @@ def of_noise(options: argparse.Namespace) -> Result:
         minutes, moves = sum(job.minutes for job in of_kind), sum(job.moves for job in of_kind)
         rows.append(
             Row(
-                what=f"noise: {name}, kept without gain",
+                what=f"noise: {name}, moves without gain that were kept",
                 value=sum(len(job.kept) for job in of_kind),
                 goal=0,
                 note=f"{len(of_kind)} jobs, {minutes:.1f} minutes, {moves} moves",
@@ -221,7 +221,7 @@ def of_noise(options: argparse.Namespace) -> Result:
 def main() -> int:
     """Measures and prints the results. Returns 1 if an uneven state remained without gain."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
-    parser.add_argument("--minutes", type=float, default=60, help="least minutes of all jobs")
+    parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")
     parser.add_argument("--seed", type=int, default=500, help="of the noise")
     options = parser.parse_args()

@@ -41,9 +41,10 @@ def pieces(folder: Path, *, quick: bool) -> Result:
         run_ranks([*command, str(output)], PROCESSES, LIMIT_S)
         results[name] = json.loads(output.read_text())
         for shape in results[name]:
-            title = f"{name}, steps of {samples} samples, {shape['shape']}: predicted by measured"
+            title = f"{name}, steps of {samples} samples, {shape['shape']}: predicted / measured"
             low, _, high = (value * 1e3 for value in shape["quartiles_s"])
-            note = f"{shape['predicted_s'] * 1e3:.1f} ms by {shape['measured_s'] * 1e3:.1f} ms"
+            note = f"{shape['predicted_s'] * 1e3:.1f} ms predicted, "
+            note += f"{shape['measured_s'] * 1e3:.1f} ms measured"
             note += f" (the middle half {low:.1f} to {high:.1f})"
             rows.append(
                 Row(what=title, value=shape["predicted_s"] / shape["measured_s"], note=note)

@@ -51,13 +51,13 @@ def repartition(folder: Path, *, quick: bool) -> Result:
     loss = "repartition_loss_difference"
     rows = [
         Row(
-            what="share of the ideal that a slow rank regains",
+            what="recovered share of the delay caused by a slow rank",
             value=figures["regained"],
             goal=GOAL_SHARE,
             least=True,
         ),
-        Row(what="steps that moving a layer takes", value=figures["move_steps"], goal=GOAL_STEPS),
-        Row(what="largest difference of a loss", value=figures[loss], goal=GOAL_LOSS),
+        Row(what="time to move a layer, in steps", value=figures["move_steps"], goal=GOAL_STEPS),
+        Row(what="maximum difference of a loss", value=figures[loss], goal=GOAL_LOSS),
     ]
     return Result(rows=rows, facts=figures)
 

@@ -160,7 +160,7 @@ def of_start(options: argparse.Namespace) -> Result:
         measured("start: torchrun alone to the first iteration", alone, unit="s"),
         measured("start: sbatch to the first iteration", slurm, unit="s"),
         Row(
-            what="start: sbatch takes longer by",
+            what="start: additional time with sbatch",
             value=statistics.median(slurm) - statistics.median(alone),
             unit="s",
             goal=3,
@@ -182,14 +182,14 @@ def of_crash(_: argparse.Namespace) -> Result:
             left += orphans
     rows = [
         Row(
-            what="crash: node lost to its name in the monitor, longest",
+            what="crash: longest time until the monitor reports the lost node",
             value=max(named.values()),
             unit="s",
             goal=30,
             note=", ".join(f"{way} {value:.1f} s" for way, value in named.items()),
         ),
         Row(
-            what="crash: node lost to the end of the job, longest",
+            what="crash: longest time from the loss of a node to the end of the job",
             value=max(ended.values()),
             unit="s",
             note="Slurm's SlurmdTimeout is 15 s here",

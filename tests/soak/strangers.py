@@ -348,9 +348,13 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
     value = result["differences"] if result["steps"] else None
     note = f"{result['steps']} steps"
     table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
-    note = f"of {messages:,}, in {result['talked_s']:.0f} s of talking; {said}"
+    note = f"of {messages:,}, in {result['talked_s']:.0f} s; {said}"
     table.append(
-        Row(what="strangers: messages to the least visited listener", value=least, note=note)
+        Row(
+            what="strangers: messages to the listener with the fewest messages",
+            value=least,
+            note=note,
+        )
     )
     return Result(rows=table, facts={"strangers": result})
 
@@ -368,7 +372,7 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
         that a listener did not close, by listener; ``ends``: jobs and nodes that exited or
         restarted; ``effects``: descriptions of other effects; ``steps``: number of steps that were
         compared with an undisturbed run; ``differences``: number of losses that are not bitwise
-        equal; ``talked_s``: seconds of talking.
+        equal; ``talked_s``: time in seconds during which strangers sent messages.
     """
     result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},

@@ -48,7 +48,7 @@ def test_moves_that_stay_are_read_from_the_log(log: str, moves: int, kept: tuple
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not MINUTES, reason="NOISY_MINUTES=N trains beside noise for N minutes")
+@pytest.mark.skipif(not MINUTES, reason="NOISY_MINUTES=N trains with noise for N minutes")
 @pytest.mark.timeout(60 * MINUTES + 900)
 def test_noise_moves_nothing_that_stays() -> None:
     jobs = run_jobs(list(KINDS), MINUTES, seed=1)

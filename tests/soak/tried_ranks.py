@@ -158,11 +158,11 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and a row with their distance from 1."""
+    """Returns a row with ratios of tried to real values, and a row with their difference from 1."""
     distance = abs(statistics.median(quotients) - 1)
     return [
         measured(title, quotients, note=note),
-        measured(f"{title}, distance from 1", [distance], goal=goal),
+        measured(f"{title}, difference from 1", [distance], goal=goal),
     ]
 
 
