@@ -102,7 +102,7 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
     assert original is schedules.forward_backward_pipelining_without_interleaving
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream holds what is sent")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA stream keeps sent tensors alive")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
     ("loop", "ranks"),

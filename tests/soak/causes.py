@@ -400,7 +400,7 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)
         if not counts:
-            rows.append(missing(f"cause: {name}", "this machine cannot plant it"))
+            rows.append(missing(f"cause: {name}", "this machine cannot plant this cause"))
             continue
         total = sum(counts[verdict] for verdict in COUNTED)
         note = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
@@ -428,9 +428,9 @@ def of_causes(options: argparse.Namespace) -> Result:
 def main() -> int:
     """Measures and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, {"causes": of_causes}, "each cause once")
-    parser.add_argument("--runs", type=int, default=6, help="jobs with each cause")
+    parser.add_argument("--runs", type=int, default=6, help="number of jobs with each cause")
     parser.add_argument("--only", nargs="+", choices=CASES, help="names of causes")
-    parser.add_argument("--seed", type=int, default=4200, help="of all draws")
+    parser.add_argument("--seed", type=int, default=4200, help="seed of all random choices")
     options = parser.parse_args()
     return measure({"causes": partial(of_causes, options)}, options)
 

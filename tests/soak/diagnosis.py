@@ -158,7 +158,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
-    parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
+    parser.add_argument("--seed", type=int, default=9000, help="seed of the faults and the noise")
     return parser.parse_args(arguments)
 
 

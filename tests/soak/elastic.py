@@ -50,9 +50,17 @@ EVENTS, QUICK_EVENTS = 100, 4
 def main() -> int:
     """Measures the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
-    parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
-    parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
-    parser.add_argument("--minutes", type=float, help="after which no event comes (55; quick 1.5)")
+    parser.add_argument(
+        "--events",
+        type=int,
+        help=f"number of events of the soak ({EVENTS}; {QUICK_EVENTS} with --quick)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the soak's events (1)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="minutes after which there are no events (55; 1.5 with --quick)",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
     options = parser.parse_args()
     quick: bool = options.quick

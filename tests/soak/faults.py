@@ -49,15 +49,17 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 def main(arguments: list[str] | None = None) -> int:
     """Runs the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (1)")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="folder for all files; hangs continue from it"
     )
     parser.add_argument(
         "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"
     )
-    parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
-    parser.add_argument("--quiet-min", type=float, help="minutes without hangs (1000; 1)")
+    parser.add_argument("--hangs", type=int, help="number of hangs (100; 8 with --quick)")
+    parser.add_argument(
+        "--quiet-min", type=float, help="minutes without hangs (1000; 1 with --quick)"
+    )
     options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)

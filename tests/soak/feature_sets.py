@@ -255,11 +255,15 @@ def main() -> int:
     """Trains the sets and prints the table. Returns 1 if a set differs or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = os.environ.get(TREE)
-    parser.add_argument("--tree", type=Path, default=default, help="checkout of Megatron-LM")
+    parser.add_argument(
+        "--tree", type=Path, default=default, help="folder of a Megatron-LM checkout"
+    )
     parser.add_argument("--sets", help="names of sets, separated by commas (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"train only {', '.join(QUICK)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines here")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the lines to this file"
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs in this folder")
     options = parser.parse_args()
     if options.tree is None:
         print(f"not run: {TREE} is not set to a Megatron-LM checkout; set it, or use --tree")

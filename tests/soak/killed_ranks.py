@@ -291,7 +291,11 @@ def main() -> int:
     parser = parser_of(__doc__, KINDS, "kill 20 ranks over each transport")
     parser.add_argument("--count", type=int, help="number of kills (100; 20 with --quick)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random times (1)")
-    parser.add_argument("--raw", choices=KINDS, help="kill here, and print the outcomes as JSON")
+    parser.add_argument(
+        "--raw",
+        choices=KINDS,
+        help="run the trials in this process, and print the outcomes as JSON",
+    )
     options = parser.parse_args()
     count = options.count or (20 if options.quick else 100)
     if options.raw is None:

@@ -223,7 +223,7 @@ def main() -> int:
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
     parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")
-    parser.add_argument("--seed", type=int, default=500, help="of the noise")
+    parser.add_argument("--seed", type=int, default=500, help="seed of the noise")
     options = parser.parse_args()
     return measure({"noise": partial(of_noise, options)}, options)
 

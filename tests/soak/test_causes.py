@@ -62,7 +62,7 @@ def test_rows_have_the_goals() -> None:
 def test_a_planted_cause_is_named(name: str) -> None:
     judged = answers([name], COUNT, seed=1)
     if not judged:
-        pytest.skip("this machine cannot plant it")
+        pytest.skip("this machine cannot plant this cause")
     assert [answer.text for answer in judged if answer.verdict == WRONG] == []
     assert [answer.text for answer in judged if answer.verdict == FAILED] == []
     missed = [answer.text for answer in judged if answer.verdict == MISSED]

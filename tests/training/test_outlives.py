@@ -83,8 +83,12 @@ class Job:
     def until(self, condition: Callable[[], bool], event: str) -> None:
         end_s = time.monotonic() + WATCHDOG_S
         while not condition():
-            assert self.process.poll() is None, f"ended before {event}: {self.said()[-4000:]}"
-            assert time.monotonic() < end_s, f"no {event}: {self.said()[-4000:]}"
+            assert self.process.poll() is None, (
+                f"the process exited before {event}: {self.said()[-4000:]}"
+            )
+            assert time.monotonic() < end_s, (
+                f"no {event} within the time limit: {self.said()[-4000:]}"
+            )
             time.sleep(0.1)
 
     def goes_on(self, steps: int = 5) -> None:
