@@ -4,8 +4,13 @@ The programs do not use this package. Each calls ``get_forward_backward_func`` i
 existing training program:
 
 - :func:`run_actor` is like verl's actor, critic and reference. It has several models, microbatches
-of unequal lengths and outputs that are dictionaries. Weights, gradients and optimizer state are
-offloaded between calls.
+  of unequal lengths and outputs that are dictionaries. Weights, gradients and optimizer state are
+  offloaded between calls.
+- :func:`run_policy` is like NeMo-RL's policy. It has one model without a list and a generator of
+  microbatches. The length and number of microbatches differ between calls and between replicas.
+  Gradients are accumulated over several calls before they are reduced.
+- :func:`run_bridge` is like Megatron Bridge's training step. It has one function for all steps, and
+  process groups and a communicator of the program.
 
 Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
 the weights.

@@ -3,12 +3,14 @@
 The programs do not use this package, and build their models with :mod:`user_callers`:
 
 - :func:`run_replay` is like slime's actor. The weights of one model are exchanged between policy
-and reference. A call without gradients records choices of each layer. Training replays these
-choices in the order of the forward passes, and recomputation replays them in the order of the
-backward passes.
+  and reference. A call without gradients records choices of each layer. Training replays these
+  choices in the order of the forward passes, and recomputation replays them in the order of the
+  backward passes.
+- :func:`run_threads` is like a worker with several threads. Each call is made by a new thread.
+  Calls without gradients, including the first call, run in torch's inference mode.
 
 Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
-    the weights.
+the weights.
 """
 
 from __future__ import annotations

@@ -16,7 +16,12 @@ logs there. So only the first stage moves. The engine counts positions from the 
 the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines layer
-numbers and names in checkpoints.
+  numbers and names in checkpoints.
+- Both copies of a tied embedding are on one rank. :mod:`megatron.adaptive.gpt.model_placement`
+  handles this. In a checkpoint, the rank has one tensor with two names.
+- A forward step may query whether its rank is the first without specifying a chunk. The result is
+  then for the running chunk, because the first chunk needs a batch's tokens, and the second chunk
+  its labels.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
     """Returns the size in bytes that this process may allocate beyond its current tensors.
 
     Args:
-        ranks_here: Number of ranks on this node, which share its memory or its GPUs evenly.
+        accelerator: Device of this process.
         ranks_here: Number of ranks on this node. They share its memory, or its GPUs, evenly.
     """
     if not accelerator.is_cuda:

@@ -4,8 +4,12 @@ A figure is compared with the median of the other figures of its class, for exam
 between two nodes. A figure is an outlier if both conditions hold:
 
 - It is worse than the others' median by at least the factor of its measure (:data:`MEASURES`).
+- Its distance from the median is more than four times the usual distance. The usual distance is
+  1.4826 times the median of the absolute distances from the median. For normally distributed
+  figures, it equals the standard deviation. Speeds are converted to times for this comparison,
+  because a slow rank's time may be far from the others, but its speed is never below 0.
 
-The first rule matters on quiet machines, where figures hardly differ, and the second rule on noisy
+The first condition matters on quiet machines, where figures hardly differ, and the second on noisy
 machines. If there is a data sheet, all other figures are compared with it. Every figure is the
 better of two measurements at different times, because a program that runs briefly disturbs at most
 one measurement.

@@ -357,7 +357,9 @@ def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
 def _recut(decision: Decision, present: int) -> Decision:
     """Changes a decision so that the run is rebuilt if the number of slices changes.
 
-    decision: Decision about schedule, placement and layers.
+    Args:
+        decision: Decision about schedule, placement and layers.
+        present: Current number of slices.
     """
     if decision.move is None and decision.stay is not None and decision.stay.num_slices != present:
         return replace(decision, stay=None, move=decision.stay)
