@@ -52,7 +52,7 @@ _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
 _NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: choose the port on connect
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Fraction of the talking time for each kind of program."""
+"""Fraction of the time limit for each kind of program."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -364,7 +364,7 @@ def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
 
     Args:
         messages: Number of messages to each listener.
-        limit_s: Limit of the total talking time, in seconds.
+        limit_s: Maximum time in seconds during which strangers send messages, in total.
         seed: Seed of the connections.
 
     Returns:
