@@ -256,7 +256,8 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 def test_nccl_on_a_shared_gpu_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = agreed(["a", "b", "a"], monkeypatch, "nccl")
     assert {str(answer) for answer in refused} == {
-        "--distributed-backend nccl: ranks 0, 2 share a GPU, but NCCL refuses two ranks on one "
-        "GPU; start 2 ranks, or remove the flag or use gloo, with which ranks can share a GPU"
+        "--distributed-backend nccl: ranks 0, 2 share a GPU, but NCCL does not support two "
+        "ranks on one GPU; start 2 ranks, or remove the flag, or use gloo, with which "
+        "ranks can share a GPU"
     }
     assert all(answer.backend == "nccl" for answer in agreed(["a", "b"], monkeypatch, "nccl"))  # type: ignore[union-attr]

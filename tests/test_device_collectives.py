@@ -91,7 +91,7 @@ NO_GPU = "No CUDA GPUs are available"
         (NO_DRIVER, None, "no NVIDIA driver answers", "nvidia-smi"),
         (OLD_DRIVER, None, "the NVIDIA driver is older than CUDA 13.0", "update the driver"),
         (NO_GPU, "", "CUDA_VISIBLE_DEVICES is empty", "unset it"),
-        (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 contains no GPU of this machine", "unset it"),
+        (NO_GPU, "7", "CUDA_VISIBLE_DEVICES=7 contains no GPU of this", "unset the variable"),
         (NO_GPU, None, NO_GPU, "nvidia-smi"),
     ],
 )
@@ -121,7 +121,7 @@ def test_gpus_that_are_named_and_not_there_do_not_become_a_cpu(
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(SetupError, match="built without CUDA; install one with it"):
+    with pytest.raises(SetupError, match="built without CUDA; install a torch with CUDA"):
         accelerator.detect(0, backend="nccl")
 
 

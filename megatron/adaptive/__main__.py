@@ -6,7 +6,7 @@ import signal
 
 _ON_INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and _ON_INTERRUPT is signal.default_int_handler:
-    # An interrupt during the imports below would print a traceback.
+    # Without this line, an interrupt during the imports below would print a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import difflib
@@ -41,7 +41,7 @@ class Subcommand:
         name: Words to type after ``python -m megatron.adaptive``, such as ``train single``.
         function: Function to run, as ``module.function``. The module is in the package ``cli``.
         summary: Short description, printed in the list of subcommands.
-        former: Name in earlier versions; empty if the name has not changed.
+        former: Name in earlier versions, or an empty string if the name has not changed.
     """
 
     name: str
@@ -232,7 +232,7 @@ train recipe, elastic and rank run the same trainer; train flags lists its flags
 
 
 def _modes(group: str) -> list[Subcommand]:
-    """Returns the modes of a subcommand. The list is empty if the subcommand has no modes."""
+    """Returns the modes of a subcommand, or an empty list if it has no modes."""
     return [mode for mode in SUBCOMMANDS.values() if mode.name.startswith(f"{group} ")]
 
 
@@ -267,16 +267,16 @@ def _versions() -> str:
 
 
 def main() -> int:
-    """Runs the subcommand that the command line names; returns the exit status."""
+    """Runs the subcommand on the command line, and returns the exit status."""
     open_streams()
     return run_cli(_run)
 
 
 def program() -> int:
-    """Runs :func:`main` as the whole program; returns the exit status.
+    """Runs :func:`main` as the whole program, and returns the exit status.
 
-    Python needs some time to exit, in particular after an import of torch. A signal in this time
-    ends the program with a line that names it.
+    Python needs some time to exit, in particular after an import of torch. A signal during this
+    time ends the program with one line that states the signal.
     """
     status = main()
     from_now_end_at_once()
@@ -338,7 +338,7 @@ def _unknown_mode(group: str, arguments: Sequence[str]) -> ConfigError:
 
 
 def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
-    """Returns the mode whose current or former name resembles ``word`` most; empty if none does."""
+    """Returns the mode whose current or former name is most similar to ``word``, or ``""``."""
     targets = {}
     for mode in modes:
         targets[mode.former] = mode.name
@@ -348,11 +348,11 @@ def _nearest_mode(modes: Iterable[Subcommand], word: str) -> str:
 
 
 def _check_misspelt_mode(name: str, word: str) -> None:
-    """Raises an error if a word resembles the name of a mode and is not a file or folder.
+    """Raises an error if a word is similar to a mode's name and is not a file or folder.
 
     Args:
         name: Subcommand that may be called without a mode.
-        word: First word after the subcommand: a misspelt mode, or the folder of a run.
+        word: First word after the subcommand, which is a misspelt mode or the folder of a run.
 
     Raises:
         ConfigError: No file or folder has this name, and a mode has a similar name.
@@ -369,7 +369,7 @@ def _renamed(subcommand: Subcommand, arguments: Sequence[str]) -> ConfigError:
 
 
 def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
-    """Imports the module of a subcommand and runs its function; returns the exit status."""
+    """Imports the module of a subcommand, runs its function, and returns the exit status."""
     module, _, function = subcommand.function.partition(".")
     try:
         with interrupts_end_at_once():
@@ -378,7 +378,7 @@ def _start(subcommand: Subcommand, arguments: Sequence[str]) -> int | None:
         if str(error.name).startswith("megatron.adaptive"):
             raise
         raise SetupError(
-            f"{subcommand.name} needs {error.name}: pip install {error.name}"
+            f"{subcommand.name} requires the package {error.name}; run pip install {error.name}"
         ) from None
     status: int | None = getattr(program, function)(arguments)
     return status

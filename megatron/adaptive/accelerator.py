@@ -1,4 +1,4 @@
-"""Chooses the device that this process computes on.
+"""Chooses the device on which this process computes.
 
 :class:`Accelerator` is the device of this process, with methods that hide the differences between
 CUDA and CPU (memory, synchronization, backend). :func:`install`, which lets megatron-core run
@@ -61,7 +61,7 @@ MAPPED_FROM_BYTES = 32 << 20
 _ANCHOR_FOR_NS = 1_000_000_000
 """Time in nanoseconds after which a newer CUDA event becomes the clock's reference (anchor)."""
 _MOST_DRIFT_NS = 2_000_000
-"""Largest plausible drift of the device's clock, in nanoseconds, while an anchor is in use."""
+"""Maximum plausible drift of the device's clock, in nanoseconds, while an anchor is in use."""
 _NO_DELAY_NS = 1 << 62
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pages are locked for all CUDA contexts of the process
@@ -69,14 +69,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pages are locked for all CUDA context
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """Describes the device that this process computes on.
+    """Device on which this process computes.
 
     Attributes:
-        device: The ``torch.device`` that holds parameters and activations.
-        backend: The ``torch.distributed`` backend of collectives, ``nccl`` or ``gloo``.
+        device: Device of parameters and activations.
+        backend: Backend of ``torch.distributed`` for collectives, ``nccl`` or ``gloo``.
         name: Product name of the GPU, or ``CPU`` without CUDA.
-        shares: Number of ranks that compute on this GPU; 1 on a CPU.
-        asked_backend: Backend that the user named; ``None`` if the user left the choice open.
+        shares: Number of ranks that compute on this GPU, or 1 on a CPU.
+        asked_backend: Backend that the user selected, or ``None`` if the user selected no backend.
     """
 
     device: torch.device
@@ -87,7 +87,7 @@ class Accelerator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks use this GPU too; measured times then include their work."""
+        """Whether other ranks also use this GPU. Measured times then include their work."""
         return self.shares > 1
 
     @property
@@ -97,7 +97,7 @@ class Accelerator:
 
     @property
     def gpu_uuid(self) -> str:
-        """Id of the GPU as in ``nvidia-smi -L``. Empty on a CPU, or if it is unknown."""
+        """ID of the GPU as in ``nvidia-smi -L``. Empty on a CPU, or if it is unknown."""
         if not self.is_cuda:
             return ""
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -105,39 +105,39 @@ class Accelerator:
         return f"GPU-{uuid.removeprefix('GPU-')}" if uuid else ""
 
     def make_current(self) -> None:
-        """Makes this device the calling thread's current CUDA device; does nothing on a CPU."""
+        """Makes this device the calling thread's current CUDA device. Does nothing on a CPU."""
         make_current(self.device)
 
     def synchronize(self) -> None:
-        """Waits until all work queued on the device is done; does nothing on a CPU."""
+        """Waits until all work queued on the device is complete. Does nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def memory_in_use_bytes(self) -> int:
-        """Returns the size in bytes of all tensors on the GPU; on a CPU the resident set size."""
+        """Returns the size in bytes of all tensors on the GPU, or of the resident set on a CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.device)
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """Returns the largest memory use of this process so far, in bytes."""
+        """Returns the peak memory use of this process, in bytes."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated(self.device)
         # Linux updates the peak with a delay, so the peak can be below the current size.
         return max(_peak_resident_bytes(), self.memory_in_use_bytes())
 
     def clock(self) -> CpuClock | CudaClock:
-        """Returns a clock that measures when work on this device has finished."""
+        """Returns a clock that measures when work on this device was completed."""
         return CudaClock() if self.is_cuda else CpuClock()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor on this device; the copy does not block if the tensor is pinned."""
+        """Returns the tensor on this device. The copy does not block if the tensor is pinned."""
         return tensor.to(self.device, non_blocking=True)
 
 
 def _peak_resident_bytes() -> int:
-    """Returns the largest resident memory of this process so far, in bytes."""
-    # The kernel counts the memory of the program that started this one in ru_maxrss as well.
+    """Returns the peak resident memory of this process, in bytes."""
+    # ru_maxrss also includes the memory of the program that started this program.
     for line in lines_of(Path("/proc/self/status")):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -148,7 +148,7 @@ class CpuClock:
     """Measures times of CPU work, with the interface of :class:`CudaClock`.
 
     A mark (a point in the sequence of work) is simply the time from ``time.monotonic_ns``, because
-    CPU work is done when the call returns.
+    CPU work is complete when the call returns.
     """
 
     def mark(self) -> int:
@@ -156,19 +156,19 @@ class CpuClock:
         return time.monotonic_ns()
 
     def resolve_ns(self, mark: int) -> int:
-        """Returns ``mark`` itself, which already is a time in nanoseconds."""
+        """Returns ``mark`` unchanged, because it already is a time in nanoseconds."""
         return mark
 
     def is_passed(self, mark: int) -> bool:
-        """Returns True, because the work before ``mark`` is done."""
+        """Returns true, because the work before ``mark`` is complete."""
         return True
 
     def wait(self, mark: int) -> None:
-        """Returns immediately, because the work before ``mark`` is done."""
+        """Returns immediately, because the work before ``mark`` is complete."""
 
 
 class CudaMark(NamedTuple):
-    """Holds an event in a CUDA stream, and the host's time at which the event was recorded."""
+    """Event in a CUDA stream, with the host's time at which the event was recorded."""
 
     event: torch.cuda.Event
     host_ns: int
@@ -180,12 +180,12 @@ class CudaClock:
     A mark is such an event. The time of an event is the known host time of a reference event (the
     anchor), plus the time that CUDA measured between the two events. The first anchor is recorded
     while the device is idle. CUDA returns elapsed times as 32-bit floats in milliseconds. After
-    some minutes such a float is too coarse to time a kernel, so about every second a mark becomes
+    some minutes, such a float is too coarse to time a kernel, so about every second a mark becomes
     the new anchor.
 
     The clocks of device and host drift apart. The device cannot pass a mark before the host has
-    recorded it, and passes some marks right afterwards. The smallest delay during the last second
-    is therefore an estimate of the drift.
+    recorded it, but it passes some marks immediately afterwards. So the smallest delay during the
+    last second is an estimate of the drift.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class CudaClock:
 
     def mark(self) -> CudaMark:
         """Records an event in the current stream and returns it as a mark."""
-        # A thread that waits for a blocking event sleeps, so that receiving threads get its CPU
+        # A thread that waits for a blocking event sleeps, so that receiver threads can use its CPU
         # core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         host_ns = time.monotonic_ns()
@@ -208,13 +208,14 @@ class CudaClock:
     def resolve_ns(self, mark: CudaMark) -> int:
         """Returns the host time in nanoseconds at which the device passed ``mark``.
 
-        The device must have passed the mark already.
+        The device must have passed the mark.
         """
         passed_ns = int(self._anchor.elapsed_time(mark.event) * 1e6)
         time_ns = self._anchor_ns + passed_ns
         self._least_delay_ns = min(self._least_delay_ns, time_ns - mark.host_ns)
         if passed_ns > _ANCHOR_FOR_NS:
-            # A larger delay is not drift: the device was busy all the time, so every mark waited.
+            # A larger delay is not drift. It means that the device was busy all the time, so every
+            # mark waited.
             if abs(self._least_delay_ns) < _MOST_DRIFT_NS:
                 time_ns -= self._least_delay_ns
             self._anchor = mark.event
@@ -223,12 +224,12 @@ class CudaClock:
         return time_ns
 
     def is_passed(self, mark: CudaMark) -> bool:
-        """Returns whether the GPU has done all work that was queued before ``mark``."""
+        """Returns whether the GPU has completed all work that was queued before ``mark``."""
         is_passed: bool = mark.event.query()
         return is_passed
 
     def wait(self, mark: CudaMark) -> None:
-        """Sleeps until the device has done all work before ``mark``; releases the GIL meanwhile."""
+        """Sleeps, without the GIL, until the device has completed all work before ``mark``."""
         mark.event.synchronize()
 
 
@@ -240,28 +241,29 @@ def lock_pages(address: int, size_bytes: int, device: torch.device) -> bool:
     Args:
         address: Address of the first byte of the memory.
         size_bytes: Size of the memory in bytes.
-        device: The GPU, which must be the current CUDA device.
+        device: GPU, which must be the current CUDA device.
 
     Returns:
-        Whether the pages are locked. The driver refuses if the limit on locked memory is reached.
+        Whether the pages are locked. The driver refuses to lock them if the limit on locked memory
+        is reached.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)) == 0:
         return True
     # CUDA reports the failed call once more, as an error of the next kernel. Launch a kernel here
-    # to use up that error, so that the caller's next kernel does not fail.
+    # to consume this error, so that the caller's next kernel does not fail.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
     return False
 
 
 class _LockedMemory(mmap.mmap):
-    """Owns host memory, and unlocks the memory's pages once no object refers to the memory."""
+    """Owns host memory, and unlocks its pages once no object refers to it."""
 
-    address = 0  # address of the locked pages, 0 while none are locked
+    address = 0  # address of the locked pages, or 0 while none are locked
 
     def __del__(self) -> None:
         if self.address:
-            with contextlib.suppress(Exception):  # CUDA may be shut down already if Python exits
+            with contextlib.suppress(Exception):  # CUDA may already be shut down if Python exits
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -273,7 +275,7 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 
     Args:
         size_bytes: Size of the memory in bytes.
-        device: The GPU, which must be the current CUDA device.
+        device: GPU, which must be the current CUDA device.
 
     Returns:
         Tensor ``[size_bytes] uint8``. Its pages stay locked as long as the tensor or a view of it
@@ -289,11 +291,11 @@ def locked_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes a GPU current in the calling thread; does nothing for a CPU.
+    """Makes a GPU current in the calling thread. Does nothing for a CPU.
 
-    Every thread that uses CUDA must call this first, because the current device of a new thread is
-    GPU 0. If such a thread left a ``torch.cuda.stream()`` block, torch would create a context on
-    GPU 0, which takes about 0.5 GB per process.
+    Every thread that uses CUDA must call this function first, because the current device of a new
+    thread is GPU 0. If such a thread left a ``torch.cuda.stream()`` block, torch would create a
+    context on GPU 0, which takes about 0.5 GB per process.
 
     Args:
         device: Device of this process. If it is a GPU, its index must be set.
@@ -321,16 +323,17 @@ def detect(local_rank: int, *, backend: str | None = None) -> Accelerator:
     """Chooses the device of this process and makes it the current CUDA device.
 
     If a node has more processes than GPUs, several processes share a GPU. They then communicate
-    over gloo, because NCCL refuses two ranks on one device. A process alone does not always know
+    over gloo, because NCCL does not support two ranks on one device. A process does not always know
     whether its GPU is shared, so :func:`agree_on_sharing` later chooses the final backend.
 
     Args:
         local_rank: Index of the process on its node, from 0.
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` to choose by hardware.
+        backend: Backend that the user selected, ``nccl`` or ``gloo``, or ``None`` to choose it by
+            hardware.
 
     Raises:
-        SetupError: The user named ``nccl``, but there is not a GPU for each rank. Or
-            ``CUDA_VISIBLE_DEVICES`` names GPUs, but the machine has none.
+        SetupError: The user selected ``nccl``, but there are fewer GPUs than ranks. Or
+            ``CUDA_VISIBLE_DEVICES`` lists GPUs, but the machine has none.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _require_devices(backend, ranks)
@@ -356,18 +359,19 @@ def agree_on_sharing(
 ) -> Accelerator:
     """Counts the ranks that share this rank's GPU, and chooses the backend of the job.
 
-    Collective over all ranks. A launcher may show each rank only one GPU, as Slurm does with
-    ``--gpus-per-task``. A rank then cannot know by itself whether another rank has the same GPU.
+    Collective over all ranks. A launcher may show only one GPU to each rank, as Slurm does with
+    ``--gpus-per-task``. A rank then cannot know on its own whether another rank has the same GPU.
 
     Args:
         accelerator: Device of this rank, from :func:`detect`.
-        store: Key-value store of the job. Ranks exchange the identities of their GPUs through it.
-            The store's timeout applies to the wait for other ranks.
+        store: Key-value store of the job, through which ranks exchange the identities of their
+            GPUs. The store's timeout applies to the wait for other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks of the job.
 
     Raises:
-        SetupError: The user named ``nccl``, but two ranks share a GPU. All ranks raise this error.
+        SetupError: The user selected ``nccl``, but two ranks share a GPU. All ranks raise this
+            error.
     """
     identity = _identity(accelerator.device) if accelerator.is_cuda else f"no GPU at rank {rank}"
     keys = [f"gpu-of-rank/{other}" for other in range(world_size)]
@@ -381,8 +385,8 @@ def agree_on_sharing(
     if shared is not None and accelerator.asked_backend == "nccl":
         raise SetupError(
             f"--distributed-backend nccl: ranks {', '.join(map(str, shared))} share a GPU, but "
-            f"NCCL refuses two ranks on one GPU; start {len(owners)} ranks, or remove the flag or "
-            "use gloo, with which ranks can share a GPU"
+            f"NCCL does not support two ranks on one GPU; start {len(owners)} ranks, or remove "
+            "the flag, or use gloo, with which ranks can share a GPU"
         )
     backend = accelerator.asked_backend or ("nccl" if shared is None else "gloo")
     if backend == "gloo":
@@ -402,11 +406,10 @@ def _identity(device: torch.device) -> str:
 
 
 def _require_devices(backend: str | None, ranks: int) -> None:
-    """Checks that the machine has the GPUs that the user asked for.
+    """Checks that the machine has the GPUs that the user requested.
 
     Args:
-        backend: Backend that the user named, ``nccl`` or ``gloo``; ``None`` if there is no such
-            backend.
+        backend: Backend that the user selected, ``nccl`` or ``gloo``, or ``None``.
         ranks: Number of ranks on this node.
 
     Raises:
@@ -421,21 +424,22 @@ def _require_devices(backend: str | None, ranks: int) -> None:
             setting = "--distributed-backend nccl"
         raise SetupError(f"{setting}: no GPU can be used here, because {reason}")
     count = torch.cuda.device_count() if reason is None else 0
-    if backend == "nccl" and ranks > count and visible is None:  # unset: all ranks see all GPUs
+    # if the variable is unset, all ranks see all GPUs
+    if backend == "nccl" and ranks > count and visible is None:
         raise SetupError(
             f"--distributed-backend nccl: {ranks} ranks on this node have {count} "
-            f"GPU{'' if count == 1 else 's'}, but NCCL refuses two ranks on one GPU; start at "
-            f"most {count} ranks per node, or remove the flag or use gloo, with which ranks can "
-            "share a GPU"
+            f"GPU{'' if count == 1 else 's'}, but NCCL does not support two ranks on one GPU; "
+            f"start at most {count} ranks per node, or remove the flag, or use gloo, with which "
+            "ranks can share a GPU"
         )
 
 
 def why_no_gpu() -> str:
-    """Returns one line that says why torch finds no GPU, and what the user can change."""
+    """Returns one line with the reason why torch finds no GPU, and with a remedy."""
     if torch.version.cuda is None:
         return (
-            f"torch {torch.__version__} is built without CUDA; install one with it "
-            "(requirements-gpu.txt), or remove the setting or use gloo on CPUs"
+            f"torch {torch.__version__} is built without CUDA; install a torch with CUDA "
+            "(requirements-gpu.txt), or remove the setting, or use gloo on CPUs"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
@@ -458,19 +462,19 @@ def why_no_gpu() -> str:
             return f"{cause}; check whether nvidia-smi lists a GPU"
     if visible is not None:
         return (
-            f"CUDA_VISIBLE_DEVICES={visible} contains no GPU of this machine; give numbers that "
-            "nvidia-smi lists, or unset it"
+            f"CUDA_VISIBLE_DEVICES={visible} contains no GPU of this machine; use indices that "
+            "nvidia-smi lists, or unset the variable"
         )
-    return "the NVIDIA driver lists none; see nvidia-smi"
+    return "the NVIDIA driver lists no GPU; see nvidia-smi"
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep freed memory for later tensors; does nothing with CUDA.
+    """Lets the C library keep freed memory for later tensors. Does nothing with CUDA.
 
-    By default the C library returns the top of the heap to the system in nearly every backward
-    pass, and then gets the memory back page by page. In a GPT of hidden size 256 this causes 2,000
-    page faults per backward pass, which are 3-5% of its time. The setting applies to the whole
-    process, so call this when training begins, not when a module is imported.
+    By default, the C library returns the top of the heap to the system in nearly every backward
+    pass, and then gets the memory back page by page. In a GPT of hidden size 256, this causes 2,000
+    page faults per backward pass, which take 3-5% of its time. The setting applies to the whole
+    process, so call this function when training begins, not when a module is imported.
     """
     if torch.cuda.is_available():
         return
@@ -481,9 +485,9 @@ def keep_freed_memory() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silences library warnings that users can do nothing about.
+    """Silences library warnings about which users can do nothing.
 
-    Such warnings are about missing optional GPU packages and about internals of torch. Use this
+    These warnings are about missing optional GPU packages and about internals of torch. Use this
     function in this project's own processes, such as the trainer, and :func:`quiet_imports` in a
     user's process. Call it before megatron-core is imported, because that import causes most of
     these warnings.

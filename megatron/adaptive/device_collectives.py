@@ -1,13 +1,13 @@
 """Makes collectives over gloo accept GPU tensors.
 
-Ranks that share a GPU communicate over gloo, because NCCL refuses two ranks on one device. gloo has
-three kinds of collectives. Some copy GPU tensors through host memory, which works. Some refuse GPU
-tensors. The third kind passes the tensors' GPU addresses to sockets, which wrongly read host memory
-at those addresses. :data:`TREATMENTS` lists all of them; :func:`install` replaces those of the last
-two kinds.
+Ranks that share a GPU communicate over gloo, because NCCL does not support two ranks on one device.
+gloo has three kinds of collectives. The first kind copies GPU tensors through host memory, which
+works. The second kind rejects GPU tensors. The third kind passes the tensors' GPU addresses to
+sockets, which wrongly read host memory at those addresses. :data:`TREATMENTS` lists all
+collectives, and :func:`install` replaces those of the second and third kind.
 
 The replaced functions are methods of ``torch.distributed.ProcessGroup``, because all functions of
-``torch.distributed`` call these, no matter how megatron-core has imported them.
+``torch.distributed`` call these methods, however megatron-core has imported the functions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _AllWorks:
 
 
 class _Receive:
-    """Handle of a receive into host memory; :meth:`wait` copies the message to the GPU.
+    """Handle of a receive into host memory. :meth:`wait` copies the message to the GPU.
 
     Args:
         work: ``torch.distributed`` handle of the receive into ``host``.
@@ -63,7 +63,7 @@ class _Receive:
         answer = bool(self._work.wait(*limit))
         for tensor, host in zip(self._tensors, self._host, strict=True):
             tensor.copy_(host)
-        # Forget the tensors, so that a second call does not copy the message again.
+        # Drop the tensors, so that a second call does not copy the message again.
         self._host = []
         self._tensors = []
         return answer
@@ -73,7 +73,7 @@ class _Receive:
         return not self._tensors
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank in the group; needed if any rank could be the sender."""
+        """Returns the sender's rank in the group, which is needed if any rank may be the sender."""
         return int(self._work._source_rank())
 
 
@@ -106,13 +106,13 @@ def _gather_lists_one_by_one(
     inputs: Sequence[torch.Tensor],
     *options: Any,
 ) -> _AllWorks:
-    lists = zip(*outputs, strict=True)  # for each input, its output tensors by rank
+    lists = zip(*outputs, strict=True)  # output tensors of each input, by rank
     pairs = zip(lists, inputs, strict=True)
     return _AllWorks([group.allgather([list(parts)], [part], *options) for parts, part in pairs])
 
 
 def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any) -> Any:
-    """Gathers parts of different sizes by a broadcast per rank; gloo's all-gather rejects them."""
+    """Gathers parts of different sizes, which all-gather rejects, with one broadcast per rank."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(outputs[0]):
         return original(group, outputs, inputs, *options)
     parts = outputs[0]
@@ -129,7 +129,7 @@ def _gather_unequal(group: Any, original: _Method, outputs: Any, inputs: Any, *o
 def _scatter_unequal_sums(
     group: Any, original: _Method, outputs: Any, inputs: Any, *options: Any
 ) -> Any:
-    """Reduces parts of different sizes, which gloo rejects, with one reduce per rank."""
+    """Reduces parts of different sizes with a reduce per rank, because gloo rejects them."""
     if not isinstance(inputs, Sequence) or len(inputs) != 1 or not _differ(inputs[0]):
         return original(group, outputs, inputs, *options)
     works = []
@@ -176,13 +176,14 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
     "allgather": _gather_unequal,
     "_allgather_base": None,
     "all_gather_single": None,
-    # gloo implements these by all-reduce, which accepts GPU tensors, but no unequal parts.
+    # gloo implements these methods by all-reduce, which accepts GPU tensors, but not parts of
+    # different sizes.
     "reduce_scatter": _scatter_unequal_sums,
     "_reduce_scatter_base": None,
     "reduce_scatter_single": None,
     "reduce_scatter_tensor_coalesced": None,
     "reduce_scatter_single_coalesced": None,
-    # gloo refuses GPU tensors in this method: "unsupported device type cuda".
+    # gloo rejects GPU tensors in this method with "unsupported device type cuda".
     "allreduce_coalesced": _reduce_one_by_one,
     # gloo mistakes the GPU addresses of these tensors for addresses in host memory.
     "allgather_coalesced": _gather_lists_one_by_one,
@@ -197,17 +198,17 @@ TREATMENTS: Mapping[str, Callable[..., Any] | None] = {
 }
 """Maps each process group method to its replacement for calls with GPU tensors on gloo groups.
 
-``None`` means that the method works and stays unchanged. The methods are those of
-``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names that torch 2.13 gives to
-the same methods.
+``None`` means that the method works and is not replaced. The methods are those of
+``ProcessGroupGloo.cpp`` in torch 2.6 to 2.11, and the additional names of the same methods in torch
+2.13.
 """
 
 
 def install() -> None:
     """Replaces the process group methods that gloo cannot run with GPU tensors.
 
-    The change applies to the whole process; a second call does nothing. CPU tensors and groups of
-    other backends work as before.
+    The change applies to the whole process, and a second call does nothing. CPU tensors, and groups
+    of other backends, work as before.
     """
     for name, treatment in TREATMENTS.items():
         original = getattr(dist.ProcessGroup, name, None)

@@ -1,4 +1,4 @@
-"""Defines the tree of the exceptions that this package raises on purpose.
+"""Defines the hierarchy of the exceptions that this package raises.
 
 ::
 
@@ -15,17 +15,18 @@
         ├── PeerLostError    the process at the other end has exited or cannot be reached
         └── DeadlineError    nothing arrived within the timeout
 
-A message is one line: what the user gave, what is wrong with it, and what to change. Messages from
-a distributed run also name rank, peer, stage, microbatch, elapsed time and timeout. Command line
-programs print such an error on one line and exit with status 2. Any other exception is a bug, and
-its traceback is printed. A module may define a subclass that only it raises.
+A message is one line that states what the user specified, what is wrong with it, and what to
+change. Messages from a distributed run also state rank, peer, stage, microbatch, elapsed time
+and timeout. Command-line programs print such an error on one line and exit with status 2. Any
+other exception is a bug, and its traceback is printed. A module may define a subclass that only
+it raises.
 """
 
 from __future__ import annotations
 
 
 class AdaptiveError(Exception):
-    """Base class of all expected errors; the message is one complete line for the user."""
+    """Base class of all expected errors. The message is one complete line for the user."""
 
 
 class ConfigError(AdaptiveError):
@@ -37,7 +38,7 @@ class SetupError(AdaptiveError):
 
 
 class DataError(AdaptiveError):
-    """A corpus, vocabulary or token file is missing or broken, or does not match related files."""
+    """A corpus, vocabulary or token file is missing or damaged, or does not match related files."""
 
 
 class CheckpointError(AdaptiveError):
@@ -45,7 +46,7 @@ class CheckpointError(AdaptiveError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is damaged or incomplete; another checkpoint of the run may be intact."""
+    """A checkpoint is damaged or incomplete. Another checkpoint of the run may be intact."""
 
 
 class ScheduleError(AdaptiveError):
@@ -65,7 +66,7 @@ class TransportError(AdaptiveError):
 
 
 class PeerLostError(TransportError):
-    """The process at the other end of a channel has exited or cannot be reached."""
+    """The process at the other end of a channel has exited or is unreachable."""
 
 
 class DeadlineError(TransportError):

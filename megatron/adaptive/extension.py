@@ -1,7 +1,7 @@
 """Gives access to the optional C++ extension ``megatron.adaptive._C``.
 
 Only this module imports ``_C``, and only when a caller requests the extension, so that all Python
-code also works without it. If the import fails, this module remembers why.
+code also works without the extension. If the import fails, this module remembers the reason.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from types import ModuleType
 from megatron.adaptive.errors import SetupError
 
 _NAME = "megatron.adaptive._C"
-# Version of the interface between Python and C++; must equal the number in csrc/bindings/module.cc.
-# Raise both numbers if the Python code no longer works with an older build of the extension.
+# Version of the interface between Python and C++. It must equal the number in
+# csrc/bindings/module.cc. Increase both numbers if the Python code no longer works with an older
+# build of the extension.
 _INTERFACE = 6
 _REMEDY = (
     "build it with `python setup.py build_ext --inplace` in the checkout, or install the wheel for "
@@ -26,23 +27,23 @@ _REMEDY = (
 
 
 def load() -> ModuleType | None:
-    """Returns the extension, or ``None`` if it cannot be used (:func:`why_missing` says why)."""
+    """Returns the extension, or ``None`` if it is not usable (see :func:`why_missing`)."""
     return _attempt()[0]
 
 
 def why_missing() -> str | None:
-    """Returns one line that says why the extension cannot be used, ``None`` if it can be used."""
+    """Returns the reason why the extension is not usable, or ``None`` if it is usable."""
     return _attempt()[1]
 
 
 def require(purpose: str) -> ModuleType:
-    """Returns the extension, or raises an error if it cannot be used.
+    """Returns the extension, or raises an error if the extension is not usable.
 
     Args:
-        purpose: Name of the feature that needs the extension; the error message begins with it.
+        purpose: Name of the feature that needs the extension. The error message begins with it.
 
     Raises:
-        SetupError: The extension cannot be used; the message says why and how to build it.
+        SetupError: The extension is not usable. The message states the reason and how to build it.
     """
     module, reason = _attempt()
     if module is None:
@@ -52,7 +53,7 @@ def require(purpose: str) -> ModuleType:
 
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    # Cache the result: callers ask often, and an import that failed once would fail again.
+    # Cache the result, because callers ask often, and a failed import would fail again.
     try:
         module = importlib.import_module(_NAME)
     except ModuleNotFoundError as error:
@@ -71,7 +72,7 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
 
 
 def _builds_for_others() -> str:
-    """Returns a note in brackets that names builds for other Pythons. Empty without such builds."""
+    """Returns a note in brackets that lists builds for other Pythons. Empty without such builds."""
     names = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
     names = [name for name in names if name[2:] not in EXTENSION_SUFFIXES]
     if not names:

@@ -1,7 +1,7 @@
-"""Lets two processes of a job prove to each other that both know the job's secret.
+"""Lets two processes of a job prove to each other that they know the job's secret.
 
-The visitor is the side that connects, the listener the side that accepts. Neither side reads a
-message before it has checked the other side's proof::
+The visitor is the side that connects, and the listener is the side that accepts. Neither side reads
+a message before it has checked the other side's proof::
 
     visitor                                     listener
       magic, nonce a         ────────────────────>
@@ -10,14 +10,14 @@ message before it has checked the other side's proof::
       length, MAC, payload   <───────────────────>  length, MAC, payload
 
 Proofs and keys are computed by HMAC-SHA256 with the secret as key, from the purpose of the
-connection and both nonces. A proof is therefore useless in another connection, and sending the
-other side's proof back proves nothing. The MAC (message authentication code) of a message also
-covers the number of the message, so that no message can be repeated, dropped or reordered. Nothing
-is encrypted, so messages must not contain secrets.
+connection and both nonces. Therefore a proof is useless in another connection, and sending back the
+other side's proof proves nothing. The MAC (message authentication code) of a message also covers
+the index of the message, so no message can be repeated, dropped or reordered. Nothing is encrypted,
+so messages must not contain secrets.
 
-:class:`Handshake` and :class:`Session` only compute bytes; their callers send and receive them.
-:class:`Gate` is the only part of this package's Python code that accepts TCP connections. It hands
-out only connections whose peer proved the secret.
+:class:`Handshake` and :class:`Session` only compute bytes. Their callers send and receive them.
+:class:`Gate` is the only part of this package's Python code that accepts TCP connections. It passes
+on only connections whose peer has proved the secret.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _COUNT = struct.Struct("!Q")
 HEAD_BYTES = _LENGTH.size + _MAC_BYTES
 """Size in bytes of the header before each payload: the payload's length and its MAC."""
 LONGEST = 1 << 22
-"""Largest allowed size of a payload in bytes."""
+"""Maximum size of a payload in bytes."""
 _Payload = TypeVar("_Payload", bytes, memoryview)
 
 
 class StrangerError(ConnectionError):
-    """The other side did not prove that it knows the secret; the message says what failed."""
+    """Raised if the other side has not proved the secret. The message states what failed."""
 
 
 def new_secret() -> str:
@@ -64,7 +64,7 @@ def new_secret() -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file atomically, so that no other user can read it at any time.
+    """Writes a file atomically, and so that other users can never read it.
 
     Raises:
         OSError: The file cannot be written.
@@ -104,7 +104,7 @@ class Session:
         return _LENGTH.pack(len(payload)) + _mac(self._sending, self._sent, payload)
 
     def seal(self, payload: bytes) -> bytes:
-        """Returns a header followed by its payload; raises ``ValueError`` like :meth:`head`."""
+        """Returns a header followed by its payload. Raises ``ValueError`` as :meth:`head` does."""
         return self.head(payload) + payload
 
     @staticmethod
@@ -128,7 +128,7 @@ class Session:
         self._received += 1
         expected = _mac(self._receiving, self._received, payload)
         if not hmac.compare_digest(expected, head[_LENGTH.size :]):
-            raise StrangerError("a message was changed, repeated or reordered on its way")
+            raise StrangerError("a message was changed, repeated or reordered during transfer")
         return payload
 
 
@@ -139,21 +139,22 @@ def _mac(key: bytes, number: int, payload: bytes | memoryview) -> bytes:
 
 
 class Handshake:
-    """Proves the secret to the other side and checks the other side's proof.
+    """Proves the secret to the other side, and checks the other side's proof.
 
-    Each connection needs its own handshake object. Send :attr:`first`. While :attr:`wanted` is not
-    0, read that number of bytes, pass them to :meth:`advance` and send the bytes that it returns.
-    Then :attr:`session` is set.
+    Each connection needs its own handshake object. First send :attr:`first`. While :attr:`wanted`
+    is not 0, read that number of bytes, pass them to :meth:`advance`, and send the bytes that it
+    returns. After that, :attr:`session` is set.
 
     Args:
-        secret: The job's secret. With an empty secret every handshake fails.
-        purpose: Text that names the purpose of the connection, the same on both sides.
+        secret: Secret of the job. With an empty secret, every handshake fails.
+        purpose: Text that states the purpose of the connection. It must be the same on both sides.
         visiting: Whether this side opened the connection.
 
     Attributes:
-        first: Bytes to send at the start; empty on the listener's side.
-        wanted: Number of bytes to read and pass to the next :meth:`advance`; 0 after the handshake.
-        session: Object that signs and checks later messages; ``None`` during the handshake.
+        first: Bytes to send at the start. Empty on the listener's side.
+        wanted: Number of bytes to read and pass to the next :meth:`advance`, or 0 after the
+            handshake.
+        session: Object that signs and checks later messages, or ``None`` during the handshake.
     """
 
     def __init__(self, secret: str, purpose: str, *, visiting: bool) -> None:
@@ -176,14 +177,14 @@ class Handshake:
             raise StrangerError("the connection ended before the job's secret was proved")
         if not self._key:
             if data[: len(_MAGIC)] != _MAGIC:
-                raise StrangerError("the data received does not come from this program")
+                raise StrangerError("the received data does not come from this program")
             self._derive(data[len(_MAGIC) : _HELLO_BYTES])
             if not self._visiting:
                 self.wanted = _MAC_BYTES
                 return _MAGIC + self._nonce + self._prove("listener")
         other = "listener" if self._visiting else "visitor"
         if not self._secret or not hmac.compare_digest(self._prove(other), data[-_MAC_BYTES:]):
-            raise StrangerError("it does not know the job's secret")
+            raise StrangerError("the peer does not know the job's secret")
         self.wanted = 0
         to_listener = self._expand("to the listener")
         to_visitor = self._expand("to the visitor")
@@ -229,16 +230,16 @@ class SealedSocket:
         """Waits for the next message and returns its payload.
 
         Args:
-            most: Largest accepted size of the payload in bytes.
+            most: Maximum accepted size of the payload in bytes.
 
         Raises:
-            OSError: The connection ended, the socket's timeout passed, or the message is too long
-                or was not sent by the peer.
+            OSError: The connection ended, the socket's timeout passed, the message is too long, or
+                the peer did not send the message.
         """
         head = read_exactly(self.socket, HEAD_BYTES)
         length = self.session.length(head)
         if length > most:
-            raise StrangerError(f"a message of {length} bytes is above the limit of {most} here")
+            raise StrangerError(f"a message of {length} bytes is above the limit of {most} bytes")
         return self.session.open(head, read_exactly(self.socket, length))
 
     def send_memory(self, *parts: memoryview) -> None:
@@ -248,12 +249,13 @@ class SealedSocket:
             self.socket.sendall(piece)
 
     def receive_memory(self, *parts: memoryview) -> None:
-        """Fills memory with the bytes that the peer's :meth:`send_memory` sent.
+        """Fills memory with the bytes that the peer sent by :meth:`send_memory`.
 
-        Do not use the bytes before this method has returned, because some may not be verified yet.
+        Do not use the bytes before this method has returned, because some bytes may not be verified
+        yet.
 
         Raises:
-            OSError: The connection ended, or a message was not sent by the peer.
+            OSError: The connection ended, or the peer did not send a message.
         """
         for piece in _pieces(parts):
             head = read_exactly(self.socket, HEAD_BYTES)
@@ -295,12 +297,12 @@ def dial(
 
     Args:
         address: Host and port of the listener.
-        secret: The job's secret.
-        purpose: Text that names the purpose of the connection, the same on both sides.
+        secret: Secret of the job.
+        purpose: Text that states the purpose of the connection. It must be the same on both sides.
         within_s: Time limit in seconds for connection and handshake. It is also the timeout of the
             returned socket.
-        is_early: True if the listener may not have received the secret yet. This function then also
-            retries if the listener's proof is wrong.
+        is_early: Whether the listener may not have received the secret yet. If true, this function
+            also retries if the listener's proof is wrong.
 
     Raises:
         StrangerError: The listener did not prove that it knows the secret.
@@ -327,20 +329,20 @@ def dial(
 
 
 _AGAIN_S = 0.1
-_NO_PROOF = "the listener there did not prove the job's secret"
+_NO_PROOF = "the listener did not prove the job's secret"
 
 
 def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
-    """Returns a socket that listens at one address of this machine, or at all its addresses.
+    """Returns a socket that listens on one address of this machine, or on all its addresses.
 
     Args:
-        host: Address or host name of this machine to listen at. If empty, or not of this machine,
-            the socket listens at all IPv4 and IPv6 addresses.
-        port: Port number; 0 lets the kernel choose a free port.
-        backlog: Largest number of connections that wait in the kernel until they are accepted.
+        host: Address or host name of this machine to listen on. If it is empty, or belongs to
+            another machine, the socket listens on all IPv4 and IPv6 addresses.
+        port: Port number, or 0 to let the kernel choose a free port.
+        backlog: Maximum number of connections that wait in the kernel until they are accepted.
 
     Raises:
-        OSError: The port cannot be used.
+        OSError: The port is not usable.
     """
     if host and (local := _local_address(host)) is not None:
         family, address = local
@@ -354,7 +356,7 @@ def bind(host: str, port: int, *, backlog: int = 4096) -> socket.socket:
 
 
 def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
-    """Returns address family and address of a host, or ``None``.
+    """Returns the address family and the address of a host, or ``None``.
 
     ``None`` means that the host is not this machine, or that its name has several addresses.
     """
@@ -363,8 +365,8 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
         resolved = {(entry[0], str(entry[4][0])) for entry in entries}
         if len(resolved) == 1:
             ((family, address),) = resolved
-            # Debian resolves a machine's own name to a loopback address. Do not listen there, as
-            # other machines cannot reach it, unless the caller named that address.
+            # Debian resolves a machine's own name to a loopback address. Do not listen on it,
+            # because other machines cannot reach it, unless the caller passed that address.
             if not is_loopback(address) or host in (address, "localhost"):
                 with socket.socket(family) as probe:
                     probe.bind((address, 0))
@@ -374,31 +376,32 @@ def _local_address(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 _MOST_WAITING = 4096
 _SHARE = 4
-"""The limit on open files, divided by this, is the maximum number of unauthenticated peers."""
+"""Divisor of the limit on open files. The quotient is the maximum number of unauthenticated peers.
+"""
 _PROVE_S = 5.0
 _CLOSE_S = 1.0
 _REPORT_S = 60.0
 
 
 class Gate:
-    """Accepts connections in a thread and admits visitors that prove the secret.
+    """Accepts connections in a thread, and admits visitors that prove the secret.
 
     A visitor is a connected peer that has not proved the secret yet. It must prove the secret
-    within five seconds, and may send about a hundred bytes until then. The gate handles all
+    within five seconds, and may send about a hundred bytes before that. The gate handles all
     visitors concurrently. If there are too many, it drops one of them.
 
     Args:
-        listening: Listening socket, which the gate owns from now on and closes at its end.
-        secret: Function that returns the job's current secret. As long as the secret is empty, no
+        listening: Listening socket. The gate takes ownership of it and closes it at the end.
+        secret: Function that returns the job's current secret. While the secret is empty, no
             visitor is admitted.
-        purpose: Text that names the purpose of the connections, the same on both sides.
-        admit: Function that is called with each admitted connection. The connection's socket is
-            blocking and has no timeout. The function runs in the gate's thread, so it must return
-            quickly.
-        report: Function that prints a line about refused visitors, called at most once a minute.
+        purpose: Text that states the purpose of the connections. It must be the same on both sides.
+        admit: Function that is called with each admitted connection, whose socket is blocking and
+            has no timeout. The function runs in the gate's thread, so it must return quickly.
+        report: Function that prints a line about rejected visitors. It is called at most once a
+            minute.
 
     Attributes:
-        port: Number of the port at which the gate listens.
+        port: Port on which the gate listens.
         most: Maximum number of visitors (unauthenticated peers) at the same time.
     """
 
@@ -415,7 +418,8 @@ class Gate:
         self._purpose = purpose
         self._admit = admit
         self._report = report
-        # Address of each visitor, by the task that waits for the visitor's proof, oldest first.
+        # Address of each visitor, by the task that waits for the visitor's proof. The oldest
+        # visitor is first.
         self._waiting: dict[asyncio.Task[Session | None], str] = {}
         self._refused = 0
         self._reported_s = float("-inf")
@@ -429,8 +433,8 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening; admitted connections stay open. A second call does nothing."""
-        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed already
+        """Stops listening. Admitted connections stay open, and a second call does nothing."""
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
@@ -447,8 +451,8 @@ class Gate:
                 try:
                     connection, peer = await self._next_visitor()
                 except ConnectionError:
-                    continue  # The visitor has closed the connection already.
-                except OSError:  # Most likely, too many files are open.
+                    continue  # The visitor has already closed the connection.
+                except OSError:  # The most likely reason is that too many files are open.
                     self._make_room()
                     await asyncio.sleep(0.01)
                     continue
@@ -464,10 +468,10 @@ class Gate:
             await asyncio.gather(*self._waiting, return_exceptions=True)
 
     async def _next_visitor(self) -> tuple[socket.socket, Any]:
-        """Waits for the next connection; returns its socket and the address of the peer.
+        """Waits for the next connection, and returns its socket and the address of the peer.
 
-        This does not use asyncio's ``sock_accept``, which writes a traceback to the log if it is
-        cancelled just when a connection arrives.
+        This method does not use asyncio's ``sock_accept``, which writes a traceback to the log if
+        it is cancelled just when a connection arrives.
         """
         while True:
             try:
@@ -492,7 +496,7 @@ class Gate:
         try:
             return await asyncio.wait_for(self._prove(connection), _PROVE_S)
         except asyncio.TimeoutError:
-            self._refuse(address, f"it did not prove the secret within {_PROVE_S:g} s")
+            self._refuse(address, f"the peer did not prove the secret within {_PROVE_S:g} s")
         except OSError as error:
             self._refuse(address, str(error))
         return None
@@ -508,7 +512,7 @@ class Gate:
             self._admit(SealedSocket(connection, session))
 
     async def _prove(self, connection: socket.socket) -> Session | None:
-        """Completes the handshake with a visitor and returns the session.
+        """Completes the handshake with a visitor, and returns the session.
 
         Returns ``None`` if the visitor only tested whether the port is open, and sent nothing.
         """
@@ -528,14 +532,15 @@ class Gate:
     def _make_room(self) -> None:
         """Drops the oldest visitor from the address with the most visitors.
 
-        An attacker's address has the most visitors, so a process of the job is seldom dropped.
+        An attacker's address usually has the most visitors, so a process of the job is seldom
+        dropped.
         """
         if self._waiting:
             crowd = Counter(self._waiting.values()).most_common(1)[0][0]
             oldest = next(task for task, address in self._waiting.items() if address == crowd)
             del self._waiting[oldest]
             oldest.cancel()
-            self._refuse(crowd, "too many connections came at once")
+            self._refuse(crowd, "there were too many connections at the same time")
 
     def _refuse(self, address: str, reason: str) -> None:
         self._refused += 1
@@ -551,5 +556,5 @@ class Gate:
 
 
 def to_log(log: Any) -> Callable[[str], None]:
-    """Returns a function that logs a line as a warning; :class:`Gate` takes it as ``report``."""
+    """Returns a function for :class:`Gate`'s argument ``report`` that logs lines as warnings."""
     return lambda text: log.warning("%s", text.removeprefix("warning: "))

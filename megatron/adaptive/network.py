@@ -9,9 +9,9 @@ import psutil
 
 from megatron.adaptive.errors import ConfigError, SetupError
 
-# An address reserved for documentation. Connecting a UDP socket sends nothing, but makes the kernel
-# choose a source address. For an address that no machine has, the kernel chooses the source address
-# of the default route.
+# An address that is reserved for documentation. Connecting a UDP socket sends nothing, but makes
+# the kernel choose a source address. If no machine has the target address, the kernel chooses the
+# source address of the default route.
 _ANYWHERE = "192.0.2.1"
 _PORT = 9
 
@@ -24,7 +24,7 @@ def is_loopback(address: str) -> bool:
 def addresses() -> dict[str, list[str]]:
     """Returns the addresses of each network interface that is up, IPv4 addresses first.
 
-    Addresses that need a scope (``fe80::1%eth0``) are omitted.
+    Addresses that require a scope (``fe80::1%eth0``) are omitted.
     """
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     by_interface = {}
@@ -51,12 +51,12 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
         interface: Name of the network interface to use. ``None`` tries the interface of the route
             to ``peer``, then the interface of the default route, then the first interface that is
             up.
-        peer: Address or host name of another node of the job; ``None`` if unknown.
-        alone: Whether the whole job runs on this machine, so that a loopback address suffices.
+        peer: Address or host name of another node of the job, or ``None`` if it is unknown.
+        alone: Whether the whole job runs on this machine, so that a loopback address is sufficient.
 
     Raises:
         ConfigError: The interface does not exist or has no address.
-        SetupError: The node has no address except loopback addresses.
+        SetupError: The node has only loopback addresses.
     """
     if interface is not None:
         by_interface = addresses()
@@ -79,16 +79,17 @@ def own_address(interface: str | None, peer: str | None = None, *, alone: bool =
     if address := reachable or routed:
         return address
     raise SetupError(
-        f"{socket.gethostname()} has no network address except the loopback, so other nodes "
-        "cannot reach it; bring an interface up, or choose one with IFNAME or --ifname"
+        f"{socket.gethostname()} has only loopback addresses, so other nodes cannot reach it; "
+        "bring an interface up, or choose an interface with IFNAME or --ifname"
     )
 
 
 def interface_towards(interface: str | None, peer: str) -> str:
-    """Returns the name of the network interface that a job uses. Empty if it is unknown.
+    """Returns the name of the network interface that a job uses, or ``""`` if it is unknown.
 
     Args:
-        interface: Name of an interface that the user chose; ``None`` for the route's interface.
+        interface: Name of an interface that the user selected, or ``None`` for the route's
+            interface.
         peer: Address or host name of a node of the job.
     """
     source = None if interface else _source_towards(peer)

@@ -13,12 +13,12 @@ looked up in torch itself when they are used::
 An import hook (a finder at the head of ``sys.meta_path``) gives modules of Megatron-LM an
 ``__import__`` that returns the stand-ins. torch is unchanged for all other libraries, so a program
 may use both in one process. The methods ``Tensor.cuda()`` and ``Module.cuda()`` belong to classes
-that all libraries share. They are therefore replaced for everyone, but check their caller, and
-differ from torch's methods only if a module of Megatron-LM calls them.
+that all libraries share. Therefore they are replaced for all libraries, but they check their
+caller, and differ from torch's methods only if a module of Megatron-LM calls them.
 
-Each function ``_substitute_*`` makes one substitution, and has one test that fails without it. The
-tests thus show which substitution a new release of torch or megatron-core breaks. With CUDA this
-module changes nothing.
+Each function ``_substitute_*`` makes one substitution, and has one test that fails without the
+substitution. So the tests show which substitution a new release of torch or megatron-core breaks.
+With CUDA, this module changes nothing.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-# Maps the result of ``Tensor.type()`` for a GPU tensor to the result for a tensor on the CPU.
+# Maps the result of ``Tensor.type()`` for a GPU tensor to the result for a CPU tensor.
 _TYPE_NAMES = {
     f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("BFloat16", "Float", "Half")
 }
 
 
 def install() -> bool:
-    """Lets megatron-core run without CUDA; does nothing with CUDA or if already installed.
+    """Lets megatron-core run without CUDA. Does nothing with CUDA, or if already installed.
 
     Must be called before the first import of ``megatron.core``. Only modules of Megatron-LM get the
-    substitutes; torch is unchanged for all other modules.
+    substitutes. torch is unchanged for all other modules.
 
     Returns:
         Whether the substitutes are installed.
@@ -110,7 +110,7 @@ def install() -> bool:
 
 
 def install_for_trainer() -> bool:
-    """Lets Megatron-LM's own trainer also run without CUDA; does nothing with CUDA.
+    """Lets Megatron-LM's own trainer also run without CUDA. Does nothing with CUDA.
 
     Importing ``megatron.training.initialize`` after :func:`install` calls this function.
 
@@ -121,8 +121,8 @@ def install_for_trainer() -> bool:
         return False
     finder = _installed()
     assert finder is not None
-    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs of compute capability below 10,
-    # so pretend to have a newer one.
+    # The trainer requires CUDA_DEVICE_MAX_CONNECTIONS=1 for GPUs of compute capability below 10, so
+    # report a higher one.
     properties = types.SimpleNamespace(name="CPU", major=10, minor=0)
     # The trainer creates process groups and seeds only if there is at least one device.
     finder.substitutes("torch.cuda").update(
@@ -134,13 +134,12 @@ def install_for_trainer() -> bool:
 
 
 def include_program(namespace: dict[str, Any]) -> None:
-    """Gives the substitutes also to the modules of a program that uses Megatron-LM.
+    """Also gives the substitutes to the modules of a program that uses Megatron-LM.
 
     The program consists of the calling module, the modules in the same folder, and the modules in
-    the folder that contains Megatron-LM (such as ``gpt_builders.py``). Of these, only modules that
-    have imported something from Megatron-LM get substitutes. Modules that are imported later get
-    them from :func:`renew_program`. Does nothing unless :func:`install` has installed the
-    substitutes.
+    the folder that contains Megatron-LM (such as ``gpt_builders.py``). Only those that have
+    imported something from Megatron-LM get substitutes. Modules that are imported later get them
+    from :func:`renew_program`. Does nothing unless :func:`install` has installed the substitutes.
 
     Args:
         namespace: Global names of the calling module, that is, its ``globals()``.
@@ -153,7 +152,7 @@ def include_program(namespace: dict[str, Any]) -> None:
 def renew_program() -> None:
     """Gives the substitutes to modules that a program imported since :func:`include_program`.
 
-    Must be called before the first training step. Such modules have already run, so their global
+    Must be called before the first training step. These modules have already run, so their global
     names that refer to functions of torch are changed to refer to the substitutes.
     """
     finder = _installed()
@@ -162,10 +161,10 @@ def renew_program() -> None:
 
 
 def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function. Its stack frames look like those of Python's import system.
+    """Returns a copy of a function, with stack frames that look like those of the import system.
 
-    The module ``warnings`` skips such frames. Without the copy, a warning that is meant for the
-    code that imports a module would name this file.
+    The module ``warnings`` skips such frames. Without the copy, a warning for the code that imports
+    a module would refer to this file.
     """
     code = function.__code__.replace(co_filename="<importlib._bootstrap of megatron.adaptive>")
     return types.FunctionType(
@@ -174,10 +173,10 @@ def _as_part_of_import(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names(dict[str, Any]):
-    """Holds substitutes by name; looks up any other name in the original module.
+    """Dictionary of substitutes by name. Any other name is looked up in the original module.
 
-    This is a dictionary, because a lookup in a dictionary calls no Python code. megatron-core looks
-    up names of torch a hundred times in each layer.
+    This is a dictionary, because looking up a key in a dictionary calls no Python code.
+    megatron-core looks up names of torch a hundred times in each layer.
     """
 
     # Each original module gets its own subclass, because Python looks up special methods in the
@@ -198,14 +197,14 @@ def _stand_in(module: types.ModuleType) -> tuple[types.ModuleType, dict[str, Any
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of Megatron-LM and lets them import stand-ins in place of torch's modules.
+    """Finds modules of Megatron-LM, and lets them import stand-ins instead of torch's modules.
 
     Attributes:
-        builtins: Built-in names for modules of Megatron-LM; ``__import__`` returns stand-ins. A
-            module with this dictionary as its ``__builtins__`` has the substitutes.
+        builtins: Built-in names for modules of Megatron-LM, with an ``__import__`` that returns
+            stand-ins. A module whose ``__builtins__`` is this dictionary has the substitutes.
         constants: Maps string constants in the code of Megatron-LM to their replacements.
         adaptations: Maps the name of a module of Megatron-LM to the function that changes this
-            module right after its import.
+            module immediately after its import.
     """
 
     def __init__(self) -> None:
@@ -227,7 +226,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return self._substitutes[module]
 
     def add_module(self, module: types.ModuleType) -> None:
-        """Lets only modules of Megatron-LM import ``module`` by its name."""
+        """Lets modules of Megatron-LM, and no others, import ``module`` by its name."""
         self._modules[module.__name__] = module
 
     def remove_module(self, name: str) -> types.ModuleType:
@@ -241,7 +240,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the import spec of a module of Megatron-LM, ``None`` for any other module."""
+        """Returns the import spec of a module of Megatron-LM, or ``None`` for any other module."""
         if not fullname.startswith("megatron.") or _is_own(fullname):
             return None
         # Do this at each import, because the program may use torch between two imports.
@@ -260,7 +259,7 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def include_program(self, namespace: dict[str, Any]) -> None:
-        """Gives the substitutes to a program whose running module has these global names."""
+        """Gives the substitutes to the program whose running module has these global names."""
         if not any(program is namespace for program in self._programs):
             self._programs.append(namespace)
         self.renew_program()
@@ -279,7 +278,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     namespace[name] = replaced[id(value)]
 
     def _replacements(self) -> dict[int, Any]:
-        """Returns stand-ins and substitutes, by the ``id`` of the torch object each replaces."""
+        """Returns stand-ins and substitutes, by the ``id`` of the torch object they replace."""
         replaced: dict[int, Any] = {}
         for name, names in self._substitutes.items():
             module = sys.modules[name]
@@ -318,7 +317,7 @@ class Finder(importlib.abc.MetaPathFinder):
         level: int = 0,
     ) -> Any:
         """Works like ``__import__``, but returns a module's stand-in if there is one."""
-        # For "import a.b", __import__ returns a; for "from a.b import c" it returns a.b.
+        # For "import a.b", __import__ returns a. For "from a.b import c", it returns a.b.
         returned = name if fromlist else name.partition(".")[0]
         stand_in = None if level else self._modules.get(returned)
         if stand_in is not None and returned not in self._substitutes:
@@ -335,7 +334,7 @@ class _Loader(SourceFileLoader):
         self._finder = finder
 
     def get_code(self, fullname: str) -> types.CodeType | None:
-        """Returns a module's code with replaced constants; ``__pycache__`` keeps the original."""
+        """Returns a module's code with replaced constants, without changing ``__pycache__``."""
         code = super().get_code(fullname)
         return None if code is None else _with_constants(code, self._finder.constants)
 
@@ -347,7 +346,7 @@ class _Loader(SourceFileLoader):
 
     @_as_part_of_import
     def exec_module(self, module: types.ModuleType) -> None:
-        """Runs a module's code, and then the module's adaptation if it has one."""
+        """Runs a module's code, and then the module's adaptation if there is one."""
         super().exec_module(module)
         adapt = self._finder.adaptations.get(module.__name__)
         if adapt is not None:
@@ -355,7 +354,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_constants(constant: Any, replacements: dict[Any, Any]) -> Any:
-    """Returns a constant of a code object, with strings replaced in it and its nested constants."""
+    """Replaces strings in a constant of a code object and in its nested constants."""
     if isinstance(constant, str):
         return replacements.get(constant, constant)
     if isinstance(constant, types.CodeType):
@@ -377,7 +376,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    # Paths of pathlib take a quarter of a second for the thousands of modules of a program.
+    # pathlib would take a quarter of a second for the thousands of modules of a program.
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
@@ -396,19 +395,19 @@ def _uses_megatron(namespace: dict[str, Any]) -> bool:
 
 
 def _substitute_current_device(finder: Finder) -> None:
-    """Makes ``current_device()`` return the CPU: megatron-core passes the result as ``device=``."""
+    """Makes ``current_device()`` return the CPU, because megatron-core uses it as ``device=``."""
     finder.substitutes("torch.cuda")["current_device"] = lambda: _CPU
 
 
 def _substitute_synchronize(finder: Finder) -> None:
-    """Makes ``torch.cuda.synchronize()`` do nothing: CPU work is done when its call returns."""
+    """Makes ``torch.cuda.synchronize()`` do nothing, because CPU calls are synchronous."""
     finder.substitutes("torch.cuda").update(
         synchronize=lambda device=None: None, empty_cache=lambda: None
     )
 
 
 class _NoStream:
-    """Replaces a CUDA stream or event; never waits, as CPU work is done when its call returns."""
+    """Stands in for a CUDA stream or event. It never waits, because CPU calls are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -419,7 +418,7 @@ class _NoStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> _NoStream:
-        """Returns an event; waiting for it returns immediately."""
+        """Returns an event that is already complete."""
         return self
 
 
@@ -458,7 +457,7 @@ def _substitute_factories(finder: Finder) -> None:
 def _substitute_tensor_moves(finder: Finder) -> None:
     """Makes ``Tensor.cuda()`` and ``Module.cuda()`` leave tensors on the CPU.
 
-    This applies only to calls from modules of Megatron-LM. For other callers torch's own methods
+    This applies only to calls from modules of Megatron-LM. For other callers, torch's own methods
     run, which raise an error on a machine without CUDA.
     """
 
@@ -479,14 +478,14 @@ def _substitute_tensor_moves(finder: Finder) -> None:
 def _substitute_tensor_type(finder: Finder) -> None:
     """Replaces the names of CUDA tensor types in megatron-core's code by names of CPU types.
 
-    megatron-core's optimizers group parameters by ``Tensor.type()``, and refuse parameters whose
+    megatron-core's optimizers group parameters by ``Tensor.type()``, and reject parameters whose
     type is not one of these names.
     """
     finder.constants.update(_TYPE_NAMES)
 
 
 def _substitute_random_state(finder: Finder) -> None:
-    """Lets megatron-core fork, save and restore the CPU's random state in place of CUDA's."""
+    """Lets megatron-core fork, save and restore the CPU's random state instead of CUDA's."""
     for module in ("torch.cuda", "torch.cuda.random"):
         finder.substitutes(module).update(
             get_rng_state=lambda device="cuda": torch.get_rng_state(),
@@ -504,7 +503,7 @@ def _substitute_random_state(finder: Finder) -> None:
 def _substitute_compiler(finder: Finder) -> None:
     """Makes ``torch.compile`` return functions of Megatron-LM uncompiled.
 
-    On a CPU the first call of a compiled function takes half a minute. Calling ``torch.compile``
+    On a CPU, the first call of a compiled function takes half a minute. Calling ``torch.compile``
     already loads the compiler, which takes a third of the time that a process needs to start. Set
     the environment variable ``TORCHDYNAMO_DISABLE=0`` to turn compilation on again.
     """
@@ -518,10 +517,10 @@ def _substitute_compiler(finder: Finder) -> None:
 
 
 def _substitute_grouped_products(finder: Finder) -> None:
-    """Provides a package ``grouped_gemm`` with the only function that megatron-core's experts call.
+    """Provides a package ``grouped_gemm`` with the only function that megatron-core calls.
 
-    The real package computes the matmuls of all experts in one kernel, to save launches. A CPU
-    launches no kernels, so one matmul per expert is as fast.
+    The real package computes the matmuls of all experts in one kernel, to save kernel launches. A
+    CPU launches no kernels, so one matmul per expert is as fast.
     """
 
     def products(
@@ -539,8 +538,8 @@ def _substitute_grouped_products(finder: Finder) -> None:
 def _substitute_exchanged_parts(finder: Finder) -> None:
     """Makes ``all_to_all_single`` accept tensors as the sizes of the exchanged parts.
 
-    megatron-core converts sizes to numbers if they are on a GPU, but leaves them as tensors if they
-    are on a CPU, and torch refuses tensors.
+    If the sizes are on a GPU, megatron-core converts them to numbers. If they are on a CPU, it
+    leaves them as tensors, which torch rejects.
     """
 
     def number(value: Any) -> Any:
@@ -549,15 +548,15 @@ def _substitute_exchanged_parts(finder: Finder) -> None:
     @functools.wraps(dist.all_to_all_single)
     def exchange(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         named = {name: number(value) for name, value in options.items()}
-        # The function is looked up at each call, because this package replaces it temporarily
-        # while it runs a pair of microbatches at the same time.
+        # The function is looked up at each call, because this package temporarily replaces it while
+        # it runs a pair of microbatches at the same time.
         return dist.all_to_all_single(output, input, *map(number, rest), **named)
 
     finder.substitutes("torch.distributed")["all_to_all_single"] = exchange
 
 
 def _substitute_unequal_parts(finder: Finder) -> None:
-    """Makes all-gather and reduce-scatter accept parts of different sizes, which gloo refuses.
+    """Makes all-gather and reduce-scatter accept parts of different sizes, which gloo rejects.
 
     megatron-core's token dispatchers use such parts if an expert is split over several ranks.
     """
@@ -584,7 +583,7 @@ def _substitute_unequal_parts(finder: Finder) -> None:
     def reduce_scatter(
         output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **options: Any
     ) -> Any:
-        # A positional argument could name an operation other than the sum computed below.
+        # A positional argument may select an operation other than the sum computed below.
         if args or not differ(parts, options):
             return dist.reduce_scatter(output, parts, *args, **options)
         received = output.new_empty(len(parts), *output.shape)
@@ -600,10 +599,10 @@ def _substitute_unequal_parts(finder: Finder) -> None:
 
 
 def _adapt_trainer(finder: Finder) -> None:
-    """Lets the start of Megatron-LM's own trainer succeed without CUDA.
+    """Lets Megatron-LM's own trainer start without CUDA.
 
-    Its ``initialize_megatron`` ends with an assertion unless ``allow_no_cuda`` is set. Up to 0.16
-    it also runs the CUDA compiler, to compile kernels that it no longer has.
+    Its ``initialize_megatron`` raises an assertion error unless ``allow_no_cuda`` is set. Up to
+    release 0.16, it also runs the CUDA compiler, to compile kernels that no longer exist.
     """
 
     def initialize(module: Any) -> None:
@@ -618,7 +617,7 @@ def _adapt_trainer(finder: Finder) -> None:
 
 
 def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``initialize_megatron`` with ``allow_no_cuda`` set, however its caller passes it.
+    """Wraps ``initialize_megatron`` to set ``allow_no_cuda``, however the caller passes it.
 
     The position of this parameter differs between releases.
     """
@@ -634,7 +633,7 @@ def _allowing_no_cuda(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AnyIndex(tuple[Any, ...]):
-    """Tuple of one element, which it returns for every index, even for a ``torch.device``."""
+    """Tuple of one element, which is returned for every index, even for a ``torch.device``."""
 
     def __new__(cls, element: Any) -> _AnyIndex:
         return super().__new__(cls, (element,))

@@ -1,8 +1,8 @@
 """Provides chat templates that behave like published templates, rewritten for these tests.
 
-The text that a template writes for the assistant is between ``{% generation %}`` and
-``{% endgeneration %}``, from the end of the generation prompt to the next turn. Without these marks
-(:func:`unmarked`) the tokenizer must find the same text by position.
+The marks ``{% generation %}`` and ``{% endgeneration %}`` enclose the text that a template writes
+for the assistant, from the end of the generation prompt to the next turn. Without these marks
+(:func:`unmarked`), the tokenizer must find the same text by position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def unmarked(template: str) -> str:
 
 
 def _bracketed(system: str, user: str, answer: str, *, strict: bool = True) -> str:
-    """Returns a template of [INST] turns, which puts the system's text into the first user turn."""
+    """Returns a template of [INST] turns, with the system's text inside the first user turn."""
     check = (
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('user and assistant take turns') }}{% endif %}"
@@ -87,7 +87,7 @@ _LAST_QUERY = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-# Sets r to the thoughts of a message and c to the rest of its text.
+# Assigns the reasoning of a message to r, and the rest of its text to c.
 _THOUGHTS = (
     "{% set c = m.content or '' %}{% set r = m.reasoning_content or '' %}"
     "{% if c is string and '</think>' in c %}"
@@ -199,7 +199,7 @@ _DEEPSEEK_3 = (
     f"{_CALLS_OF_DEEPSEEK}{{{{ eos_token }}}}{{% endgeneration %}}{{% endif %}}{{% endfor %}}"
     "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
 )
-# Thoughts are removed from all turns, and the prompt opens new thoughts.
+# The template removes reasoning from all turns, and the prompt begins new reasoning.
 _DEEPSEEK_R1 = (
     f"{_SYSTEM_FIRST}{{% for m in messages %}}"
     "{% if m.role == 'user' %}<|User|>{{ m.content }}"
@@ -317,7 +317,7 @@ _KIMI = (
     "{% else %}<|im_user|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# Only the last turn keeps its thoughts, and it has a different end than earlier turns.
+# The template keeps the reasoning of the last turn only, and ends this turn differently.
 _CHANNELS = (
     "<|start|>system<|message|>Reasoning: medium<|end|>{% for m in messages %}"
     "{% if m.role == 'assistant' %}<|start|>assistant{% generation %}"

@@ -1,4 +1,4 @@
-"""Compares batch sizes during a run with megatron-core's calculator."""
+"""Compares the batch sizes during a run with those of megatron-core's calculator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sizes_of(
 
 
 def batches(sizes: BatchSizes, train_samples: int) -> list[int]:
-    """Returns the batch sizes that a loop would use, one by one."""
+    """Returns the batch sizes that a training loop would use in sequence."""
     drawn: list[int] = []
     while sum(drawn) + sizes.global_batch_size_at(sum(drawn)) <= train_samples:
         drawn.append(sizes.global_batch_size_at(sum(drawn)))
@@ -82,6 +82,6 @@ def test_iterations_are_the_batches_that_fit() -> None:
     for _ in range(60):
         micro, copies, last, ramp = random_case(rng)
         sizes = sizes_of(last, ramp, micro=micro, copies=copies)
-        # Some runs end during the ramp-up, some continue much longer.
+        # Some runs end during the ramp-up, and some continue much longer.
         for train_samples in (0, ramp[0], rng.randrange(1, 2 * ramp[2] + 2 * last), 4 * ramp[2]):
             assert sizes.iterations_for(train_samples) == len(batches(sizes, train_samples))

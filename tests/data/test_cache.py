@@ -1,4 +1,4 @@
-"""Tests for arrays in files: damage is detected, reported once, and the file is rewritten."""
+"""Tests that damage to cached arrays is detected and reported, and that the file is rewritten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("order", "places")
 
 
 class Maker:
-    """Creates two arrays and counts how often."""
+    """Creates two arrays, and counts the number of times."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -91,7 +91,7 @@ def test_damaged_files_are_made_anew(
     maker.arrays(tmp_path)
     DAMAGES[damage](tmp_path / "order.npy")
     maker.check(tmp_path)
-    assert maker.times == 3  # one of these calls is in the check
+    assert maker.times == 3  # the check makes one of these calls
     maker.check(tmp_path)
     assert maker.times == 4
     messages = [
@@ -102,7 +102,7 @@ def test_damaged_files_are_made_anew(
     else:
         assert len(messages) == 1
         assert "order.npy" in messages[0]
-        assert "built again" in messages[0]
+        assert "rebuilding" in messages[0]
 
 
 def test_no_random_change_is_taken(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_whole_file_is_mapped_and_not_written(tmp_path: Path) -> None:
     assert all(isinstance(array, np.memmap) for array in maker.arrays(tmp_path))
     assert [(tmp_path / f"{name}.npy").stat().st_mtime_ns for name in NAMES] == before
     assert maker.times == 1
-    # Other programs can read the file as well.
+    # Check that other programs can read the file.
     assert np.array_equal(np.load(tmp_path / "order.npy"), np.arange(1000))
 
 
@@ -198,7 +198,7 @@ print("\\n".join(steps))
 
 
 def test_a_name_stands_for_bytes_that_are_on_the_disk(tmp_path: Path) -> None:
-    """Checks that a file is synced before it is renamed, so that a power failure does no harm."""
+    """Checks that a file is synced before it is renamed, as a protection from power failures."""
     command = [sys.executable, "-c", TRACED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     expected = ["fsync a", "os.rename a", "fsync b", "os.rename b", "fsync folder"]
@@ -219,9 +219,11 @@ except DataError as error:
 
 
 def test_a_full_disk_is_said_in_the_words_of_the_system(tmp_path: Path) -> None:
-    """Checks that the message does not come from numpy, which counts bytes."""
+    """Checks that the message comes from the operating system and not from numpy."""
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert "cannot store shuffling indices (File too large); give a writable folder" in done.stdout
+    assert (
+        "cannot store shuffling indices (File too large); choose a writable folder" in done.stdout
+    )
     assert not list(tmp_path.glob("*.npy"))
     assert not list(tmp_path.glob(".*.tmp"))

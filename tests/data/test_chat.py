@@ -1,4 +1,4 @@
-"""Compares tokens and masks of conversations in chat templates with ``transformers``."""
+"""Compares tokens and masks of conversations with those of ``transformers``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Masked = tuple[list[int], list[bool]]
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a tokenizer with marks of many families, without template; returns its folder."""
+    """Writes a tokenizer with special tokens of many models and no template. Returns its folder."""
     made = tmp_path_factory.mktemp("chat")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,12 +55,12 @@ def _ids(tokenizer: HuggingFaceTokenizer, conversation: Given) -> Masked | None:
         return tokenizer.conversation(Conversation(**conversation))
     except DataError as error:
         message = str(error)
-    assert "refuses the conversation" in message
+    assert "rejects the conversation" in message
     return None
 
 
 class Reference:
-    """Results of ``transformers`` for conversations."""
+    """Computes the results of ``transformers`` for conversations."""
 
     def __init__(self, folder: Path, template: str) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -71,7 +71,7 @@ class Reference:
     def text(
         self, conversation: Given, *, count: int | None = None, asks: bool = False
     ) -> str | None:
-        """Returns the template's text for the first messages, ``None`` if it rejects them."""
+        """Returns the rendered first messages, or ``None`` if the template rejects them."""
         whole = joined(copy.deepcopy(conversation))
         if not (messages := whole.pop("messages")[:count]):
             return None  # transformers rejects a conversation without messages
@@ -84,7 +84,7 @@ class Reference:
         return str(text)
 
     def marked(self, conversation: Given) -> Masked | None:
-        """Returns tokens, and which of them the template marks."""
+        """Returns the tokens, and whether the template marks each token."""
         whole = joined(copy.deepcopy(conversation))
         try:
             encoded = self.tokenizer.apply_chat_template(
@@ -95,10 +95,10 @@ class Reference:
         return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
 
     def by_position(self, conversation: Given) -> list[bool] | None:
-        """Returns which tokens are between a prompt and the next turn.
+        """Returns whether each token is between a prompt and the next turn.
 
-        Returns ``None`` if a template writes an answer differently when messages follow it, or if
-        the prompt is not a prefix of the answer: positions in the texts then differ.
+        Returns ``None`` if a template renders an answer differently when messages follow it, or if
+        the prompt is not a prefix of the answer. In these cases, positions in the texts differ.
         """
         text = self.text(conversation)
         assert text is not None
@@ -139,7 +139,7 @@ def test_marks_of_a_template_are_the_mask(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_answers_are_found_by_position(family: str, folder: Path) -> None:
-    """Checks positions in the text of ``transformers``, and the template's marked variant."""
+    """Compares with positions in the text of ``transformers``, and with the marked template."""
     template = unmarked(TEMPLATES[family])
     tokenizer, reference = _ours(folder, template), Reference(folder, template)
     twin = Reference(folder, TEMPLATES[family])
@@ -192,7 +192,7 @@ _OPEN = (
     ],
 )
 def test_an_answer_need_not_go_on_from_the_prompt(folder: Path, says: str, taught: str) -> None:
-    """Checks a prompt that opens a thought; letters that it shares with the answer are learned."""
+    """Checks a prompt that begins reasoning. Text that the answer also begins with is learned."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": says}]
     tokenizer = _ours(folder, _OPEN)
     assert _taught(tokenizer, {"messages": talk}) == taught

@@ -1,4 +1,4 @@
-"""Tests for the default corpus: choice and order of files, complete output, and reuse."""
+"""Tests the default corpus: selection and order of files, complete output, and reuse."""
 
 from __future__ import annotations
 

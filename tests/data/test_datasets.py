@@ -1,4 +1,4 @@
-"""Tests for samples: blends, splits, masks, and data that must be rejected."""
+"""Tests samples: blends, splits, masks, and data that must be rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _build(
     samples: tuple[int, int, int],
     **changes: Any,
 ) -> tuple[Samples | None, Samples | None, Samples | None]:
-    """Builds the samples of one or several prefixes, with changed settings."""
+    """Builds the samples of one or several prefixes, with the changed settings."""
     seed = changes.pop("seed", 7)
     settings: dict[str, Any] = {
         "data_path": (str(prefix),) if not isinstance(prefix, tuple) else prefix,
@@ -61,7 +61,7 @@ def _tokens(dataset: Samples) -> list[list[int]]:
 
 
 def _numbered(count: int, length: int, first: int = 0) -> list[list[int]]:
-    """Returns documents filled with their own number, so that a token identifies its document."""
+    """Returns documents filled with their own index, so that a token identifies its document."""
     return [[first + number] * length for number in range(count)]
 
 
@@ -87,11 +87,11 @@ def test_blends_are_read(arguments: list[str], blend: Blend) -> None:
     ("arguments", "message"),
     [
         ([], "is empty"),
-        (["0.3", "a", "b", "c"], "0.3 a b c: not every prefix has a weight above 0"),
-        (["a", "b", "0.5", "c"], "not every prefix has a weight"),
-        (["0", "a", "1", "b"], "0 a 1 b: not every prefix has a weight above 0"),
-        (["-1", "a", "1", "b"], "a weight above 0"),
-        (["nan", "a", "1", "b"], "a weight above 0"),
+        (["0.3", "a", "b", "c"], "0.3 a b c: some prefixes have no positive weight"),
+        (["a", "b", "0.5", "c"], "some prefixes have no positive weight"),
+        (["0", "a", "1", "b"], "0 a 1 b: some prefixes have no positive weight"),
+        (["-1", "a", "1", "b"], "no positive weight"),
+        (["nan", "a", "1", "b"], "no positive weight"),
     ],
 )
 def test_wrong_blends_are_named(arguments: list[str], message: str) -> None:
@@ -126,7 +126,7 @@ def test_the_splits_share_no_document(write_tokens: Write, tmp_path: Path) -> No
 def test_one_pass_holds_every_token_once(write_tokens: Write, tmp_path: Path) -> None:
     train = _train(write_tokens(_numbered(20, 40)), tmp_path, 49)
     tokens = torch.tensor(_tokens(train)).flatten()
-    # 49 samples of 16 tokens and the last label use the 800 tokens.
+    # 49 samples of 16 tokens, and the last label, use the 800 tokens.
     assert len(train) == 49
     assert tokens.bincount(minlength=20).max() == 40
     assert tokens.bincount(minlength=20).sum() == 784
@@ -183,7 +183,7 @@ def test_each_split_may_have_its_own_files(write_tokens: Write, tmp_path: Path) 
 
 
 def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Path) -> None:
-    # A single document leaves none for validation and test, which is fine without them.
+    # A single document leaves no documents for validation and test, which is allowed here.
     prefix = write_tokens([[1] * 100])
     train, *others = _build(prefix, tmp_path, NullTokenizer(9), (50, 0, 0))
     assert train is not None
@@ -192,7 +192,7 @@ def test_a_split_nobody_asks_for_is_not_built(write_tokens: Write, tmp_path: Pat
 
 
 def test_a_split_without_documents_is_refused(write_tokens: Write, tmp_path: Path) -> None:
-    """Checks the error; megatron-core would count passes over an empty split forever."""
+    """Checks the error message. megatron-core would loop over an empty split forever."""
     prefix = write_tokens(_numbered(10, 40))
     with pytest.raises(DataError, match=r"969,30,1 leaves no document for valid \(10 in all\)"):
         _build(prefix, tmp_path, NullTokenizer(99), (9, 1, 0))
@@ -276,7 +276,7 @@ def test_what_a_killed_build_left_is_not_taken_for_a_cache(
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     names = sorted(_cached(tmp_path / "cache"))
-    # The build was killed after it wrote the first part completely and the second in part.
+    # The build was killed after it had written the first part completely and the second partly.
     os.unlink(tmp_path / "cache" / names[2])
     whole = (tmp_path / "cache" / names[1]).read_bytes()
     (tmp_path / "cache" / names[1]).unlink()
@@ -314,7 +314,7 @@ def test_a_damaged_index_is_made_anew(
         ("document", lambda array: array + 40, "a document does not belong to the data"),
         ("sample", lambda array: array[::-1], "samples are not in order"),
         ("sample", lambda array: array + np.array([0, 99]), "a sample begins outside the data"),
-        ("sample", lambda array: array[1:], "their shapes do not belong together"),
+        ("sample", lambda array: array[1:], "their shapes do not match"),
         ("shuffle", lambda array: array * 1.0, "they are not integers"),
     ],
 )
@@ -326,7 +326,7 @@ def test_an_index_of_other_data_is_made_anew(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks arrays whose bytes are undamaged but whose values do not fit the data."""
+    """Checks arrays whose bytes are undamaged but whose values do not match the data."""
     prefix = write_tokens(_numbered(40, 30))
     expected = _tokens(_train(prefix, tmp_path, 40))
     (path,) = (tmp_path / "cache").glob(f"*-{part}.npy")
@@ -403,7 +403,7 @@ dist.destroy_process_group()
 def test_ranks_that_share_no_disk_build_the_same_samples(
     write_tokens: Write, tmp_path: Path
 ) -> None:
-    """Checks a second node, which cannot read the index that global rank 0 of megatron-core writes.
+    """Checks a second node, which cannot read the indices that global rank 0 writes.
 
     Rank 1 needs no samples, like a middle stage, and has no files.
     """

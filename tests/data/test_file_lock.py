@@ -1,4 +1,4 @@
-"""Tests for waiting until another process unlocks a file."""
+"""Tests waiting until another process unlocks a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with locked(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yields another process that holds ``tmp_path/.lock`` until it exits."""
+    """Yields another process that locks ``tmp_path/.lock`` until it exits."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / ".lock")],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Tests the checks of token files with files from megatron-core and with damaged files."""
+"""Tests the checks of token files, with files from megatron-core and with damaged files."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_a_prefix_with_suffix_or_cut_short_gets_a_hint(write_tokens: Write) -> N
         (18, struct.pack("<Q", 2**60), "is truncated"),
         (18, struct.pack("<Q", 2), "too many bytes"),
         (34, struct.pack("<i", -3), "sequence 0 has length -3"),
-        (34, struct.pack("<i", 9), "data.bin: has 12 bytes, but its index counts 12 tokens"),
-        (17, b"\x04", "data.bin: has 12 bytes, but its index counts 6 tokens of 4 bytes"),
-        (46, struct.pack("<q", 2), "offsets do not follow"),
+        (34, struct.pack("<i", 9), "data.bin: has 12 bytes, but its index lists 12 tokens"),
+        (17, b"\x04", "data.bin: has 12 bytes, but its index lists 6 tokens of 4 bytes"),
+        (46, struct.pack("<q", 2), "offsets that do not match"),
         (78, struct.pack("<q", 3), "do not increase from 0 to 3"),
     ],
 )
@@ -119,7 +119,7 @@ def test_large_data_is_sampled_from_end_to_end(
     monkeypatch.setattr(indexed, "_SCAN_WHOLE_BYTES", 40_000)
     monkeypatch.setattr(indexed, "_PIECE_BYTES", 400)
     tokens = [3] * 40_000
-    # Data of another vocabulary has many wrong ids, not a single one.
+    # Data of another vocabulary has many wrong ids, not just one.
     tokens[start : start + 500] = [900] * len(tokens[start : start + 500])
     prefix = write_tokens([tokens])
     check_vocabulary_fits(check_indexed(prefix), 901)

@@ -1,4 +1,4 @@
-"""Tests for documents as samples: packing, padding, equal documents in all shapes, masks."""
+"""Tests documents as samples: packing, padding, masks, and equal documents in all layouts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_row_has_as_many_slices_as_its_longest_document_needs(replicas: int) -
 def test_microbatches_tell_their_positions() -> None:
     batching = Batching(micro_batch_size=2, varies=True, replicas=1, multiple=4, shortest=8)
     step = LengthMicrobatches([3, 9, 1, 2], batching, 0, None)
-    assert step.sizes == (24, 16)  # rows are padded to 12 and to the least, 8
+    assert step.sizes == (24, 16)  # rows are padded to 12 tokens and to the minimum of 8
 
 
 def test_too_few_samples_for_every_replica_are_refused() -> None:
@@ -116,7 +116,7 @@ def test_too_few_samples_for_every_replica_are_refused() -> None:
 def test_every_shape_takes_the_same_documents(
     write_tokens: Callable[..., str], tmp_path: Path, pack_to: int | None
 ) -> None:
-    """Checks that any number of replicas, also after a resume, takes the same documents."""
+    """Checks that any number of replicas, even after a resume, uses the same documents."""
     prefix = write_tokens([[n] * (1 + n % 16) for n in range(1, 50)])
     dataset = build(prefix, tmp_path, 96)
     assert left_out([dataset]) == (
@@ -222,11 +222,11 @@ def test_what_nobody_reads_does_not_count(tmp_path: Path, line: bytes) -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": None}]},
-            "talks.jsonl:1: without a chat template a message must be text of system, user, assist",
+            "talks.jsonl:1: without a chat template, a message must be text with role system, user",
         ),
         (
             {"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "2"}]},
-            "without a chat template .* is a str of 'tool'; give a tokenizer with a template",
+            "without a chat template, .* is a str with role 'tool'; use a tokenizer",
         ),
     ],
 )

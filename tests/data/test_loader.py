@@ -1,4 +1,4 @@
-"""Checks that every sample is read once and in order, also if the shape of the job changes."""
+"""Checks that every sample is read once and in order, even if the shape of the job changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 5
 
 
 class Numbered:
-    """Samples that contain only their index."""
+    """Dataset whose samples contain only their index."""
 
     def __init__(self, size: int, with_mask: bool = False) -> None:
         self._size = size
@@ -95,7 +95,8 @@ def test_a_resumed_run_continues_where_it_stopped(workers: int) -> None:
 def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
     dataset = Numbered(200)
     consumed, seen = 0, []
-    # (data-parallel size, micro-batch size, microbatches of each step): ramp-up, then new shapes.
+    # Each tuple has data-parallel size, micro-batch size, and microbatches of each step. The first
+    # tuple is a batch size ramp-up, and the others change the shape of the job.
     for dp_size, micro_batch_size, steps in ((2, 1, (2, 4, 8)), (4, 2, (3, 3)), (3, 5, (1, 2))):
         loaders = [
             _loader(
@@ -110,7 +111,8 @@ def test_a_changing_shape_neither_loses_nor_repeats_a_sample() -> None:
         for count in steps:
             step = [_numbers(part) for loader in loaders for part in loader.step(count)]
             new = sorted(number for part in step for number in part)
-            # The global batch consists of the next samples in order, regardless of who reads them.
+            # The global batch consists of the next samples in order, regardless of which rank reads
+            # them.
             assert new == list(range(consumed, consumed + count * micro_batch_size * dp_size))
             seen += new
             consumed += len(new)
@@ -179,7 +181,7 @@ def test_shapes_and_types(workers: int) -> None:
 def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
     loader = _loader(Numbered(11), num_workers=workers)
     loader.step(3)
-    with pytest.raises(DataError, match=r"ends after 11 samples, but this step takes .* 6 to 11"):
+    with pytest.raises(DataError, match=r"ends after 11 samples, but this step needs .* 6 to 11"):
         loader.step(3)
     assert [_numbers(part) for part in loader.step(2)] == [[6, 7], [8, 9]]
     loader.close()
@@ -188,7 +190,7 @@ def test_the_end_of_the_data_is_an_error_before_the_step(workers: int) -> None:
 
 
 class PidOf(Numbered):
-    """Samples that contain the index of the process that read them."""
+    """Dataset whose samples contain the ID of the process that read them."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"tokens": torch.tensor([os.getpid()])}
@@ -205,7 +207,7 @@ def test_workers_survive_the_signals_that_stop_a_trainer() -> None:
 
 
 class NeverRead(Numbered):
-    """Samples that each take longer to read than any test runs."""
+    """Dataset whose samples take longer to read than any test runs."""
 
     def __init__(self, size: int, pids: Path) -> None:
         super().__init__(size)
@@ -214,7 +216,7 @@ class NeverRead(Numbered):
     def __getitem__(self, index: int) -> dict[str, Any]:
         (self._pids / str(os.getpid())).touch()
         time.sleep(600)
-        raise AssertionError("nobody waits for this")
+        raise AssertionError("this sample must never be read completely")
 
 
 def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
@@ -224,7 +226,9 @@ def test_workers_end_when_their_rank_is_killed(tmp_path: Path) -> None:
         loader = _loader(NeverRead(400, tmp_path), num_workers=2)
         loader.step(1)[0]
         os._exit(0)
-    wait_until(lambda: len([*tmp_path.iterdir()]) == 2, lambda: "no worker reads", 30.0)
+    wait_until(
+        lambda: len([*tmp_path.iterdir()]) == 2, lambda: "no worker has started to read", 30.0
+    )
     workers = [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]
     os.kill(rank, signal.SIGKILL)
     os.waitpid(rank, 0)

@@ -1,4 +1,4 @@
-"""Tests that convert JSON lines to token files: content, order, and no files after an error."""
+"""Tests converting JSON lines to token files: content, order, and no files after an error."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_several_inputs_keep_their_order(
         ("{oops", "is not JSON"),
         ("[1]", "is a JSON list"),
         ('{"txt": "a", "id": 2}', "has no key 'text' (it has txt, id)"),
-        ('{"text": 5}', "the value of 'text' is a int, not text"),
+        ('{"text": 5}', "the value of 'text' is a int, but must be a string"),
         ('{"text": "\xff"}', "is not JSON"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_failure_keeps_the_output_of_an_earlier_run(corpus: Corpus, tmp_path: 
 def test_input_without_text_is_refused(corpus: Corpus, tmp_path: Path, content: str) -> None:
     source = tmp_path / "empty.jsonl"
     source.write_text(content)
-    with pytest.raises(DataError, match=r"empty\.jsonl: there is no text under 'text'"):
+    with pytest.raises(DataError, match=r"empty\.jsonl: no text under key 'text'"):
         preprocess(_spec(corpus, tmp_path, source))
     assert os.listdir(tmp_path) == ["empty.jsonl"]
 
@@ -185,7 +185,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        # A file size limit makes write() fail like a full disk.
+        # A file size limit makes write() fail as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         with pytest.raises(DataError, match="cannot write to"):
             preprocess(_spec(corpus, tmp_path, source))
@@ -197,7 +197,11 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(corpus: Corpus, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"workers": 0}, "--workers"), ({"json_keys": ("a", "a")}, "once"), ({"inputs": ()}, "input")],
+    [
+        ({"workers": 0}, "--workers"),
+        ({"json_keys": ("a", "a")}, "twice"),
+        ({"inputs": ()}, "input"),
+    ],
 )
 def test_wrong_options_are_named(
     corpus: Corpus, tmp_path: Path, changes: dict[str, object], message: str

@@ -1,4 +1,4 @@
-"""Tests for the tokenizers: round trips, GPT-2's file format, padding, and errors."""
+"""Tests the tokenizers: round trips, GPT-2's file format, padding, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Writes a tiny vocabulary (bytes, two merges, end of document); returns its files."""
+    """Writes a tiny vocabulary (bytes, two merges, end of document) and returns its files."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", END_OF_DOCUMENT]
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     vocab.write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
@@ -153,7 +153,7 @@ def test_null_tokenizer_refuses_what_is_no_id(text: str, message: str) -> None:
     ("kind", "settings", "message"),
     [
         ("GPT2BPETokenizer", {}, "--vocab-file"),
-        ("GPT2BPETokenizer", {"vocab_file": "vocab.json"}, "needs --merge-file"),
+        ("GPT2BPETokenizer", {"vocab_file": "vocab.json"}, "requires --merge-file"),
         ("NullTokenizer", {}, "--vocab-size"),
         ("HuggingFaceTokenizer", {}, "--tokenizer-model"),
         ("SentencePieceTokenizer", {}, "--tokenizer-model"),
@@ -222,7 +222,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a folder like ``transformers``, with special tokens and a chat template."""
+    """Writes a folder as ``transformers`` does, with special tokens and a chat template."""
     made = tmp_path_factory.mktemp("hugging_face")
     encoder = FastTokenizer(models.BPE.from_file(str(corpus.vocab_file), str(corpus.merge_file)))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -272,7 +272,7 @@ def test_a_conversation_is_what_the_template_writes(folder: Path) -> None:
         for is_taught, run in itertools.groupby(zip(ids, taught, strict=True), lambda pair: pair[1])
         if is_taught
     ]
-    # Earlier answers do not contain the thoughts that the template writes for the last answer.
+    # Earlier answers do not contain the reasoning that the template writes for the last answer.
     assert parts == ["b 🙂<|im_end|>\n", "<think></think>d<|im_end|>\n"]
 
 
@@ -282,7 +282,7 @@ def test_a_template_may_refuse_and_runs_in_a_sandbox(folder: Path, tmp_path: Pat
         ("{{ raise_exception('roles must take turns') }}", "roles must take turns"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{% for one in messages %}{% endfor %}", "omits the assistant"),
-        ("{% for %}", "refuses the conversation"),
+        ("{% for %}", "rejects the conversation"),
     ):
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(DataError, match=reason):
@@ -324,7 +324,7 @@ def test_sentencepiece_gives_its_own_tokens(corpus: Corpus, tmp_path: Path) -> N
         assert tokenizer.tokenize_batch(MIXED)[:-1] == expected
         assert [tokenizer.tokenize(text) for text in MIXED[:-1]] == expected
         assert (tokenizer.vocab_size, tokenizer.eod) == (330, reference.eos_id())
-    with pytest.raises(DataError, match="not a model of SentencePiece"):
+    with pytest.raises(DataError, match="not a SentencePiece model"):
         _build("SentencePieceTokenizer", corpus.vocab_file)
 
 
@@ -347,7 +347,7 @@ def test_tiktoken_is_as_megatron_core_builds_it(pattern: str, tmp_path: Path) ->
         reference.text_to_ids(text) for text in MIXED
     ]
     assert (tokenizer.vocab_size, tokenizer.eod) == (280, reference.eod)
-    with pytest.raises(DataError, match="--vocab-size 300 less --tiktoken-num-special-tokens 19"):
+    with pytest.raises(DataError, match="--vocab-size 300 minus --tiktoken-num-special-tokens 19"):
         _build("TikTokenizer", file, **settings | {"vocab_size": 300})
 
 

@@ -100,13 +100,13 @@ def test_the_number_of_slices_is_chosen_from_two_that_were_measured(
     log = (tmp_path / "auto.txt").read_text()
     # Sequences of 64 tokens have at most 4 slices.
     assert "auto has measured 4 slices, and measures 2 next" in log
-    assert "sequences now run in 2 slices: built again" in log
+    assert "sequences now run in 2 slices: rebuilt in" in log
     assert re.search(r"auto takes .*simulated steps by number of slices: 1: .* ms, 2: .* 4: ", log)
     hinted = f"{longer} --pipeline-schedule hinted --sequence-slices 2"
     assert losses_of(tmp_path / "hinted", hinted) == pytest.approx(ran, rel=1e-6)
     pattern = r"hinted follows .* relative to a forward, messages take [0-9.]+, B [0-9.]+ and W "
     assert re.search(pattern, (tmp_path / "hinted.txt").read_text())
-    assert "sequences are now whole: built again" in log
+    assert "sequences are now whole: rebuilt in" in log
     run = read_run(traces)
     assert run.ranks[0].slices(run.iterations[-1]) == 1
     assert run.iterations[-1] in run.complete_iterations()
@@ -120,7 +120,7 @@ def test_the_length_of_slices_is_chosen_from_two_that_were_measured(tmp_path: Pa
     assert losses_of(tmp_path / "auto", auto) == pytest.approx(ran, rel=1e-6)
     log = (tmp_path / "auto.txt").read_text()
     assert "auto has measured slices of 16 tokens, and measures 32 next" in log
-    assert "slices now have 32 tokens: built again" in log
+    assert "slices now have 32 tokens: rebuilt in" in log
     pattern = r"auto takes slices of (\d+) tokens, adaptive \((v|loop), 2 chunks.*simulated steps "
     chosen = re.search(pattern + r"by tokens of a slice: 16: .* ms, 32: .* ms, 64: ", log)
     assert chosen is not None, log
@@ -141,7 +141,7 @@ def test_cap_and_placement_are_chosen_for_a_given_length_of_slices(tmp_path: Pat
     pattern = r"auto takes slices of 32 tokens, adaptive \((v|loop), 2 chunks.* of a slice: 32: "
     chosen = re.search(pattern, log)
     assert chosen is not None, log
-    assert ("stages are placed in a loop: built again" in log) == (chosen[1] == "loop")
+    assert ("stages are placed in a loop: rebuilt in" in log) == (chosen[1] == "loop")
 
 
 def test_traces_name_microbatches_and_the_slices_that_ran(tmp_path: Path) -> None:

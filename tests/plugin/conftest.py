@@ -1,4 +1,4 @@
-"""Makes fixtures available here: token files, and the releases of megatron-core."""
+"""Imports the fixtures for token files and for the releases of megatron-core."""
 
 from __future__ import annotations
 

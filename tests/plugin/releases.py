@@ -1,4 +1,4 @@
-"""Provides the releases of megatron-core that the plug-in is tested with."""
+"""Provides the releases of megatron-core with which the plugin is tested."""
 
 from __future__ import annotations
 

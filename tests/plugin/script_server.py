@@ -1,4 +1,4 @@
-"""Forks ranks like a node's fork server, with Megatron-LM's trainer already imported.
+"""Forks ranks as a node's fork server does, with Megatron-LM's trainer already imported.
 
 Usage: ``script_server.py DESCRIPTOR``, with a Megatron-LM on ``PYTHONPATH``.
 """
@@ -21,11 +21,12 @@ _import_of_nodes = rank_forkserver._import
 
 
 def _import() -> None:
-    """Imports modules that ranks need. Errors are ignored, because ranks report them as well."""
+    """Imports modules that ranks need. Ignores errors, because the ranks report them themselves."""
     _import_of_nodes()
     allow_old_python()
     device = importlib.import_module("megatron.adaptive.accelerator")
-    # Megatron-LM reads the source of its classes for help texts, which takes a third of a start.
+    # Megatron-LM reads the source of its classes for help texts, which takes a third of the start
+    # time.
     vars(inspect)["getsource"] = functools.cache(inspect.getsource)
     with contextlib.suppress(Exception), device.quiet_imports():
         importlib.import_module("megatron.training.training")

@@ -44,7 +44,7 @@ def test_each_model_has_an_engine(engines: Engines) -> None:
     assert first._settings == SHARED
     settings = second._settings
     assert (settings.schedule, settings.timeout_s) == ("1f1b", 5.0)
-    # All models share these settings of the process.
+    # All models share these process-wide settings.
     assert (settings.first_weights, settings.on_hang) == ("by-layer", "end")
     engines.close()
 
@@ -59,8 +59,8 @@ def test_models_do_not_share_a_trace(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "line"),
     [
-        ("gpipe", 2, "twice for a Linear of 2 chunks, with schedule=1f1b and then schedule=gpipe:"),
-        ("1f1b", 1, "twice for a Linear of 1 chunk, first with 2 of its chunks: call it once"),
+        ("gpipe", 2, "twice for a Linear of 2 chunks, with schedule=1f1b and then schedule=gpipe;"),
+        ("1f1b", 1, "twice for a Linear of 1 chunk, first with 2 of its chunks; call it once"),
     ],
 )
 def test_two_settings_for_one_model(
@@ -75,7 +75,9 @@ def test_two_settings_for_one_model(
 
 @pytest.mark.parametrize("no_model", [[], "gpt", [None]])
 def test_what_is_no_model(engines: Engines, no_model: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^install\(\) was given .* as model: give a module or"):
+    with pytest.raises(
+        ConfigError, match="^model must be a module, or the list of .* as passed to the schedule"
+    ):
         engines.give(no_model, Settings())
 
 
@@ -92,8 +94,8 @@ def test_settings_that_come_too_late(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"placement": "v"}, "placement=v was given to .* for one model: process groups are made"),
-        ({"on_hang": "end"}, "on_hang=end was given to .* for one model: one watch looks at all"),
+        ({"placement": "v"}, "placement=v was given to .* for one model, but process groups"),
+        ({"on_hang": "end"}, "on_hang=end was given to .* for one model, but all models share"),
     ],
 )
 def test_settings_of_the_whole_process(settings: dict[str, Any], line: str) -> None:
@@ -130,7 +132,7 @@ def test_a_program_with_its_own_loop_may_pause(
     ],
 )
 def test_what_loss_functions_report(reported: list[Any], mean: float | None) -> None:
-    """Checks microbatches with different keys as well, in a traced step."""
+    """Checks the results of loss functions, including microbatches with different keys."""
     total = _summed_loss(reported)
     assert _mean_loss(total, 1) == mean
     assert _mean_loss(total, 2) is None  # another replica reported no loss

@@ -25,7 +25,7 @@ from megatron.adaptive.plugin.first_weights import FirstWeights, is_by_layer  # 
 
 @pytest.fixture
 def by_layer(one_process: None) -> Iterator[list[bool]]:
-    """Yields a list; weights are drawn by layer while it contains ``True``."""
+    """Yields a list. While the list contains ``True``, weights are drawn by layer."""
     switch = [True]
     weights = FirstWeights(lambda: switch[0])
     original = GPTModel.__init__

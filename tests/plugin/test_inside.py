@@ -1,4 +1,4 @@
-"""Compares programs with their own training loop with megatron-core's own schedule."""
+"""Compares programs that have their own training loop with megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ releases = pytest.mark.parametrize(
 def run(
     cases: list[dict[str, Any]], world_size: int, folder: Path, python_path: str = str(ROOT)
 ) -> list[dict[str, Any]]:
-    """Runs each case without ``install()`` and with the settings of each of its runs, in one job.
+    """Runs each case in one job, without ``install()`` and with the settings of each of its runs.
 
     Returns:
-        Results of the ranks with the settings, after a comparison with the results without.
+        Results of the ranks with the settings, after comparing them with the results without.
     """
     cases_file, results_file = folder / "cases.json", folder / "results.json"
     plain: dict[str, Any] = {"plain": None}

@@ -41,7 +41,7 @@ def taken_back() -> Iterator[None]:
 
 @pytest.fixture
 def holder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns a module that imported the function by name, like Megatron-LM's modules."""
+    """Returns a module that imported the function by name, as Megatron-LM's modules do."""
     module: Any = types.ModuleType("somebody.training")
     module.get_forward_backward_func = ORIGINAL
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -102,7 +102,7 @@ def test_schedule_megatron_is_megatron_core(monkeypatch: pytest.MonkeyPatch, by_
     assert original is schedules.forward_backward_pipelining_without_interleaving
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stream holds what is sent")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA stream keeps sent tensors alive")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
     ("loop", "ranks"),
@@ -152,7 +152,7 @@ def test_an_unknown_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     megatron.adaptive.install()
     seam: Any = schedules.get_forward_backward_func
     monkeypatch.setattr(seam, "original", lambda: print)
-    with pytest.raises(ConfigError, match="^megatron-core would run a step with print, which"):
+    with pytest.raises(ConfigError, match="^megatron-core would run the step with print, which"):
         seam()
 
 

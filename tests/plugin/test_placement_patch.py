@@ -1,4 +1,4 @@
-"""Tests the answers that megatron-core gets about stages in a V, and unsupported settings."""
+"""Tests what megatron-core returns about stages in a V-shaped placement, and invalid settings."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def test_one_rank_is_no_v() -> None:
         (
             {"virtual_pipeline_model_parallel_size": None},
             {},
-            "placement v with 1 model chunk on a pipeline rank: it has 2; give --num-virtual-",
+            "placement v requires 2 model chunks on each pipeline rank, got 1 model chunk; set",
         ),
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Et|t|tt|mL", "mtp_num_layers": 1},
             {"load": "here", "ckpt_format": "torch"},
-            "checkpoints of --ckpt-format torch with placement v: they name layers by their",
+            "placement v does not support checkpoints with --ckpt-format torch, because they name",
         ),
         (
             {"num_layers": 4, "pipeline_model_parallel_layout": "Ett|tt|m|L", "mtp_num_layers": 1},
@@ -116,7 +116,7 @@ def test_one_rank_is_no_v() -> None:
                 "use_distributed_optimizer": True,
                 "dist_ckpt_optim_fully_reshardable": False,
             },
-            "checkpoints of the distributed optimizer by buckets with placement v: a loop would",
+            "placement v does not support checkpoints of the distributed optimizer by buckets",
         ),
     ],
 )

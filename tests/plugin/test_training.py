@@ -1,4 +1,4 @@
-"""Checks that a user's program gives the same numbers with and without the plug-in's two lines."""
+"""Checks that a user's program gives the same numbers with and without the plugin's two lines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # Both start with weights of a loop; one run continues in a loop, the other in a V.
+        # Both runs start with weights of a loop. One continues in a loop, the other in a V.
         "shape": CHUNKS,
         "from": "tied",
         "runs": {
@@ -77,7 +77,7 @@ TWO_RANKS: list[dict[str, Any]] = [
         },
     },
     {
-        # All runs start with new weights; they are compared with "loop" instead of "plain".
+        # All runs start with new weights, and are compared with "loop" instead of "plain".
         "shape": CHUNKS,
         "runs": {
             name: {**settings, "first_weights": "by-layer"}
@@ -149,9 +149,9 @@ def run(
     fresh: bool = True,
     python_path: str = str(ROOT),
 ) -> list[dict[str, Any]]:
-    """Runs each case in megatron-core's own loop and then with the plug-in, in one job.
+    """Runs each case in megatron-core's own loop and then with the plugin, in one job.
 
-    In fresh processes the plug-in is installed first, as in a user's program, and the processes
+    In new processes, the plugin is installed first, as in a user's program, and the processes
     exit normally.
     """
     cases_path, results_path = folder / "cases.json", folder / "results.json"
@@ -209,35 +209,36 @@ def test_two_ranks(tmp_path: Path) -> None:
     check_numbers([{"runs": {**by_layer, "plain": by_layer["loop"]}}])
     check_numbers(results)
     assert results[0]["refused"] == {
-        "shapes": "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
-        "tensor with its shape; leave it out or use schedule megatron",
+        "shapes": "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor "
+        "and its shape (distillation uses this argument); remove it or use --pipeline-schedule "
+        "megatron",
         "groups": "pg_collection has no pp, tp, cp, dp, dp_cp, but the engine connects the "
         "ranks of pp, tp, cp, dp, dp_cp; set these groups, or remove pg_collection to use the "
         "groups of parallel_state",
-        "messages": "p2p_communicator was given with another pipeline than the step's process "
-        "groups: the engine connects the ranks of these groups; make it with their pp group or use "
-        "schedule megatron",
+        "messages": "p2p_communicator has a different pipeline than the step's process groups, "
+        "but the engine connects the ranks of these groups; create it with their pp group or use "
+        "--pipeline-schedule megatron",
         "again": "",  # a second model has its own channels
         "settings": "schedule=gpipe on rank 1, but schedule=adaptive on rank 0; start all ranks of "
         "a job with the same settings",
     }
     assert results[1]["refused"] == {
         "fewer": "a step has 2 pipeline ranks with 1 chunks each, but the model's first step had 2 "
-        "with 2, which the engine is connected for: give all chunks of the model in every step, or "
-        "call megatron.adaptive.uninstall() and install() on all ranks in between"
+        "ranks with 2 chunks each; pass all chunks of the model in every step, or call "
+        "megatron.adaptive.uninstall() and install() on all ranks between the steps"
     }
     said = (tmp_path / "output.txt").read_text()
     assert "megatron.adaptive: schedule interleaved on 2 pipeline ranks with 2 model chunks" in said
     assert "schedule zb-v on 2 pipeline ranks with 2 model chunks each in a V" in said
     assert said.count("megatron.adaptive: auto takes ") == 1
-    # No code closed the last run's trace; it was closed when the interpreter exited.
+    # The last run's trace was closed when the interpreter exited.
     traced = read_run(tmp_path / "traces")
     assert sorted(traced.ranks) == [0, 1]
     for rank in traced.ranks.values():
-        # Evaluation is not traced; each microbatch has three kinds of actions.
+        # Evaluation is not traced, and each microbatch has three kinds of actions.
         actions = rank.table().of_kind("F", "B", "W")
         assert Counter(actions.iteration.tolist()) == dict.fromkeys([1, 2, 3, 4], 3 * 4)
-        # Other work is recorded from outside; this program reads data on every rank.
+        # Other work is recorded from outside. This program reads data on every rank.
         table = rank.table([2])
         around = {kind: int(table.where(kind).sum()) for kind in ("data", "reduce", "optimizer")}
         assert around == {"data": 4, "reduce": 1, "optimizer": 1}
@@ -307,7 +308,7 @@ def test_experts_exchange_tokens_beside_other_actions(tmp_path: Path) -> None:
         same = np.diff(actions.iteration) == 0
         within += int((actions.start_ns[1:] < actions.end_ns[:-1])[same].sum())
     assert within > 0  # forwards that began during a backward, or the reverse
-    # 16 tokens of 2 samples, 4 microbatches, 2 replicas; each token goes to 2 experts.
+    # 16 tokens of 2 samples, 4 microbatches, 2 replicas. Each token goes to 2 experts.
     for iteration in (1, 2, 3):
         loads = [trace.experts[iteration] for trace in traced.ranks.values()]
         assert all(load.exchange_ns > 0 for load in loads)

@@ -1,4 +1,4 @@
-"""Tests which features of a model are rejected, and the error messages."""
+"""Tests which features of a model are rejected, and with which error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINE: Any = object()
 
 
 class Chunk(torch.nn.Module):
-    """A fake model chunk that has only a kind and attributes."""
+    """Fake model chunk that has only a kind and attributes."""
 
     def __init__(self, kind: Any = ModelType.encoder_or_decoder, **attributes: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Chunk(torch.nn.Module):
 
 
 class FullyShardedDataParallel(Chunk):
-    """A fake class of which only the name matters."""
+    """Fake class. Only its name matters."""
 
 
 def configuration(**changes: Any) -> Any:
@@ -54,13 +54,13 @@ def check(config: Any = None, *chunks: Any, replicas: int = 1, **settings: Any) 
 
 @pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
 def test_weights_in_parts(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}=2 of the model: parts of weights"):
+    with pytest.raises(ConfigError, match=f"^the model's {name}=2 is not supported, because parts"):
         check(configuration(**{name: 2}))
 
 
 def test_groups_of_another_job_than_ours() -> None:
     check(None, Chunk(pg_collection=SimpleNamespace(pp=PIPELINE)))
-    line = "^chunk 0 was built with another pipeline than the step's process groups: the engine"
+    line = "^chunk 0 was built with a different pipeline than the step's process groups, but the"
     with pytest.raises(ConfigError, match=line):
         check(None, Chunk(pg_collection=SimpleNamespace(pp=None)))
 
@@ -68,8 +68,12 @@ def test_groups_of_another_job_than_ours() -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "line"),
     [
-        ({}, {"placement": "v"}, "^pg_collection was given with stages in a V: a V is made of"),
-        ({"num_moe_experts": 4}, {}, "^pg_collection was given without ep, expt_tp and tp_ep for"),
+        ({}, {"placement": "v"}, "^pg_collection is not supported for stages in a V, because"),
+        (
+            {"num_moe_experts": 4},
+            {},
+            "^pg_collection has no ep, expt_tp and tp_ep groups, but a model",
+        ),
     ],
 )
 def test_what_groups_of_the_caller_lack(
@@ -96,24 +100,28 @@ def test_what_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("cuda_graph_impl", "local", "a CUDA graph replays the order it was captured in"),
-        ("cuda_graph_impl", "full_iteration", "a CUDA graph replays the order it was captured in"),
+        ("cuda_graph_impl", "local", "a CUDA graph replays the order in which it was captured"),
+        (
+            "cuda_graph_impl",
+            "full_iteration",
+            "a CUDA graph replays the order in which it was captured",
+        ),
         ("moe_paged_stash", True, "only megatron-core's own loop resets the stash"),
-        ("hybrid_context_parallel", True, "it needs a special loop"),
+        ("hybrid_context_parallel", True, "it requires a special loop"),
         (
             "dynamic_context_parallel",
             True,
-            "the context-parallel group changes from microbatch to microbatch",
+            "the context-parallel group changes between microbatches",
         ),
         (
             "sequence_packing_scheduler",
             "dp_balanced",
-            "it deals documents to microbatches anew in each step",
+            "it reassigns documents to microbatches in each step",
         ),
         (
             "delay_wgrad_compute",
             True,
-            "the engine itself delays weight gradients, see split_backward",
+            "the engine itself delays weight gradients (see split_backward)",
         ),
     ],
 )
@@ -121,7 +129,8 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
     with pytest.raises(ConfigError) as caught:
         check(configuration(**{name: value}))
     assert str(caught.value) == (
-        f"{name}={value} of the model: {reason}; turn it off or use schedule megatron"
+        f"the model's {name}={value} is not supported: {reason}; turn it off or use "
+        "--pipeline-schedule megatron"
     )
 
 
@@ -130,7 +139,7 @@ def test_parts_of_megatron_cores_own_loop(name: str, value: Any, reason: str) ->
     [
         ({}, "1f1b", "schedule 1f1b needs .*other schedules never overlap two actions"),
         ({"moe_token_dispatcher_type": "flex"}, "adaptive", "flex needs .*cannot pause"),
-        ({"recompute_modules": ["moe"]}, "adaptive", "recomputed layers of experts"),
+        ({"recompute_modules": ["moe"]}, "adaptive", "recomputed expert layers"),
     ],
 )
 def test_exchanges_that_nothing_can_hide(
@@ -138,12 +147,16 @@ def test_exchanges_that_nothing_can_hide(
 ) -> None:
     asked = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}
     check(configuration(**asked))
-    with pytest.raises(ConfigError, match=f"^(--)?overlap.moe.expert.parallel.comm .*{reason}"):
+    with pytest.raises(
+        ConfigError, match=f"^(--|the model's )?overlap.moe.expert.parallel.comm .*{reason}"
+    ):
         check(configuration(**{**asked, **changes}), schedule=schedule)
 
 
 def test_delayed_scaling_across_replicas() -> None:
-    with pytest.raises(ConfigError, match="^fp8_recipe=delayed .* schedule adaptive and 2 data-p"):
+    with pytest.raises(
+        ConfigError, match="^the model's fp8_recipe=delayed .* schedule adaptive with 2 data-p"
+    ):
         check(configuration(fp8="hybrid", fp8_recipe="delayed"), replicas=2)
 
 
@@ -152,11 +165,11 @@ def test_delayed_scaling_across_replicas() -> None:
     [
         (
             Chunk(SimpleNamespace(name="encoder_and_decoder")),
-            "model type encoder_and_decoder of chunk 0: one tensor goes from stage to stage here",
+            "model type encoder_and_decoder of chunk 0 is not supported, because stages exchange",
         ),
-        (Chunk(add_encoder=True), "chunk 0 is a Chunk, an encoder with a decoder: one tensor goes"),
-        (Chunk(modality_submodules={}), "chunk 0 is a Chunk, a model of several modalities: one"),
-        (FullyShardedDataParallel(), "chunk 0 is a FullyShardedDataParallel: replicas gather"),
+        (Chunk(add_encoder=True), "chunk 0 is a Chunk, an encoder with a decoder, which is not"),
+        (Chunk(modality_submodules={}), "chunk 0 is a Chunk, a model of several modalities, which"),
+        (FullyShardedDataParallel(), "chunk 0 is a FullyShardedDataParallel, which is not"),
     ],
 )
 def test_models(chunk: Any, line: str) -> None:
@@ -186,10 +199,7 @@ def test_schedules(chunks: int, settings: dict[str, Any], line: str) -> None:
 
 
 def test_a_model_that_was_built_in_another_placement() -> None:
-    line = (
-        "^the model's chunks are placed in a loop, and schedule hinted was given with placement v: "
-        "call"
-    )
+    line = "^the model's chunks have placement loop, but schedule hinted requires placement v; call"
     with pytest.raises(ConfigError, match=line):
         check(
             configuration(pipeline_model_parallel_size=2),
@@ -206,9 +216,9 @@ def test_where_splitting_may_cost_more_than_it_gains() -> None:
     overlapped = configuration(no_sync_func=[])
     assert why(configuration()) is None
     assert why(overlapped, replicas=1) is None
-    assert why(overlapped) == "gradients are reduced while the last backward still runs"
+    assert why(overlapped) == "gradients are reduced while the last backward pass is still running"
     full = configuration(recompute_granularity="full")
-    assert why(full) == "full recomputation keeps less than weight gradients need"
+    assert why(full) == "full recomputation keeps less memory than weight gradients need"
     config = configuration()
     layer = TELinear(2, 2, config=config, bias=True, skip_bias_add=True)
     assert why(config, Chunk(layer=layer)) == (

@@ -1,6 +1,7 @@
-"""Tests the plug-in with every release of megatron-core from 0.15 on, and release detection.
+"""Tests the plugin with every release of megatron-core from 0.15, and the detection of releases.
 
-Also tests ``train megatron-lm``, Megatron-LM's own trainer, which wheels contain from 0.17 on.
+This module also tests ``train megatron-lm``, Megatron-LM's own trainer, which wheels contain from
+release 0.17.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .releases import VERSIONS, real  # noqa: E402
 from .test_training import check_numbers, run  # noqa: E402
 
 OTHERS = trees_of_others()
-# Up to 0.17 megatron-core's own loop frees outputs before gloo has sent them.
+# Up to release 0.17, megatron-core's own loop frees outputs before gloo has sent them.
 SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "chunks": 2, "deallocate": False, **model}
     for model in ({}, {"llama": True, "groups": True}, {"llama": True, "mtp": True})
@@ -82,7 +83,7 @@ def test_steps_are_those_of_its_own_schedule(
     indirect=True,
 )
 def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
-    # A loop and a V, with whole and with split backwards.
+    # Test a loop and a V, with whole and with split backward passes.
     cases = [*in_pairs(LOOP, 0)[:2], in_pairs(V, 1)[1]]
     cases = [{**case, "shape": {**case["shape"], "tp": 2}} for case in cases]
     check_numbers(run(cases, 4, tmp_path, fresh=False, python_path=python_path))
@@ -96,7 +97,7 @@ def test_tensor_parallel_steps_too(python_path: str, tmp_path: Path) -> None:
 def test_its_own_trainer_has_the_steps_of_its_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks ``train megatron-lm`` with this project's schedules and without."""
+    """Checks ``train megatron-lm`` with and without this project's schedules."""
     said = {}
     for name, arguments in {
         "megatron": [],
@@ -110,7 +111,8 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
         assert ended == 0, tail(log)
         said[name] = log.read_text()
     assert "megatron.adaptive: schedule adaptive on 2 pipeline ranks" in said["adaptive"]
-    # Three steps, one more step in a V from the loop's checkpoint, then validation and test.
+    # The output has three steps, one more step in a V from the loop's checkpoint, then validation
+    # and test.
     first, rest = (SEEN.findall(said[name]) for name in ("adaptive", "zb-v"))
     assert (len(first), len(rest)) == (6, 4)
     assert first + rest == SEEN.findall(said["megatron"])
@@ -126,7 +128,7 @@ def test_its_own_trainer_has_the_steps_of_its_own_schedule(
 def test_its_own_trainer_makes_damaged_indices_anew(
     python_path: str, tmp_path: Path, write_tokens: Callable[..., str]
 ) -> None:
-    """Checks damage that its own code would not detect: one flipped bit gives different samples."""
+    """Checks damage that megatron-core would not detect: one flipped bit changes the samples."""
     prefix = write_tokens([[1 + n % 200] * 40 for n in range(60)])
     arguments = [word for word in FLAGS.split() if word != "--mock-data"]
     arguments += ["--data-path", prefix, "--split", "80,20,0", "--pipeline-schedule", "adaptive"]
@@ -153,7 +155,7 @@ def test_its_own_trainer_makes_damaged_indices_anew(
 def test_two_chunks_in_half_precision_on_megatrons_own_schedule(
     python_path: str, tmp_path: Path
 ) -> None:
-    """Checks outputs that its own loop frees before gloo has sent them, which gave NaN losses."""
+    """Checks outputs that megatron-core's loop frees before gloo has sent them."""
     arguments = "--num-virtual-stages-per-pipeline-rank 2 --bf16 --position-embedding-type rope"
     said = {}
     for name in ("megatron", "adaptive"):

@@ -1,18 +1,19 @@
 """Defines three programs with their own training loop that call megatron-core's schedule.
 
-They do not use this package. Each calls ``get_forward_backward_func`` in the same way as a program
-that is used for training:
+The programs do not use this package. Each calls ``get_forward_backward_func`` in the same way as an
+existing training program:
 
-- :func:`run_actor`, like verl's actor, critic and reference: several models, microbatches of
-  unequal lengths, outputs that are dictionaries, and weights, gradients and optimizer state that
-  are offloaded between calls.
-- :func:`run_policy`, like NeMo-RL's policy: one model without a list, a generator of microbatches,
-  a different length and number of microbatches in every call and on every replica, gradients that
-  are accumulated over several calls before they are reduced.
-- :func:`run_bridge`, like Megatron Bridge's training step: one function for all steps, with process
-  groups and a communicator of the program.
+- :func:`run_actor` is like verl's actor, critic and reference. It has several models, microbatches
+  of unequal lengths and outputs that are dictionaries. Weights, gradients and optimizer state are
+  offloaded between calls.
+- :func:`run_policy` is like NeMo-RL's policy. It has one model without a list and a generator of
+  microbatches. The length and number of microbatches differ between calls and between replicas.
+  Gradients are accumulated over several calls before they are reduced.
+- :func:`run_bridge` is like Megatron Bridge's training step. It has one function for all steps, and
+  process groups and a communicator of the program.
 
-Each returns a rank's results: results of loss functions, gradient norms, and a digest of weights.
+Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
+the weights.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ Loss = Callable[..., Any]
 
 @dataclass(kw_only=True, eq=False)
 class Model:
-    """A model of the program.
+    """Model of the program.
 
     Attributes:
         config: Configuration in megatron-core.
         chunks: Chunks of this rank, wrapped for data parallelism if they are trained.
-        optimizer: Optimizer, ``None`` for a model that is not trained.
+        optimizer: Optimizer, or ``None`` for a model that is not trained.
         groups: Process groups of the model.
     """
 
@@ -69,13 +70,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Division of a program's models.
+    """Parallel sizes and options of a program.
 
     Attributes:
         pp: Number of pipeline ranks.
         vp: Number of chunks of a rank.
         foreign: Whether the program creates its process groups itself, without ``parallel_state``.
-        overlap: Whether gradients are reduced while the backward is still running.
+        overlap: Whether gradients are reduced while the backward pass is still running.
         drops_last: Whether a step of :func:`run_bridge` omits the last microbatch, whose loss is 0.
         steps: Number of training iterations.
     """
@@ -119,7 +120,7 @@ def make_groups(program: Program) -> ProcessGroupCollection:
 
 
 def _subgroup(lists: Sequence[list[int]]) -> Any:
-    """Creates a group of each list of ranks; returns this rank's group, or ``None``."""
+    """Creates a group for each list of ranks. Returns this rank's group, or ``None``."""
     joined = None
     for ranks in lists:
         group = dist.new_group(ranks)
@@ -134,9 +135,9 @@ def make_model(
     """Builds a model, with the same weights for the same seed.
 
     Args:
-        program: Division of the model.
+        program: Parallel sizes of the model.
         groups: Process groups of the model.
-        seed: Seed of the first weights.
+        seed: Seed of the initial weights.
         trains: Whether the model has gradients and an optimizer.
         **more: Changes of the configuration.
     """
@@ -236,11 +237,11 @@ def _update(model: Model) -> float:
 
 
 class Reinforced:
-    """Calls the schedule with lists of microbatches of unequal lengths, for one of several models.
+    """Calls the schedule for one of several models, with lists of microbatches of unequal lengths.
 
     Args:
         model: Model that the calls run.
-        as_values: Whether the model is a critic: its outputs are values of tokens.
+        as_values: Whether the model is a critic, whose outputs are values of tokens.
     """
 
     def __init__(self, model: Model, *, as_values: bool = False) -> None:
@@ -289,7 +290,7 @@ class Reinforced:
         return [result[name].flatten().tolist() for result in seen]
 
     def learn(self, batches: list[Batch]) -> dict[str, Any]:
-        """Runs one update; returns the result of the loss function and the gradient norm."""
+        """Runs one update, and returns the result of the loss function and the gradient norm."""
 
         def loss(output: Batch, *, batch: Batch, count: int) -> Any:
             if self._as_values:
@@ -306,7 +307,7 @@ class Reinforced:
 
 
 class Offloaded:
-    """Moves weights, gradients and optimizer state of a model away and back.
+    """Offloads weights, gradients and optimizer state of a model, and moves them back.
 
     Args:
         model: Model whose memory is needed between two calls.
@@ -321,7 +322,7 @@ class Offloaded:
         self._nbytes: list[int] = []
 
     def out(self) -> None:
-        """Frees the memory of the gradients, and moves weights and state elsewhere."""
+        """Frees the memory of the gradients, and moves weights and optimizer state elsewhere."""
         self._kept = [weight.data.clone() for weight in self._weights]
         self._nbytes = [gradient.untyped_storage().nbytes() for gradient in self._gradients]
         for weight in self._weights:
@@ -333,7 +334,7 @@ class Offloaded:
                 values.update({name: value.clone() for name, value in values.items()})
 
     def back(self) -> None:
-        """Moves weights back to new memory. Gradients are zero."""
+        """Moves weights back to new memory, and sets gradients to zero."""
         for weight, kept in zip(self._weights, self._kept, strict=True):
             weight.data = kept
         for gradient, nbytes in zip(self._gradients, self._nbytes, strict=True):
@@ -368,7 +369,7 @@ def served_weights(model: Model) -> str:
 
 
 def run_actor(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains an actor and a critic against a reference, like verl."""
+    """Trains an actor and a critic against a reference, as verl does."""
     groups = make_groups(program)
     varying = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     models = {
@@ -449,7 +450,7 @@ def _yield(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def run_policy(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy, like NeMo-RL."""
+    """Trains a policy, as NeMo-RL does."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=5)
     prepare({"policy": model})
@@ -513,7 +514,7 @@ def bridge_loss(batch: Batch, output: torch.Tensor, non_loss_data: bool = False)
 
 
 class BridgeStep:
-    """Runs a microbatch through a chunk; a callable object."""
+    """Callable object that runs a microbatch through a chunk."""
 
     def __call__(
         self, iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False
@@ -523,7 +524,7 @@ class BridgeStep:
 
 
 def run_bridge(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model, like Megatron Bridge."""
+    """Trains a model, as Megatron Bridge does."""
     groups = make_groups(program)
     model = make_model(program, groups, seed=3, calculate_per_token_loss=True)
     prepare({"model": model})

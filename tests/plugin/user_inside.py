@@ -1,4 +1,5 @@
-"""Runs programs that own their loop, with and without ``install()``, as a rank of ``torchrun``.
+"""Runs programs that have their own loop, with and without ``install()``, as a rank of
+``torchrun``.
 
 Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
@@ -7,7 +8,7 @@ Usage: ``user_inside.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "runs": {name: {"settings": {...} of install, "models": {model: {...} of install},
                      "shape": changes of the shape}, or null}}
 
-Rank 0 writes ``RESULTS``: the results of each rank, for each case and run.
+Rank 0 writes the results of each rank for each case and run to ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def run(case: dict[str, Any], settings: dict[str, Any] | None) -> Any:
 
 
 def main() -> None:
-    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

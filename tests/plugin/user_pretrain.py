@@ -1,4 +1,4 @@
-"""Runs the user's program with and without the plug-in's two lines, as a rank of ``torchrun``.
+"""Runs the user's program with and without the plugin's two lines, as a rank of ``torchrun``.
 
 Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
 
@@ -8,13 +8,13 @@ Usage: ``user_pretrain.py CASES RESULTS``. ``CASES`` is a JSON list of objects::
      "from": folder of the checkpoint that all runs begin with; "plain" writes it,
      "fails_on": rank that fails in the last run, or null}
 
-Settings may have ``then``: settings of a second run, which continues from a checkpoint.
+Settings may have ``then``, the settings of a second run that continues from a checkpoint.
 
 Rank 0 writes ``RESULTS``: each rank's results for each case and run, and the error line of each
-rejected run; with ``again`` the error of a second step with new process groups, and with ``fewer
-chunks`` the error of a second step with only the first chunk. A run with traces saves a checkpoint
-after its evaluation. The last run ends when the interpreter exits, with the plug-in still
-installed.
+rejected run. With ``again``, this is the error of a second step with new process groups. With
+``fewer chunks``, it is the error of a second step with only the first chunk. A run with traces
+saves a checkpoint after its evaluation. The last run ends when the interpreter exits, with the
+plugin still installed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from megatron.adaptive.errors import ConfigError  # noqa: E402
 
 
 def start(shape: user.Shape, settings: dict[str, Any] | None) -> user.Job:
-    """Starts a new job, without the plug-in if ``settings`` is ``None``."""
+    """Starts a new job, without the plugin if ``settings`` is ``None``."""
     megatron.adaptive.uninstall()
     gc.collect()
-    # Each run has threads that wake up a hundred times a second.
+    # Destroy the groups, because each run has threads that wake up a hundred times a second.
     dist.barrier()
     destroy_groups(group for group in process_groups() if group is not dist.group.WORLD)
     if settings is not None:
@@ -61,13 +61,13 @@ def regroup(shape: user.Shape) -> user.Job:
 
 
 def run(case: dict[str, Any], settings: dict[str, Any] | None, name: str) -> Any:
-    """Trains and evaluates; restores plug-in and process groups at the end."""
+    """Trains and evaluates. Restores plugin and process groups at the end."""
     settings = None if settings is None else dict(settings)
     then = [] if settings is None or "then" not in settings else [settings.pop("then")]
     overlaps = settings is not None and settings.pop("overlaps", False)
     shape = user.Shape(**case["shape"])
     job = start(shape, settings)
-    # megatron-core's own loop would need a different forward_step for this.
+    # megatron-core's own loop would need a different forward_step for this setting.
     job.config.overlap_moe_expert_parallel_comm = overlaps
     if "from" in case:
         (user.save if name == "plain" else user.load)(job, case["from"], with_optimizer=False)
@@ -118,7 +118,7 @@ def refused(shape: user.Shape, case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     torch.set_num_threads(1)
     gc.freeze()

@@ -1,11 +1,12 @@
-"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plug-in, and records numbers.
+"""Runs ``pretrain_gpt.py`` of an unmodified Megatron-LM with the plugin, and records numbers.
 
 Usage: ``user_script.py SCRIPT RESULTS FLAG ...``, as a rank of a job.
 
-The text of ``SCRIPT`` gets the lines of docs/plugin.md before it runs: ``install()`` at its top,
-and ``add_arguments`` as ``extra_args_provider``. The file itself does not change. One more line
-before the script's main part calls :func:`record`, which appends a line to ``RESULTS.RANK`` after
-each step and evaluation, with all numbers as hexadecimal floats and a digest of the rank's weights.
+Before the text of ``SCRIPT`` runs, the lines of docs/plugin.md are inserted: ``install()`` at its
+top, and ``add_arguments`` as ``extra_args_provider``. The file itself does not change. One more
+line before the script's main part calls :func:`record`, which appends a line to ``RESULTS.RANK``
+after each step and evaluation, with all numbers as hexadecimal floats and a digest of the rank's
+weights.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _EDITS = (
 
 
 def allow_old_python() -> None:
-    """Makes Megatron-LM importable in Python 3.11, although it needs Python 3.12 from 0.17 on."""
+    """Makes Megatron-LM importable in Python 3.11, although 0.17 and newer require 3.12."""
     if not hasattr(typing, "override"):
         vars(typing)["override"] = importlib.import_module("typing_extensions").override
 
 
 def edited(text: str) -> str:
-    """Returns a script with the lines of docs/plugin.md."""
+    """Returns a script with the lines of docs/plugin.md inserted."""
     for old, new in _EDITS:
-        assert text.count(old) == 1, f"not once in the script: {old}"
+        assert text.count(old) == 1, f"the script must contain exactly once: {old}"
         text = text.replace(old, new)
     return text
 
@@ -95,7 +96,7 @@ def _digest(chunks: Any) -> str:
 
 
 def main() -> None:
-    # A rank that hangs prints its stacks and exits, even if no other process can stop it.
+    # If a rank hangs, it prints its stacks and exits, even if no other process can stop it.
     faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_S"]), exit=True)
     script, results = Path(sys.argv[1]), Path(sys.argv[2])
     allow_old_python()

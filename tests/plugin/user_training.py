@@ -1,8 +1,8 @@
 """Defines a training program in the style of Megatron-LM, which does not use this package.
 
-Like ``megatron.training.training`` it imports ``get_forward_backward_func`` from megatron-core,
-asks it for a function before training and again before each evaluation, and calls that function
-with Megatron-LM's arguments. Models are megatron-core's own.
+Like ``megatron.training.training``, it imports ``get_forward_backward_func`` from megatron-core,
+calls it before training and again before each evaluation, and calls the returned function with
+Megatron-LM's arguments. Models are megatron-core's own.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ LAST_ARGUMENTS = {name: False for name in ("force_all_reduce",) if name in _KNOW
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Division and configuration of a model.
+    """Parallel sizes and configuration of a model.
 
     Attributes:
-        tp, pp, chunks: Division of the model; the remaining processes are data-parallel replicas.
+        tp, pp, chunks: Parallel sizes of the model. The remaining processes are data-parallel
+            replicas.
         per_token: Whether losses are averaged over the tokens of the whole batch.
-        overlap: Whether gradients are reduced while the backward is still running.
-        deallocate: Whether outputs are freed once they are sent, as in Megatron-LM.
-        timers: Whether megatron-core's timers run.
+        overlap: Whether gradients are reduced while the backward pass is still running.
+        deallocate: Whether outputs are freed after they have been sent, as in Megatron-LM.
+        timers: Whether megatron-core's timers are enabled.
         llama: Whether the model is a Llama instead of a GPT.
         groups: Whether process groups are passed to models and steps, as in Megatron Bridge.
         dropout: Probability of dropout in attention and hidden state.
-        eval_micro_batch_size: Number of samples of a microbatch in evaluation.
+        eval_micro_batch_size: Number of samples per microbatch in evaluation.
         tied: Whether embedding and output layer share their weights.
         mtp: Whether there is a multi-token prediction layer.
         distributed: Whether the optimizer's state is sharded over replicas.
@@ -93,7 +94,7 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Job:
-    """A model that is ready for training, and the objects that its steps need."""
+    """Model that is ready for training, with the objects that its steps need."""
 
     shape: Shape
     config: Any
@@ -103,7 +104,7 @@ class Job:
 
 
 def setup(shape: Shape) -> Job:
-    """Creates process groups, model and optimizer; the result is always the same."""
+    """Creates process groups, model and optimizer. The result is always the same."""
     parallel_state.initialize_model_parallel(
         shape.tp,
         shape.pp,
@@ -161,7 +162,7 @@ def configuration(shape: Shape) -> TransformerConfig:
         "pipeline_dtype": torch.float32,
         "calculate_per_token_loss": shape.per_token,
         "deallocate_pipeline_outputs": shape.deallocate,
-        # Without these, gloo confuses the two messages of a pair if a rank has two chunks.
+        # Without these settings, gloo confuses the two messages of a pair if a rank has two chunks.
         "overlap_p2p_comm": shape.chunks > 1,
         "batch_p2p_comm": shape.chunks == 1,
         "bias_activation_fusion": False,
@@ -175,7 +176,7 @@ def configuration(shape: Shape) -> TransformerConfig:
 
 
 def model_chunks(shape: Shape, config: TransformerConfig) -> list[Any]:
-    """Builds this rank's part of the model like Megatron-LM's ``get_model``."""
+    """Builds this rank's part of the model as Megatron-LM's ``get_model`` does."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
@@ -237,14 +238,14 @@ def batches(micro_batch_size: int) -> Iterator[Batch]:
 
 
 def iterators(job: Job, micro_batch_size: int) -> Any:
-    """Returns one iterator, or one per chunk if a rank has several chunks."""
+    """Returns one iterator, or one iterator per chunk if a rank has several chunks."""
     if job.shape.chunks == 1:
         return batches(micro_batch_size)
     return [batches(micro_batch_size) for _ in job.chunks]
 
 
 def loss_func(mask: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
-    """Returns loss, tokens and the reported values, or only the mean output."""
+    """Returns the loss, the number of tokens and the reported values, or only the mean output."""
     if non_loss_data:
         return output.detach().mean().item()
     total = torch.sum(output.float().view(-1) * mask.view(-1))
@@ -279,7 +280,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> Any:
 
 
 def train(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs ``steps`` steps; returns losses (on the last stage) and gradient norms."""
+    """Runs ``steps`` steps. Returns losses (on the last stage) and gradient norms."""
     for chunk in job.chunks:
         chunk.train()
     data = iterators(job, MICRO_BATCH_SIZE)
@@ -311,7 +312,7 @@ def train(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
-    """Runs forward passes only; returns losses and the results of ``collect_non_loss_data``."""
+    """Runs only forward passes. Returns losses and the results of ``collect_non_loss_data``."""
     for chunk in job.chunks:
         chunk.eval()
     arguments = {
@@ -336,7 +337,7 @@ def evaluate(job: Job, steps: int) -> dict[str, list[float]]:
 
 
 def mean_loss(reduced: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Averages the losses of the microbatches on ranks of the last stage; empty on other ranks."""
+    """Averages the losses of the microbatches on ranks of the last stage. Empty on other ranks."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         assert reduced == []
         return []
@@ -369,7 +370,7 @@ def _state(job: Job, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any
 
 
 def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Writes a checkpoint like Megatron-LM: replicas share the work."""
+    """Writes a checkpoint as Megatron-LM does, with the work shared by replicas."""
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True)
     dist.barrier()
@@ -380,7 +381,7 @@ def save(job: Job, folder: str, *, with_optimizer: bool) -> None:
 
 
 def load(job: Job, folder: str, *, with_optimizer: bool) -> None:
-    """Loads weights and, ``with_optimizer``, the optimizer's state from a checkpoint."""
+    """Loads weights and, if ``with_optimizer`` is true, the optimizer's state from a checkpoint."""
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     state = dist_checkpointing.load(_state(job, with_optimizer, is_loading=True), folder, strategy)
     for number, chunk in enumerate(unwrap_model(job.chunks)):

@@ -1,14 +1,16 @@
-"""Two further programs that own their training loop, as workers that Ray starts run them.
+"""Defines two more programs with their own training loop, like workers that Ray starts.
 
-They know nothing of this package, and build their models with :mod:`user_callers`:
+The programs do not use this package, and build their models with :mod:`user_callers`:
 
-- :func:`run_replay`, as slime's actor: one model whose weights are exchanged between policy and
-  reference, and choices of each layer that a call without gradients records. Training replays
-  these choices in the order of the forwards, and its recomputation in the order of the backwards.
-- :func:`run_threads`, as a worker with several threads: a new thread makes each call, and calls
-  without gradients run in torch's inference mode, the first one too.
+- :func:`run_replay` is like slime's actor. The weights of one model are exchanged between policy
+  and reference. A call without gradients records choices of each layer. Training replays these
+  choices in the order of the forward passes, and recomputation replays them in the order of the
+  backward passes.
+- :func:`run_threads` is like a worker with several threads. Each call is made by a new thread.
+  Calls without gradients, including the first call, run in torch's inference mode.
 
-Each returns what a rank saw: results of loss functions, norms of gradients and a digest of weights.
+Each program returns a rank's results: results of loss functions, gradient norms, and a digest of
+the weights.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from user_callers import (
 )
 
 KEPT = 24
-"""Number of a layer's 32 outputs that it keeps."""
+"""Number of a layer's 32 outputs that the layer keeps."""
 ATTEMPT_S = 100.0
-"""Longest time of a call in seconds."""
+"""Maximum time of a call in seconds."""
 
 
 def _call(model: Model, batches: list[Batch], step: Any, *, forward_only: bool) -> list[Any]:
-    """Calls the schedule with microbatches of one length."""
+    """Calls the schedule with microbatches of equal length."""
     samples, length = batches[0]["tokens"].shape
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
@@ -77,13 +79,13 @@ def _plain(loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
 
 
 class Replay:
-    """Lets each layer choose some of its outputs, records the choices and repeats them.
+    """Lets each layer select some of its outputs, records these choices, and replays them.
 
     Args:
-        model: Model whose layers choose.
+        model: Model whose layers select outputs.
 
     Attributes:
-        mode: ``"record"``, ``"forward"`` and ``"backward"`` while the calls that do so run.
+        mode: ``"record"``, ``"forward"`` or ``"backward"``, the kind of call that is running.
     """
 
     def __init__(self, model: Model) -> None:
@@ -96,7 +98,7 @@ class Replay:
                     layer.register_forward_hook(self._choose)
 
     def clear(self) -> None:
-        """Forgets all choices."""
+        """Discards all choices."""
         self._choices.clear()
         self._next.clear()
 
@@ -111,7 +113,7 @@ class Replay:
         return output * torch.zeros_like(output).scatter(-1, indices, 1.0), bias
 
     def step(self, loss: Loss, iterator: Iterator[Batch], model: Any) -> Any:
-        """Runs a microbatch; what a backward computes again repeats choices too."""
+        """Runs a microbatch. Recomputation in a backward pass also replays choices."""
         if self.mode != "record":
             self.mode = "forward"
         outputs = _plain(loss, iterator, model)
@@ -121,7 +123,7 @@ class Replay:
 
 
 def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a policy beside a reference in the same memory, as slime does."""
+    """Trains a policy and keeps a reference in the same memory, as slime does."""
     recompute = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -159,7 +161,7 @@ def run_replay(program: Program, prepare: Callable[[dict[str, Model]], None]) ->
 
 
 def _in_new_thread(action: Callable[[], Any]) -> Any:
-    """Returns what an action returns that a new thread runs; raises its error."""
+    """Runs an action in a new thread, and returns its result or raises its error."""
     outcomes: list[Any] = []
     errors: list[BaseException] = []
 
@@ -180,7 +182,7 @@ def _in_new_thread(action: Callable[[], Any]) -> Any:
 
 
 def run_threads(program: Program, prepare: Callable[[dict[str, Model]], None]) -> list[Any]:
-    """Trains a model with calls of different threads."""
+    """Trains a model with calls from different threads."""
     model = make_model(program, make_groups(program), seed=29)
     prepare({"model": model})
 

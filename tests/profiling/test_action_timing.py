@@ -1,4 +1,4 @@
-"""Tests for times of actions: which times count, and their spread."""
+"""Tests the times of actions: which times are used, and their spread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Stages:
-    """Records calls."""
+    """Fake stages that record the calls of their methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

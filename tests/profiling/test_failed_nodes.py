@@ -48,9 +48,9 @@ def test_a_slow_rank_is_the_fault_of_its_node_and_gives_the_limit() -> None:
     ("times_ms", "nodes", "at_fault"),
     [
         ([1, 1, 9, 9, 1, 1, 1, 1], "abcdefghi", ["d"]),
-        ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # c or d
-        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # a has no other link, b has a good link
-        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # within a node
+        ([1, 1, 9, 1, 1, 1], "abcdefg", []),  # c or d is slow
+        ([9, 1, 1, 1, 1], "abcdef", ["a"]),  # a has no other link, and b has a good link
+        ([9, 1, 1, 1, 1], "aabcde", ["a"]),  # both ranks are on the same node
     ],
 )
 def test_a_slow_link_is_the_fault_of_the_node_with_more_slow_links(

@@ -1,4 +1,4 @@
-"""Tests for links: pairs to measure, separate latency and occupancy, curves over sizes."""
+"""Tests links: pairs to measure, separate latency and occupancy, and curves over sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.adaptive.transport.interface import CompletionQueue, HeldArrival, 
 
 
 class Wire:
-    """A fake channel to one peer: messages occupy the link in turn, then take the latency."""
+    """Fake channel to one peer. Messages use the link in sequence, and then take the latency."""
 
     name = "wire"
 
@@ -42,7 +42,7 @@ class Wire:
 def test_latency_and_occupancy_come_apart() -> None:
     first, other = Wire(0.010, 1e-6), Wire(0.010, 1e-6)
     first.other, other.other = other, first
-    payload = torch.zeros(2000, dtype=torch.float32)  # takes 8 ms on the wire
+    payload = torch.zeros(2000, dtype=torch.float32)  # takes 8 ms to send
     links: dict[bool, Link] = {}
 
     def side(wire: Wire, leads: bool) -> None:
@@ -98,7 +98,7 @@ def test_a_payload_that_comes_changed_is_refused() -> None:
     check_contents(wire, 0, torch.device("cpu"))
     damage = wire.send
     wire.send = lambda peer, label, tensor: damage(peer, label, tensor.roll(1))  # type: ignore
-    with pytest.raises(TransportError, match="1000 bytes from rank 0 over wire arrived changed"):
+    with pytest.raises(TransportError, match="1000 bytes from rank 0 over wire were corrupted"):
         check_contents(wire, 0, torch.device("cpu"))
 
 

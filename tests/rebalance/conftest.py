@@ -1,4 +1,4 @@
-"""Makes the fixtures of tests that build a trainer available here."""
+"""Imports the fixtures of tests that build a trainer."""
 
 from __future__ import annotations
 

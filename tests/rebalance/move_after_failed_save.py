@@ -1,4 +1,4 @@
-"""Runs the trainer; layers move after step 2, when the checkpoint folder is not writable."""
+"""Runs the trainer. Layers move after step 2, when the checkpoint folder is not writable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOVE = Move(partition=(1, 3), present_s=1.0, step_s=0.5, why="test", before_s=1.
 
 
 def main(checkpoints: Path) -> int:
-    """Runs the trainer with the rest of the command line."""
+    """Runs the trainer with the remaining command line."""
     aside = checkpoints.with_name("aside")
     save = Checkpoints.save
     steps = 0
@@ -31,12 +31,12 @@ def main(checkpoints: Path) -> int:
         if self._all.is_first and progress.iteration == FAILS:
             self.saver.wait()
             checkpoints.rename(aside)
-            checkpoints.touch()  # creating a folder here fails
+            checkpoints.touch()  # now a folder cannot be created under this name
         elif self._all.is_first and progress.iteration == MENDED:
             checkpoints.unlink()
             aside.rename(checkpoints)
         elif progress.iteration > MENDED:
-            # The previous checkpoint completes only now, so it has not been reported yet.
+            # The previous checkpoint is completed only now, so it has not been reported yet.
             self.saver.wait()
         return save(self, progress, behind=behind)
 

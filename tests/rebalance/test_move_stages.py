@@ -1,4 +1,4 @@
-"""Checks that moving stages frees the old model and keeps other groups, and needs host memory."""
+"""Checks that moving stages frees the old model, keeps other groups, and needs host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for measurements of the ranks' steps, and for the loads that follow from them."""
+"""Tests the measurements of the ranks' steps, and the loads that are computed from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ MS = 1e6
 
 
 def lanes(milliseconds: float, chunk: int = 0) -> Lanes:
-    """Returns times of a chunk: its forward takes this long, its backward twice as long."""
+    """Returns times of a chunk whose forward takes this long and whose backward takes twice as
+    long.
+    """
     return {(F, chunk): milliseconds * MS, (B, chunk): 2 * milliseconds * MS}
 
 
@@ -79,7 +81,8 @@ def test_chunks_of_a_rank_measure_together_what_its_layers_take() -> None:
 def test_memory_limits_the_layers_of_a_rank() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (40,)}
     samples = [
-        # Two layers keep 3 x 20 bytes, so 840 of 900 are left, and a third layer takes 20 + 30.
+        # Two layers keep 3 x 20 bytes. So 840 of 900 bytes are left, and a third layer takes 20 +
+        # 30 bytes.
         measured(0, lanes(2), free_bytes=1000, **memory),
         measured(1, lanes(2), free_bytes=10, **memory),
         measured(2, lanes(2)),
@@ -89,7 +92,7 @@ def test_memory_limits_the_layers_of_a_rank() -> None:
 
 
 def test_kinds_of_layers_are_separated_from_ranks() -> None:
-    """Checks layers of 40 bytes that take 1, of 90 bytes that take 3, and a rank half as fast."""
+    """Checks 40-byte layers that take 1, 90-byte layers that take 3, and a rank half as fast."""
     samples = [
         measured(
             0, lanes(16), layer_bytes=((40, 40, 90, 90),), parts=((1 / 8, 1 / 8, 3 / 8, 3 / 8),)
@@ -100,19 +103,21 @@ def test_kinds_of_layers_are_separated_from_ranks() -> None:
     loads = loads_of(samples, LOOP, (4, 2, 1), units=3)
     assert loads.kinds == (1, 1, 2, 2, 2, 2, 0)
     times = [[sum(kind) * 1e3 / 3 for kind in rank] for rank in loads.layer_s]
-    # Layers that only the last rank has count as on a rank of normal speed.
+    # Layers that only the last rank has are treated as if this rank had normal speed.
     assert times == [
         pytest.approx(expected, rel=1e-3) for expected in ([4, 2, 6], [2, 1, 3], [2, 1, 3])
     ]
     assert loads.paces((4, 2, 1)) == pytest.approx([48e-3, 24e-3, 6e-3])
-    # The second rank gets two more layers that take 1 each there, and twice as long before.
+    # The second rank gets two more layers. Each takes 1 on this rank, and took twice as long
+    # before.
     assert loads.paces((0, 6, 1)) == pytest.approx([0, 48e-3, 6e-3], rel=1e-3)
 
 
 def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
     memory = {"kept_bytes": (20,), "held_bytes": (80,)}
     samples = [
-        # A layer keeps 3 x 20 / 2 bytes; an average layer takes 30 + 40, a large layer 30 + 60.
+        # A layer keeps 3 x 20 / 2 bytes. An average layer takes 30 + 40 bytes, and a large layer 30
+        # + 60.
         measured(
             0, lanes(2), free_bytes=300, layer_bytes=((20, 60),), parts=((0.5, 0.5),), **memory
         ),
@@ -127,7 +132,7 @@ def test_layers_that_hold_more_fill_a_rank_sooner() -> None:
 
 
 class _Share:
-    """Replaces the meter of layers, which these tests do not need."""
+    """Fake meter of the layers' share, which these tests do not need."""
 
     def begin(self) -> None:
         pass
@@ -168,7 +173,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     assert (move is not None) == goes_back
     if move is not None:
         assert (move.partition, move.former, move.is_return) == ((3, 3), (4, 2), True)
-    # The move back is not judged again.
+    # The move that undoes the last move is not checked again.
     assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=after_s), 4) is None
     assert len(lines) == 1
 

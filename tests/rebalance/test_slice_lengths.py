@@ -1,4 +1,4 @@
-"""Checks that simulations pack and cut a step's documents like the trainer."""
+"""Checks that simulations pack and slice a step's documents as the trainer does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that the chosen number of slices is used even without time to compare more schedules."""
+"""Checks that the chosen number of slices is used even if no time is left for other comparisons."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert decision.move is not None
     assert decision.move.num_slices == 1
     assert "simulated steps by number of slices: 1: " in decision.text
-    assert "nothing else was compared: no schedule was simulated in time" in decision.text
+    assert "no other schedules were compared: no schedule was simulated in time" in decision.text

@@ -1,4 +1,4 @@
-"""Checks that no rank waits longer than the timeout for a choice that another rank makes."""
+"""Checks that no rank waits longer than the timeout for a choice by another rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_action_is_left_behind_at_the_limit() -> None:
 
 
 def test_a_search_ends_before_other_ranks_stop_to_wait_for_it() -> None:
-    # The limit must be shorter than the timeout of 60 s, at which the other ranks give up.
+    # The limit must be shorter than the timeout of 60 s, after which the other ranks stop waiting.
     assert limit_of_search(60.0, datetime.timedelta(minutes=1)) == 30.0
     assert limit_of_search(60.0, datetime.timedelta(minutes=10)) == 60.0
 
@@ -44,7 +44,7 @@ def test_a_slow_simulation_of_schedules_does_not_hold_up_training(tmp_path: Path
     text = log.read_text()
     assert "auto simulates schedules for at most 0.5 s; all ranks wait for rank 0" in text
     assert "auto keeps adaptive (" in text
-    assert "no schedule was simulated within 0.5 s, as the processors are busy" in text
+    assert "no schedule was simulated within 0.5 s; the processors are busy" in text
 
 
 @pytest.mark.slow
@@ -55,4 +55,4 @@ def test_a_slow_simulation_of_layers_does_not_hold_up_training(
     log = tmp_path / "output.txt"
     flags = [*FLAGS, "--repartition", "auto", "--repartition-interval", "4"]
     torchrun(SCRIPT, flags, world_size=2, log=log, limit_s=250)
-    assert "layers stay, as no partition was simulated within 0.5 s" in log.read_text()
+    assert "layers stay, because no partition was simulated within 0.5 s" in log.read_text()

@@ -1,14 +1,14 @@
-"""Plants one cause at a time in small training jobs, and judges what the diagnosis names.
+"""Plants one cause at a time in small training jobs, and judges the diagnoses.
 
     python -m tests.soak.causes [--runs N] [--only NAME ...] [--json FILE]
 
-Two ranks train a small GPT on this machine. Rank 1 is slowed down, see
-``support/hindered_rank.py``, or the link between the ranks is. An answer is right if the diagnosis
-names the planted cause, wrong if it names a cause that was not planted and that its own counters do
-not prove, or the planted cause on another rank, and missed otherwise. Other programs may use this
-machine's processors and memory, so a finding whose counter shows waits for these is never wrong. If
-the ranks wait for processors most of the time, a cause that is not named counts as masked and is
-ignored. Exits with status 1 if a goal is missed.
+Two ranks train a small GPT on this machine. Either rank 1 is slowed down (see
+``support/hindered_rank.py``) or the link between the ranks. The verdict on a diagnosis is ``right``
+if it names the planted cause. It is ``wrong`` if it names the planted cause on another rank, or a
+cause that was not planted and that its own counters do not prove. Otherwise it is ``missed``. Other
+programs may use this machine's processors and memory, so a finding whose counter shows waits for
+these is never wrong. If the ranks wait for processors most of the time, a missed cause is
+``masked``, which is not counted. Exits with status 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -73,17 +73,18 @@ COUNTED = (RIGHT, WRONG, MISSED)
 STARVED = 0.5
 """Fraction of a step spent waiting for a processor, above which planted causes are masked."""
 Named = tuple[str, str]
-"""Cause of a finding, and counter of its reason; empty without a reason."""
+"""Cause of a finding, and counter of its reason, or an empty string without a reason."""
 
 
 @dataclass
 class Plant:
-    """Describes how a job is slowed down.
+    """Changes to a job that slow it down.
 
     Attributes:
-        variables: Environment variables of its ranks.
-        flags: Further flags of the trainer.
-        network: Network namespace in which the job runs; empty for the default namespace.
+        variables: Environment variables of the job's ranks.
+        flags: Additional flags of the trainer.
+        network: Network namespace in which the job runs, or an empty string for the default
+            namespace.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -96,13 +97,13 @@ Planting = Callable[[Path, random.Random], "contextlib.AbstractContextManager[Pl
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a cause that can be planted.
+    """Cause that can be planted, with the expected diagnosis.
 
     Attributes:
-        plant: Function that plants the cause; yields ``None`` if this machine cannot plant it.
-        right: Findings of a right diagnosis, as cause and counter of the reason.
+        plant: Function that plants the cause. It yields ``None`` if this machine cannot plant it.
+        right: Findings of a right diagnosis, each as a cause and the counter of its reason.
         also: Additional findings that follow from the planted cause.
-        ranks: Ranks of a right finding; empty if any ranks may be named.
+        ranks: Ranks of a right finding. Empty if any ranks are accepted.
     """
 
     plant: Planting
@@ -113,14 +114,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds the diagnosis of a job with a planted cause.
+    """Diagnosis of a job with a planted cause.
 
     Attributes:
         name: Name of the planted cause.
-        verdict: One of :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED` and
+        verdict: Constant :data:`RIGHT`, :data:`WRONG`, :data:`MISSED`, :data:`MASKED`, or
             :data:`FAILED`, which means that the job did not finish.
         named: Findings of the diagnosis.
-        text: The diagnosis as text.
+        text: Text of the diagnosis.
     """
 
     name: str
@@ -218,7 +219,7 @@ def _slow_layer(folder: Path, draw: random.Random) -> Any:
 
 @contextlib.contextmanager
 def _lossy_link(folder: Path, draw: random.Random) -> Iterator[Plant | None]:
-    """Makes a network that drops packets, by netem or by a short queue."""
+    """Creates a network that drops packets, by netem or by a short queue."""
     name = f"causes{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
     if made.returncode:
@@ -266,17 +267,17 @@ CASES: dict[str, Case] = {
         _both("slow link"),
         ranks=(),
     ),
-    # Both members take longer for the layer: one computes it, the other waits in it.
+    # Both members take longer for the layer, because one computes it and the other waits in it.
     "slow member": Case(_slow_member, _both("slow collective member"), _SLOW_STAGE),
     "slow layer": Case(_slow_layer, _both("slow layer"), _SLOW_STAGE),
 }
-"""Causes by name."""
+"""Maps the name of each cause to the case."""
 
 _TRUE_BY_COUNTERS = frozenset((PROCESSOR_WAIT, STEAL, MEMORY_WAIT))
-"""Counters of other programs and machines, which may rise whatever cause is planted."""
+"""Counters of other programs and machines, which may rise with any planted cause."""
 
 _SYMPTOMS = frozenset((("spikes", ""),))
-"""Findings that do not name a cause."""
+"""Findings that do not state a cause."""
 
 
 def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ...]]:
@@ -303,7 +304,7 @@ def judge(case: Case, findings: Sequence[Finding]) -> tuple[str, tuple[Named, ..
 
 
 def run_case(name: str, seed: int, folder: Path) -> Answer | None:
-    """Plants a cause in a job, and judges the diagnosis; ``None`` if this machine cannot.
+    """Plants a cause in a job and judges the diagnosis, or returns ``None`` if this is impossible.
 
     Raises:
         RuntimeError: The job failed.
@@ -369,7 +370,7 @@ def _launch(command: list[str], variables: Mapping[str, str], network: str, log:
 
 
 def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
-    """Plants the causes one after the other.
+    """Plants the causes one after another, and returns the diagnoses.
 
     Args:
         names: Names of the causes.
@@ -394,12 +395,12 @@ def answers(names: Sequence[str], runs: int, seed: int) -> list[Answer]:
 
 
 def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
-    """Returns a row per cause, and the rows with goals."""
+    """Returns a row for each cause, and the rows with goals."""
     rows = []
     for name in names:
         counts = Counter(answer.verdict for answer in judged if answer.name == name)
         if not counts:
-            rows.append(missing(f"cause: {name}", "this machine cannot plant it"))
+            rows.append(missing(f"cause: {name}", "this machine cannot plant this cause"))
             continue
         total = sum(counts[verdict] for verdict in COUNTED)
         note = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
@@ -408,8 +409,8 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
     counts = Counter(answer.verdict for answer in judged)
     total = sum(counts[verdict] for verdict in COUNTED)
     for title, count, goal, least in (
-        ("causes named right", counts[RIGHT], 0.95, True),
-        ("wrong causes named", counts[WRONG], 0.01, False),
+        ("correct causes", counts[RIGHT], 0.95, True),
+        ("wrong causes", counts[WRONG], 0.01, False),
     ):
         note = f"{count} of {total} jobs; {counts[MASKED]} masked, {counts[FAILED]} failed"
         value = count / total if total else None
@@ -418,18 +419,18 @@ def rows_of(judged: Sequence[Answer], names: Sequence[str]) -> list[Row]:
 
 
 def of_causes(options: argparse.Namespace) -> Result:
-    """Runs the part ``causes``; with ``--quick`` it plants each cause once."""
+    """Runs the part ``causes``. With ``--quick``, plants each cause once."""
     names = options.only or list(CASES)
     judged = answers(names, 1 if options.quick else options.runs, options.seed)
     return Result(rows_of(judged, names), {"causes": [vars(answer) for answer in judged]})
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, {"causes": of_causes}, "each cause once")
-    parser.add_argument("--runs", type=int, default=6, help="jobs with each cause")
+    parser.add_argument("--runs", type=int, default=6, help="number of jobs with each cause")
     parser.add_argument("--only", nargs="+", choices=CASES, help="names of causes")
-    parser.add_argument("--seed", type=int, default=4200, help="of all draws")
+    parser.add_argument("--seed", type=int, default=4200, help="seed of all random choices")
     options = parser.parse_args()
     return measure({"causes": partial(of_causes, options)}, options)
 

@@ -1,7 +1,7 @@
 """Checks that wrong command lines and files give one line and status 2 within 10 seconds.
 
-:data:`CASES` is the table; ``{f}`` in a command line stands for the folder of :func:`write_files`.
-Tests run the lines in their own process; :func:`measure` runs each line as a new program.
+The table is :data:`CASES`. In a command line, ``{f}`` stands for the folder of :func:`write_files`.
+Tests run the lines in their own process, and :func:`measure` runs each line as a new program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.multiprocess.launch import ROOT
 
 LIMIT_S = 10.0
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
-"""A name that would set a terminal's title, clear it, and reverse the direction of its text."""
+"""Name that would set a terminal's title, clear it, and reverse the direction of its text."""
 DEEP = "[" * 100_000
 
 _CLUSTER = """
@@ -138,7 +138,7 @@ profile --output p --model gpt2 --cut-points x.csv => got --model and --cut-poin
 profile --output p --model bert-large => builds only GPT and Llama models
 profile --output p --model gpt2 --micro-batch-sizes 1,0 => --micro-batch-sizes must be different
 profile --output p --model gpt2 --tp 5 => must divide heads and feed-forward width of gpt2, got 5
-profile --output p --model gpt2 --tp 2 => the 1 processes of a node do not divide into groups of 2
+profile --output p --model gpt2 --tp 2 => --tp 2 must divide the 1 processes of a node
 profile --output p --model gpt2 --repeats 0 => '0' is not a whole number from 1 to 100,000
 profile --output p --merge {{f}}/none.json => No such file
 doctor --master-addr 127.0.0.1 --master-port 99999999 => --master-port
@@ -170,11 +170,11 @@ data corpus --output-dir {{f}}/corpus --max-bytes 99999999999999999999 => --max-
 {HOSTILE} => unknown subcommand
 """.strip().splitlines()
 )
-"""Command lines, each with a part of the expected answer."""
+"""Command lines, each with a part of the expected error message."""
 
 
 def write_files(folder: Path) -> None:
-    """Writes the files that the table names."""
+    """Writes the files that the table refers to."""
     header = TraceHeader(
         run="one", rank=0, world_size=1, pp_rank=0, num_ranks=1, num_chunks=1,
         num_microbatches=4, schedule=HOSTILE, host=HOSTILE,
@@ -238,7 +238,7 @@ def write_files(folder: Path) -> None:
 
 
 def complaint(status: int, errors: str, part: str) -> str:
-    """Returns what is wrong with a program's answer to wrong input; empty if nothing is.
+    """Returns the fault of a program's answer to wrong input, or an empty string if it is right.
 
     Args:
         status: Exit status of the program.
@@ -254,11 +254,11 @@ def complaint(status: int, errors: str, part: str) -> str:
 
 
 def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
-    """Runs every line as a separate program, two at a time.
+    """Runs every line as a separate program, two programs at a time.
 
     Returns:
-        ``cases``: number of lines; ``wrong``: command line and fault of each wrong answer;
-        ``longest_s``: seconds of the slowest program.
+        Dict with ``cases`` (number of lines), ``wrong`` (command line and fault of each wrong
+        answer), and ``longest_s`` (seconds of the slowest program).
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -280,7 +280,7 @@ def measure(cases: Sequence[tuple[str, str]] = CASES) -> dict[str, Any]:
             )
             why = complaint(done.returncode, done.stderr, case[1])
         except subprocess.TimeoutExpired:
-            why = f"no end within {LIMIT_S:g} s"
+            why = f"the program did not end within {LIMIT_S:g} s"
         return case[0], why, time.monotonic() - begin_s
 
     with tempfile.TemporaryDirectory(prefix="faults-commands-") as folder:

@@ -1,4 +1,4 @@
-"""Measures the manager of a job of a thousand nodes, which join at once and are lost gradually.
+"""Measures the manager of a job of a thousand nodes, which join together and are lost gradually.
 
 ::
 
@@ -8,8 +8,8 @@
                └─ status       python -m megatron.adaptive train elastic --status, every few seconds
 
 An agent does everything that the agent of a node does, but its ranks are simulated: they start and
-exit at once. Half of the lost agents close their connection, as if killed; the others stop sending,
-like a machine without power.
+exit immediately. Half of the lost agents close their connection, as if they were killed. The others
+stop sending, like a machine without power.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def measure(
 
     Args:
         agents: Number of agents.
-        minutes: Duration of the losses.
-        every_s: Seconds from one loss to the next.
+        minutes: Duration of the losses, in minutes.
+        every_s: Time between two losses, in seconds.
         folder: Empty folder for the job.
-        seed: Seed of the choice of lost agents.
-        silent: Whether half of the lost agents stop sending, which the manager notices after its
+        seed: Seed for choosing the lost agents.
+        silent: Whether half of the lost agents stop sending, which the manager detects after its
             timeout.
     """
     draw = random.Random(seed)
@@ -128,19 +128,19 @@ def measure(
     peak = peak_bytes / 1e9
     rows = [
         Row(
-            what=f"{agents} nodes at once: until all had joined",
+            what=f"{agents} nodes that join together: time until all have joined",
             value=joined_s,
             unit="s",
             goal=GOAL_JOINED_S,
-            note=f"and had their orders {started - begun_s:.1f} s after they began",
+            note=f"they had their orders {started - begun_s:.1f} s after their start",
         ),
         Row(
-            what="a loss is known to the manager after its limit",
+            what="time from the limit until the manager detects a lost node",
             value=max(late_s) if late_s and not unknown else None,
             unit="s",
             goal=GOAL_LATE_S,
             note=f"the latest of {len(lost)}, half of them silent ({SILENCE_S:g} s)"
-            + (f"; {len(unknown)} were never known" if unknown else ""),
+            + (f"; {len(unknown)} were never detected" if unknown else ""),
         ),
         Row(
             what="the manager's processor time",
@@ -151,7 +151,7 @@ def measure(
         ),
         Row(what="the manager's memory", value=peak, unit="GB", goal=GOAL_GB),
         Row(
-            what="its status is answered",
+            what="time until the manager reports its status",
             value=max(answers_s),
             unit="s",
             goal=GOAL_STATUS_S,
@@ -163,7 +163,7 @@ def measure(
 
 
 def _status_s(checkpoints: Path) -> float:
-    """Returns the seconds until the status was printed; checks that the status is complete."""
+    """Returns the time until the status was printed, in seconds. Checks that it is complete."""
     arguments = ["train", "elastic", "--status", checkpoints, "--json"]
     begun_s = time.monotonic()
     state = run_module("megatron.adaptive", *arguments, limit_s=LIMIT_S)
@@ -198,13 +198,13 @@ class _Program:
             self.lines.append((time.monotonic(), line))
 
     def order(self, **values: object) -> None:
-        """Sends a line of JSON."""
+        """Sends a line of JSON to the process."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(values) + "\n")
         self.process.stdin.flush()
 
     def until(self, pattern: str, limit_s: float = LIMIT_S) -> Any:
-        """Waits for a matching line; returns it if it is JSON, otherwise its arrival time."""
+        """Waits for a matching line. Returns the line if it is JSON, otherwise its arrival time."""
         end_s = time.monotonic() + limit_s
         is_over = False
         while not is_over:
@@ -214,10 +214,10 @@ class _Program:
                     return line if line.startswith("{") else at_s
             time.sleep(0.02)
         said = "".join(line for _, line in self.lines[-3:])
-        raise RuntimeError(f"no {pattern} of {self.arguments[0]} in {limit_s:g} s: {said}")
+        raise RuntimeError(f"{self.arguments[0]} printed no {pattern} within {limit_s:g} s: {said}")
 
     def found_all(self, pattern: re.Pattern[str], count: int, limit_s: float) -> dict[str, float]:
-        """Waits for this number of names in the output; returns the arrival time of each."""
+        """Waits for this number of names in the output, and returns the arrival time of each."""
         times: dict[str, float] = {}
         end_s = time.monotonic() + limit_s
         while len(times) < count and time.monotonic() < end_s:
@@ -235,7 +235,7 @@ class _Program:
 
 
 def manage(checkpoints: Path, nodes: int) -> None:
-    """Runs the manager."""
+    """Runs the manager of the job."""
     spec = JobSpec(
         script=ROOT / "pretrain_gpt.py",
         arguments=(*FLAGS, "--save", str(checkpoints)),
@@ -281,7 +281,7 @@ class LightAgent(Agent):
         """Closes the connection, or keeps it open and only stops the heartbeats.
 
         Args:
-            silently: Whether to stop the heartbeats.
+            silently: Whether to only stop the heartbeats.
         """
         self.is_silent = True
         assert self._link is not None
@@ -293,7 +293,7 @@ class LightAgent(Agent):
 
 
 class _Nothing:
-    """Stands for a process that has exited, and for its standard input."""
+    """Stands in for a process that has exited, and for its standard input."""
 
     returncode = 0
 
@@ -305,7 +305,7 @@ class _Nothing:
 
 
 async def attend(checkpoints: Path, first: int, end: int) -> None:
-    """Runs some hundred agents, which take orders as JSON lines from standard input."""
+    """Runs some hundred agents, which read orders as JSON lines from standard input."""
     allow_files(1 << 16)
     owner: dict[str, Any] = {}
     parent = os.getppid()
@@ -332,7 +332,7 @@ async def attend(checkpoints: Path, first: int, end: int) -> None:
         joined = asyncio.gather(*(agent.joined.wait() for agent in agents.values()))
         done, _ = await asyncio.wait([joined, *serving], return_when=asyncio.FIRST_COMPLETED)
         for finished in done:
-            await finished  # raises if the agent was refused
+            await finished  # raises an error if the agent was rejected
         _print(joined=time.monotonic())
         async for line in reader:
             for event, name in json.loads(line).items():
@@ -349,7 +349,7 @@ def _print(**values: object) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the manager or agents."""
+    """Runs the manager or agents, according to the command line."""
     checkpoints = Path(arguments[1])
     if arguments[0] == "manager":
         manage(checkpoints, int(arguments[2]))

@@ -1,9 +1,9 @@
-"""Damages checkpoints of the trainer and of a ``Pipeline``, and checks that each damage is named.
+"""Corrupts checkpoints of the trainer and of a ``Pipeline``, and checks that this is reported.
 
-Checkpoints of several shapes are trained once. Each damage is made in place, searched for as
+Checkpoints of several shapes are trained once. Each corruption is applied in place, searched for as
 ``checkpoint verify`` does, and undone. The trainer and a ``Pipeline``, each in its own process,
-load a sample of the damaged checkpoints and must refuse them with the same message. Blocks are
-checked while they are read, so a refused load may already have changed weights, which
+load a sample of the corrupt checkpoints and must reject them with the same message. Blocks are
+checked while they are read, so a rejected load may already have changed weights, which
 ``is_changed`` reports.
 """
 
@@ -46,12 +46,12 @@ _SHAPES = {
     "pipeline-1": (1, ()),
     "pipeline-2": (2, ()),
 }
-"""Number of ranks and trainer flags of each shape."""
+"""Maps each shape to its number of ranks and its trainer flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Describes a complete checkpoint.
+    """Complete checkpoint.
 
     Attributes:
         folder: Folder of checkpoints.
@@ -88,7 +88,7 @@ def measure(
         damages: Number of corruptions.
         whole: Number of undamaged checkpoints that are verified.
         loads: Number of corrupt checkpoints that are also loaded.
-        seed: Seed of the first corruption; the following corruptions use the next seeds.
+        seed: Seed of the first corruption. The following corruptions use the next seeds.
         shapes: Names of the shapes.
     """
     every = make_checkpoints(folder, shapes)
@@ -117,7 +117,7 @@ def measure(
     missed = ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
     rows = [
         Row(
-            what=f"{damages} random damages to checkpoints: found",
+            what=f"{damages} randomly damaged checkpoints: damage detected",
             value=100 * len(detected) / damages,
             unit="%",
             goal=100,
@@ -125,26 +125,26 @@ def measure(
             note=f"not found: {missed}" if missed else f"{len(every)} checkpoints of both kinds",
         ),
         Row(
-            what="and the damaged file is named",
+            what="the same: the message states the damaged file",
             value=100 * len(named) / max(1, len(detected)),
             unit="%",
             goal=100,
             least=True,
         ),
-        Row(what=f"wrong alarms in {whole} whole ones", value=len(alarms), goal=0),
+        Row(what=f"false alarms in {whole} undamaged checkpoints", value=len(alarms), goal=0),
         Row(
-            what=f"{loads} of them loaded: used, or found otherwise than above",
+            what=f"{loads} of the damaged ones loaded: used, or results differ from above",
             value=len(late) + len(unlike),
             goal=0,
             note="; ".join(load["error"] or "loaded" for load in (late + unlike)[:1])[:200],
         ),
-        measured("time to look at a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
+        measured("time to check a checkpoint", [1e3 * statistics.median(times_s)], unit="ms"),
     ]
     return Result(rows=rows, facts={"damages": {"alarms": alarms, "loaded": loaded}})
 
 
 def make_checkpoints(folder: Path, shapes: Sequence[str]) -> list[Saved]:
-    """Trains in each shape; returns all checkpoints, two of each."""
+    """Trains in each shape, and returns all checkpoints, two per shape."""
     checkpoints = []
     for name in shapes:
         ranks, flags = _SHAPES[name]
@@ -168,7 +168,8 @@ def damaged(every: Sequence[Saved], seed: int) -> Iterator[tuple[Saved, set[str]
     """Corrupts one of the checkpoints, and restores it afterwards.
 
     Yields:
-        The checkpoint, the names of its damaged files, and a description of the damage.
+        Tuple of the checkpoint, the names of its corrupt files, and a description of the
+        corruption.
     """
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
@@ -204,12 +205,12 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 
     Args:
         path: Path of the file, which is not empty.
-        kind: Kind of damage: ``bit``, ``byte``, ``zeros`` (another byte if the bytes are zero
-            already), ``truncated`` or ``missing``.
-        draw: Generator of random numbers.
+        kind: Kind of corruption: ``bit``, ``byte``, ``zeros`` (another byte if the bytes are
+            already zero), ``truncated`` or ``missing``.
+        draw: Random number generator.
 
     Returns:
-        A description of the damage.
+        Description of the corruption.
     """
     size = path.stat().st_size
     offset = draw.randrange(size)
@@ -236,11 +237,11 @@ def damage(path: Path, kind: str, draw: random.Random) -> str:
 def load_damaged(
     folder: Path, every: Sequence[Saved], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Loads damaged checkpoints in separate processes.
+    """Loads corrupt checkpoints in separate processes.
 
     Returns:
-        ``seed``, ``error`` (empty if the load succeeded) and ``is_changed``, whether a weight
-        changed, of each load.
+        Dict for each load, with ``seed``, ``error`` (empty if the load succeeded) and
+        ``is_changed`` (whether a weight changed).
     """
     loads: list[dict[str, Any]] = []
     for is_pipeline in (False, True):
@@ -258,7 +259,7 @@ def load_damaged(
 
 
 def _load_all(path: Path) -> None:
-    """Loads damaged checkpoints in this process, and an intact checkpoint before and after them."""
+    """Loads corrupt checkpoints in this process, and intact checkpoints before and after them."""
     from megatron.adaptive import accelerator
 
     accelerator.install()
@@ -276,7 +277,7 @@ def _load_all(path: Path) -> None:
                 loader.load(saved)
             except AdaptiveError as failure:
                 error = str(failure)
-            except Exception as failure:  # damaged data was used
+            except Exception as failure:  # the corrupt data was used
                 error = f"{USED}{type(failure).__name__}: {failure}"
             is_changed = error.startswith(USED) or loader.weights() != before
             loads.append({"seed": number, "error": error, "is_changed": is_changed})

@@ -2,11 +2,12 @@
 
     python -m tests.soak.diagnosis [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``detection``, the share of synthetic runs in which the diagnosis names the right fault;
-``real``, the same with processes that sleep instead of computing; ``clock``, the remaining errors
-of wrong clocks after alignment; ``bubble``, the bubble in a trace compared with the true bubble;
-``aggregate``, the figures of ten million spans; ``repairs``, twelve repairs predicted by the
-what-if and made in sleeping processes. Exits with status 1 if a limit is missed.
+The part ``detection`` computes the fraction of synthetic runs in which the diagnosis names the
+right fault, and ``real`` does the same with processes that sleep instead of computing. The part
+``clock`` measures the remaining errors of wrong clocks after alignment, and ``bubble`` compares
+the bubble in a trace with the true bubble. The part ``aggregate`` computes the figures of ten
+million spans. The part ``repairs`` compares twelve repairs predicted by the what-if analysis
+with the same repairs in sleeping processes. Exits with status 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def of_real(options: argparse.Namespace) -> Result:
 
 
 def _rates(kind: str, outcomes: list[Outcome]) -> list[Row]:
-    """Returns the rows of the shares of right answers."""
+    """Returns rows with the fractions of right diagnoses."""
     rows = []
     strong = {group for group, _ in cases.GROUPS} - {WEAK}
     right_cause = "right cause and culprit"
@@ -91,10 +92,10 @@ def of_bubble(options: argparse.Namespace) -> Result:
     for title, half_s in emulated.HALF_S.items():
         errors = emulated.bubble_errors(2 if options.quick else 6, options.seed, half_s)
         facts[title] = errors
-        note = f"trace minus truth: {', '.join(f'{error:+.2f}' for error in errors)}"
+        note = f"trace minus emulation: {', '.join(f'{error:+.2f}' for error in errors)}"
         rows.append(
             measured(
-                f"bubble: trace against emulated truth, {title}",
+                f"bubble: difference between trace and emulation, {title}",
                 [abs(error) for error in errors],
                 unit="points",
                 goal=0.5,
@@ -105,7 +106,7 @@ def of_bubble(options: argparse.Namespace) -> Result:
 
 
 def of_aggregate(options: argparse.Namespace) -> Result:
-    """Runs the part ``aggregate``; with ``--quick`` it has fewer spans and a lower limit."""
+    """Runs the part ``aggregate``. With ``--quick``, it has fewer spans and a lower limit."""
     spans = MILLION if options.quick else 10 * MILLION
     result = aggregate.measure(spans)
     note = f"{result['spans']:.0f} spans of {aggregate.RANKS} ranks"
@@ -128,13 +129,13 @@ def of_repairs(options: argparse.Namespace) -> Result:
     )
     rows = [
         measured(
-            f"repairs: median error of the predicted step, {len(done)} done for real",
+            f"repairs: median error of the predicted step, {len(done)} real repairs",
             [repair.error for repair in done],
             goal=0.03,
             note=note,
         ),
         Row(
-            what="repairs: order right, part of the pairs of a job",
+            what="repairs: share of pairs in a job with the correct order",
             value=right / pairs,
             goal=0.9,
             least=True,
@@ -155,14 +156,14 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = parser_of(__doc__, PARTS, "fewer runs, within ten minutes")
-    parser.add_argument("--seed", type=int, default=9000, help="of the faults and the noise")
+    parser.add_argument("--seed", type=int, default=9000, help="seed of the faults and the noise")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parse()
     return measure({name: partial(part, options) for name, part in PARTS.items()}, options)
 

@@ -3,14 +3,15 @@
     python -m tests.soak.elastic [--quick] [--part PART ...] [--json FILE]
     python -m tests.soak.elastic --part soak [--events N] [--seed S] [--minutes M] [--keep DIR]
 
-Parts: ``morphs``, six planned changes of shape and a killed node, for a small GPT on four processes
-of this machine; ``start``, the time of process start, import and load under torchrun, as a baseline
-for a change; ``copies``, the number of steps that are lost with a node that is killed at a random
-moment while copies of its state are kept in memory; ``soak``, nodes (namespaces; needs root) that
-are killed, stopped, cut off and filled up at random, after which the job must continue or exit with
-a reason; ``repartition``, the share of a slow rank's delay that moving layers recovers, and the
-time of a move; ``pieces``, measured and predicted steps of models with cut points. Exits with
-status 1 if a limit is missed.
+The part ``morphs`` makes six planned changes of shape and kills a node, for a small GPT on four
+processes of this machine. The part ``start`` measures process start, import and load under
+torchrun, as a baseline for a change. The part ``copies`` counts the steps that are lost if a
+node is killed at a random time while copies of its state are kept in memory. In the part
+``soak``, nodes (namespaces; needs root) are killed, stopped, cut off and filled up at random,
+and the job must then continue or exit with a reason. The part ``repartition`` measures the
+fraction of a slow rank's delay that moving layers recovers, and the time of a move. The part
+``pieces`` compares measured with predicted steps of models with cut points. Exits with status 1
+if a limit is missed.
 """
 
 from __future__ import annotations
@@ -47,11 +48,19 @@ EVENTS, QUICK_EVENTS = 100, 4
 
 
 def main() -> int:
-    """Measures as the command line says; returns the exit status."""
+    """Measures the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS, "two morphs, fewer steps and events")
-    parser.add_argument("--events", type=int, help=f"of the soak ({EVENTS}; quick {QUICK_EVENTS})")
-    parser.add_argument("--seed", type=int, default=1, help="of its events (1)")
-    parser.add_argument("--minutes", type=float, help="after which no event comes (55; quick 1.5)")
+    parser.add_argument(
+        "--events",
+        type=int,
+        help=f"number of events of the soak ({EVENTS}; {QUICK_EVENTS} with --quick)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the soak's events (1)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="minutes after which there are no events (55; 1.5 with --quick)",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the soak's logs")
     options = parser.parse_args()
     quick: bool = options.quick
@@ -72,7 +81,9 @@ def compare(total: Result) -> None:
     """Adds the ratio of morph time to start time, if both were measured."""
     if {"morph_s", "start_s"} <= set(total.facts):
         ratio = total.facts["morph_s"] / total.facts["start_s"]
-        total.rows.append(Row(what="a morph by a start", value=ratio, goal=GOAL_RATIO))
+        total.rows.append(
+            Row(what="time of a morph, divided by that of a start", value=ratio, goal=GOAL_RATIO)
+        )
         print(total.rows[-1].line)
 
 
@@ -115,12 +126,12 @@ def morphs(folder: Path, *, quick: bool) -> Result:
         "steps": last,
     }
     note = f"{last} steps, {len(missing)} missing"
-    title = "largest difference of a loss to an undisturbed run"
+    title = "maximum difference between a loss and that of an undisturbed run"
     rows = [
         Row(what=title, value=worst, goal=GOAL_LOSS, note=note),
         Row(what="steps lost after a notice", value=lost, goal=0),
-        Row(what="steps lost with a node", value=epochs[-1]["lost_steps"]),
-        Row(what="a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
+        Row(what="steps lost without a notice", value=epochs[-1]["lost_steps"]),
+        Row(what="time of a morph", value=facts["morph_s"], unit="s", goal=GOAL_S),
     ]
     return Result(rows=rows, facts=facts)
 
@@ -134,7 +145,7 @@ def shape_on(job: ElasticJob, names: str) -> None:
 
 
 def start(folder: Path) -> Result:
-    """Measures four processes under torchrun from their start to a loaded model."""
+    """Measures four processes under torchrun, from their start to a loaded model."""
     saved, command = folder / "saved", [TRAINER, *FLAGS, *ENDLESS]
     shape = ["--save", str(saved), "--save-interval", "2", "--exit-interval", "2"]
     train([*command, *shape], folder / "first", 4, LIMIT_S)
@@ -148,12 +159,12 @@ def start(folder: Path) -> Result:
 
 
 def copies(folder: Path, *, quick: bool) -> Result:
-    """Counts the steps that are lost with a node whose state is copied."""
+    """Counts the steps that are lost if a node whose state is copied is killed."""
     return _lose_nodes(folder, times=1 if quick else 4)
 
 
 def _lose_nodes(folder: Path, *, times: int) -> Result:
-    """Kills a node at a random moment of a step, and adds another node."""
+    """Kills a node at a random time of a step, and adds another node."""
     (here := folder / "copies").mkdir()
     moments = random.Random(1)
     flags = "--train-iters 99999 --save-interval 99999".split()
@@ -175,7 +186,7 @@ def _lose_nodes(folder: Path, *, times: int) -> Result:
     rows = [
         Row(what="nodes killed", value=len(lost)),
         Row(what="restored from copies", value=restored),
-        Row(what="steps lost with a node, at most", value=max(lost), goal=GOAL_LOST),
+        Row(what="maximum number of steps lost with a node", value=max(lost), goal=GOAL_LOST),
     ]
     return Result(rows=rows, facts={"lost": lost})
 
@@ -187,7 +198,7 @@ def _is_present(job: ElasticJob, name: str) -> bool:
 
 
 def soak(folder: Path, options: argparse.Namespace) -> Result:
-    """Lets nodes fail at random; prints each event."""
+    """Lets nodes fail at random, and prints each event."""
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     minutes = options.minutes or (1.5 if options.quick else 55.0)
     return soaked(folder, events, minutes, options.seed)

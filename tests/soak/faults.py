@@ -1,16 +1,18 @@
-"""Exposes jobs to damages, strangers, lost nodes and full disks, and counts the effects.
+"""Exposes jobs to corruption, attacks, lost nodes and full disks, and counts the effects.
 
     python -m tests.soak.faults [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``damages``, random damages to checkpoints of the trainer and of a ``Pipeline``, which are
-verified and loaded; ``leases``, jobs that start on the same folder, and killed owners of its lease;
-``strangers``, which talk to all listeners of real jobs; ``secrets``, planted secrets that another
-user searches for; ``commands``, wrong command lines and files; ``control``, the manager of a job of
-a thousand nodes, which join at once and are lost one after the other; ``soak``, nodes (namespaces;
-needs root) that are killed, stopped, cut off and filled up, with full trace disks and flipped bits
-in checkpoints; ``hangs``, stalled jobs and their messages; ``interrupts``, jobs of all kinds whose
-processes are interrupted and killed at random moments. A part that fails counts as a missed goal,
-and the other parts still run. Exits with status 1 if a goal is missed.
+The part ``damages`` randomly corrupts checkpoints of the trainer and of a ``Pipeline``, which are
+verified and loaded. The part ``leases`` starts jobs on the same folder and kills the owners of
+its lease. In the part ``strangers``, clients without the secret connect to all listeners of
+real jobs. In the part ``secrets``, another user searches for planted secrets. The part
+``commands`` runs wrong command lines and files. The part ``control`` tests the manager of a job
+of a thousand nodes, which join together and are lost one at a time. In the part ``soak``,
+nodes (namespaces; needs root) are killed, stopped, cut off and filled up, with full trace disks
+and flipped bits in checkpoints. The part ``hangs`` checks stalled jobs and their messages. The
+part ``interrupts`` interrupts and kills processes of all kinds of jobs at random times. A part
+that fails counts as a missed goal, and the other parts still run. Exits with status 1 if a goal
+is missed.
 """
 
 from __future__ import annotations
@@ -45,15 +47,19 @@ FIRST_EVENTS = ("bit-flip", "trace-full", "stop-rank", "kill-rank")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts that the command line names; returns the exit status."""
+    """Runs the parts on the command line, and returns the exit status."""
     parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (1)")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="folder for what is written; hangs go on from it"
+        "--keep", type=Path, metavar="DIR", help="folder for all files; hangs continue from it"
     )
-    parser.add_argument("--beside", type=int, default=1, help="hanging jobs at a time (1)")
-    parser.add_argument("--hangs", type=int, help="hangs (100; 8 with --quick)")
-    parser.add_argument("--quiet-min", type=float, help="minutes without any (1000; 1)")
+    parser.add_argument(
+        "--beside", type=int, default=1, help="number of concurrent hanging jobs (1)"
+    )
+    parser.add_argument("--hangs", type=int, help="number of hangs (100; 8 with --quick)")
+    parser.add_argument(
+        "--quiet-min", type=float, help="minutes without hangs (1000; 1 with --quick)"
+    )
     options = parser.parse_args(arguments)
     quick, seed = options.quick, options.seed
     signal.signal(signal.SIGTERM, end_in_order)
@@ -100,7 +106,7 @@ def look_for_secrets(seed: int) -> Result:
         raise RuntimeError(f"the jobs or the scanner did not work: {result}")
     note = f"{result['commands']} command lines, {result['files']} files, {result['jobs']} jobs"
     note = one_line("; ".join([note, *result["skipped"], *result["found"]]))
-    title = "secrets found in command lines, files, logs, pages"
+    title = "secrets found in command lines, files, logs and web pages"
     rows = [Row(what=title, value=len(result["found"]), goal=0, note=note)]
     return Result(rows=rows, facts={"secrets": result})
 
@@ -111,7 +117,7 @@ def give_wrong_commands() -> Result:
     note = f"the slowest took {result['longest_s']:.1f} s"
     wrong = [f"{line}: {why}" for line, why in result["wrong"].items()]
     note = one_line("; ".join([note, *wrong]))
-    title = f"{result['cases']} wrong command lines and files: other ends than one line, status 2"
+    title = f"{result['cases']} wrong command lines and files: exits without one line and status 2"
     rows = [Row(what=title, value=len(result["wrong"]), goal=0, note=note)]
     return Result(rows=rows, facts={"commands": result})
 

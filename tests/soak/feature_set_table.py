@@ -12,19 +12,19 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("feature_sets.txt")
 _SEPARATOR = re.compile(r"\s+\|(?=\s|$)")
-"""Column separator; the bars of a layout have no spaces around them."""
+"""Column separator. The bars of a layout have no spaces around them."""
 _RANKS = "--ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSet:
-    """Describes one feature set.
+    """Feature set of the table.
 
     Attributes:
         name: Name in the table.
         ranks: Number of ranks.
         flags: Flags of ``pretrain_gpt.py`` for both runs.
-        engine_flags: Further flags of the run on this project's engine.
+        engine_flags: Additional flags of the run on this project's engine.
     """
 
     name: str
@@ -36,7 +36,7 @@ class FeatureSet:
     def own_flags(self) -> tuple[str, ...]:
         """Flags of the reference run, which uses megatron-core's own loop.
 
-        With ``--keyed-dropout`` that loop would draw other random numbers, so the reference is
+        With ``--keyed-dropout``, that loop would draw different random numbers, so the reference is
         another schedule of the engine.
         """
         if "--keyed-dropout" in self.engine_flags:
@@ -45,7 +45,7 @@ class FeatureSet:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages form a V, so that other ranks sum other parts of a norm."""
+        """Whether stages form a V, so that ranks sum different parts of a norm."""
         return "--first-weights" in self.flags
 
 

@@ -2,12 +2,13 @@
 
     python -m tests.soak.feature_sets --tree PATH [--sets NAME,...] [--json FILE] [--logs FOLDER]
 
-PATH is a checkout of Megatron-LM; the default is the variable MEGATRON_LM. Its ``pretrain_gpt.py``
-runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of ``feature_sets.txt`` is
-trained for some steps twice: with ``--pipeline-schedule megatron``, which is megatron-core's own
-loop, and with a schedule of this project. All losses, gradient norms and evaluations must be
-bitwise equal, and so must the weights of every rank after every step. In a V, where ranks hold
-other layers, losses and norms must be equal to 1e-6. The table has one line for each set:
+PATH is a checkout of Megatron-LM. The default is the environment variable MEGATRON_LM. Its
+``pretrain_gpt.py`` runs with the lines of docs/plugin.md, on CPUs, with a tiny GPT. Each set of
+``feature_sets.txt`` is trained for some steps twice: with ``--pipeline-schedule megatron``, which
+is megatron-core's own loop, and with a schedule of this project. All losses, gradient norms and
+evaluations, and the weights of every rank after every step, must be bitwise equal. In a V, where
+ranks hold other layers, losses and norms must be equal to 1e-6. The table has one line for each
+set:
 
     equal       the numbers are equal
     refused     the engine exited before the first step, with one line that names the reason
@@ -16,9 +17,9 @@ other layers, losses and norms must be equal to 1e-6. The table has one line for
     FAILS       the engine failed in another way
 
 Exits with status 1 if a set differs or fails. The file of ``--json`` gets a line for each set. The
-folder of ``--logs`` keeps the last run of each set.
-Modules that the tree needs and this environment lacks (``six`` for 0.16) may be in folders of
-PYTHONPATH; ``prerequisite.sh --versions`` unpacks triton.
+folder of ``--logs`` keeps the last run of each set. If the tree needs modules that this environment
+lacks (``six`` for 0.16), they may be in folders of PYTHONPATH. ``prerequisite.sh --versions``
+unpacks triton.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from tests.soak.feature_set_table import SETS, FeatureSet
 from tests.support.core_trees import UNPACKED
 
 TREE = "MEGATRON_LM"
-"""Environment variable with the path of a Megatron-LM checkout, if ``--tree`` is not given."""
+"""Environment variable with the path of a Megatron-LM checkout, used without ``--tree``."""
 QUICK = (
     "adaptive",
     "zb-h1",
@@ -59,14 +60,14 @@ QUICK = (
 PLUGIN = ROOT / "tests" / "plugin"
 LIMIT_S = 180.0
 REL = 1e-6
-"""Largest allowed relative difference of a number in a V."""
+"""Maximum relative difference of a number in a V."""
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 "
     "--lr 1e-3 --eval-iters 1 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 63 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
     "--attention-dropout 0 --hidden-dropout 0 --distributed-timeout-minutes 2 "
-    # Options for a machine without CUDA, Transformer Engine and apex.
+    # The following options are for a machine without CUDA, Transformer Engine and apex.
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion"
 ).split()
@@ -77,13 +78,13 @@ _NOISE = ("Connection closed by peer", "Broken pipe", "SIGABRT")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Holds the results of one run.
+    """Results of one run.
 
     Attributes:
-        status: Exit status of the first rank that failed, 0 if none failed, ``None`` after a
+        status: Exit status of the first rank that failed, 0 if no rank failed, or ``None`` after a
             timeout.
         lines: Notes of each rank, one for each step and evaluation.
-        reason: Log line that says why the run failed; empty if it succeeded.
+        reason: Log line with the reason why the run failed. Empty if it succeeded.
         is_named: Whether this project raised the error.
     """
 
@@ -94,17 +95,17 @@ class Run:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a rank has finished a step."""
+        """Whether a rank has completed a step."""
         return any(self.lines)
 
 
 @dataclass
 class Tree:
-    """Runs the script of a tree of Megatron-LM.
+    """Runs the script of a Megatron-LM checkout.
 
     Attributes:
-        path: Folder of the tree.
-        folder: Folder for the logs and notes of all runs. Those of a former run of a set are
+        path: Folder of the checkout.
+        folder: Folder for the logs and notes of all runs. Those of an earlier run of a set are
             replaced.
     """
 
@@ -121,7 +122,7 @@ class Tree:
         self._compile_helpers()
 
     def run(self, feature_set: FeatureSet, kind: str) -> Run:
-        """Trains a set with ``kind`` ``own`` or ``engine``; equal runs share their result."""
+        """Trains a set with ``kind`` ``own`` or ``engine``. Equal runs share their result."""
         if kind == "engine":
             return self._train(feature_set, kind, feature_set.engine_flags)
         key = (feature_set.ranks, feature_set.flags, feature_set.own_flags)
@@ -131,7 +132,7 @@ class Tree:
 
     def _train(self, feature_set: FeatureSet, kind: str, flags: Sequence[str]) -> Run:
         folder = self.folder / feature_set.name / kind
-        # Ranks would add their notes to those of an earlier run.
+        # Remove the folder, because ranks would append their notes to those of an earlier run.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         log = folder / "log.txt"
@@ -171,8 +172,9 @@ class Tree:
     def _compile_helpers(self) -> None:
         """Compiles the tree's data helper for this Python.
 
-        The tree's makefile uses ``python3`` and ``python3-config`` from PATH. A virtual environment
-        has no ``python3-config``, so the helper would get the file name suffix of another Python.
+        The checkout's makefile uses ``python3`` and ``python3-config`` from PATH. A virtual
+        environment has no ``python3-config``, so the helper would get the file name suffix of
+        another Python.
         """
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -185,13 +187,13 @@ class Tree:
 
 
 def reason_of(log: str) -> tuple[str, bool]:
-    """Returns the line of a log that says why a run failed, and whether this project wrote it."""
+    """Returns the log line with the reason of a failure, and whether this project wrote it."""
     errors = [line.strip() for line in log.splitlines() if _ERROR.search(line)]
     errors = [line for line in errors if not any(noise in line for noise in _NOISE)] or errors
     for line in errors:
         if match := _OURS.search(line):
             return match[1], "megatron.adaptive.errors" in line or line.startswith("rank ")
-    return (errors[0] if errors else "no line of the log has an error"), False
+    return (errors[0] if errors else "no line of the log contains an error"), False
 
 
 def compare(feature_set: FeatureSet, reference: Run, engine: Run) -> tuple[str, str]:
@@ -250,23 +252,29 @@ def _shown(text: str | None) -> str:
 
 
 def main() -> int:
-    """Trains the sets and prints the table; returns 1 if one differs or fails."""
+    """Trains the sets and prints the table. Returns 1 if a set differs or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = os.environ.get(TREE)
-    parser.add_argument("--tree", type=Path, default=default, help="checkout of Megatron-LM")
+    parser.add_argument(
+        "--tree", type=Path, default=default, help="folder of a Megatron-LM checkout"
+    )
     parser.add_argument("--sets", help="names of sets, separated by commas (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"train only {', '.join(QUICK)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines here")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the lines to this file"
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs in this folder")
     options = parser.parse_args()
     if options.tree is None:
-        print(f"not run: {TREE} names no checkout of Megatron-LM; set it, or give --tree")
+        print(f"not run: {TREE} is not set to a Megatron-LM checkout; set it, or use --tree")
         return 0
     if not (options.tree / "pretrain_gpt.py").exists():
-        parser.error(f"--tree {options.tree}: there is no pretrain_gpt.py; give a Megatron-LM")
+        parser.error(
+            f"--tree {options.tree}: there is no pretrain_gpt.py; use a Megatron-LM checkout"
+        )
     names = options.sets.split(",") if options.sets else [*(QUICK if options.quick else SETS)]
     if unknown := [name for name in names if name not in SETS]:
-        parser.error(f"--sets: there is no set {unknown[0]}; there are {', '.join(SETS)}")
+        parser.error(f"--sets: there is no set {unknown[0]}; the sets are {', '.join(SETS)}")
     with ending_all(), tempfile.TemporaryDirectory(prefix="feature-sets-") as folder:
         tree = Tree(options.tree.resolve(), (options.logs or Path(folder)).resolve())
         table = [measure(tree, SETS[name], options.json) for name in names]
@@ -276,10 +284,10 @@ def main() -> int:
 
 
 def measure(tree: Tree, feature_set: FeatureSet, path: Path | None = None) -> dict[str, Any]:
-    """Trains a set twice; prints its line of the table, and adds it to a file of JSON lines."""
+    """Trains a set twice. Prints its line of the table, and adds it to a file of JSON lines."""
     begin_s = time.monotonic()
     reference = tree.run(feature_set, "own")
-    # A set that the tree itself refuses needs no second run.
+    # If the checkout itself rejects a set, no second run is needed.
     engine = tree.run(feature_set, "engine") if reference.status == 0 else reference
     result, reason = compare(feature_set, reference, engine)
     row = {

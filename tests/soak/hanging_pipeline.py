@@ -1,6 +1,6 @@
 """Runs a user's loop around a ``Pipeline`` with one hanging process, described by ``HANG`` in JSON.
 
-``hanging_pipeline.py FOLDER STEPS HANG_AFTER_S ON_HANG``; see ``hanging_trainer.py``.
+Usage: ``hanging_pipeline.py FOLDER STEPS HANG_AFTER_S ON_HANG``. See ``hanging_trainer.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH, SAMPLES = 16, 4
 
 
 class Tower(torch.nn.Module):
-    """Stacks some layers, with a cut point after each.
+    """Stacks some layers, with a cut point after each layer except the last.
 
     Args:
         layers: Number of layers.
@@ -31,7 +31,7 @@ class Tower(torch.nn.Module):
         self.cuts = torch.nn.ModuleList(CutPoint() for _ in range(layers - 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Returns the loss of a batch."""
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if number < len(self.cuts):
@@ -40,7 +40,7 @@ class Tower(torch.nn.Module):
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Provides random samples; samples of one step come from a disk that does not respond.
+    """Provides random samples. Samples of one step come from a disk that does not respond.
 
     Args:
         fault: Description of the hang.
@@ -62,7 +62,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    """Trains until it hangs or all steps are done."""
+    """Trains until the job hangs or all steps are completed."""
     steps = int(sys.argv[2])
     fault = Fault(json.loads(os.environ["HANG"]))
     fault.put()

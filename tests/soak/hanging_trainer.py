@@ -1,6 +1,7 @@
-"""Runs the trainer with one rank that hangs; the variable ``HANG`` describes the hang in JSON.
+"""Runs the trainer with one rank that hangs. The variable ``HANG`` describes the hang in JSON.
 
-``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``; steps take ``step_s`` longer.
+``HANG`` is ``{"kind": ..., "rank": ..., "iteration": ..., "folder": ...}``. Steps take ``step_s``
+seconds longer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # before megatron-core is imported
+device.install()  # must be called before megatron-core is imported
 device.quiet_libraries()
 
 import torch.distributed as dist  # noqa: E402
@@ -48,7 +49,7 @@ class Fault:
         self.pauses = Pauses(settings) if settings["kind"] == "quiet" else None
 
     def begins(self, iteration: int) -> None:
-        """Records that a step begins, and hangs if the hang belongs between steps."""
+        """Records that a step begins, and hangs if the hang must occur between steps."""
         time.sleep(self.settings.get("step_s", 0.0))
         self.is_due = iteration == self.settings["iteration"]
         self.is_past = iteration >= self.settings["iteration"]
@@ -117,9 +118,9 @@ class Fault:
 
 
 class Pauses:
-    """Pauses a job without a hang: ranks show activity before the timeout.
+    """Pauses a job without a hang, so that ranks show activity before the timeout.
 
-    All ranks draw the same pauses. In most pauses one rank is busy and the others wait for it.
+    All ranks draw the same pauses. In most pauses, one rank is busy and the others wait for it.
 
     Args:
         settings: Content of ``HANG``, whose ``rank`` is the seed.
@@ -133,7 +134,7 @@ class Pauses:
         self.slow: tuple[int, int, float] = (-1, -1, 0.0)
 
     def begins(self, iteration: int) -> None:
-        """Pauses before a step; the first pause is long, like a compilation."""
+        """Pauses before a step. The first pause is long, like a compilation."""
         time.sleep(min(4.0, self.draw.expovariate(0.6)))
         kinds = ["none", "slow action", "rest", "computes", "writes"]
         (kind,) = self.draw.choices(kinds, (80, 12, 2, 3, 3))
@@ -198,7 +199,7 @@ def keep() -> None:
 
 
 def read_for_ever(folder: str) -> None:
-    """Reads a pipe without a writer, which stands for a disk that does not respond."""
+    """Reads a pipe without a writer, which acts like a disk that does not respond."""
     pipe = Path(folder) / f"pipe-{os.getpid()}"
     os.mkfifo(pipe)
     pipe.read_bytes()

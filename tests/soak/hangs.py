@@ -1,7 +1,7 @@
 """Runs jobs of the trainer that stall for a known reason, and jobs that do not stall.
 
-One rank (``hanging_trainer.py``) has the real cause of each kind of hang, with two exceptions: for
-a broken network the sender drops its messages, and for unresponsive disks of data and checkpoints
+For each kind of hang, one rank (``hanging_trainer.py``) has the real cause, with two exceptions.
+For a broken network, the sender drops its messages. For unresponsive disks of data and checkpoints,
 the rank reads a pipe without a writer.
 """
 
@@ -39,21 +39,21 @@ CAUSES = {
     "interpreter lock": r"holds the interpreter lock",
 }
 SHAPES = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 4, 1), (4, 2, 2), (8, 4, 1), (8, 2, 2))
-"""Numbers of ranks, pipeline ranks and tensor-parallel ranks."""
+"""Numbers of ranks, pipeline ranks and tensor-parallel ranks in each shape."""
 TRAINER = Path(__file__).with_name("hanging_trainer.py")
 LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Describes a job with one hang.
+    """Job with one hang, or without a hang.
 
     Attributes:
-        kind: Kind of the hang; ``none`` for a job without one.
-        shape: Shape of the job, one of :data:`SHAPES`.
+        kind: Kind of the hang, or ``none`` for a job without a hang.
+        shape: Shape of the job, an element of :data:`SHAPES`.
         rank: Rank that hangs.
-        iteration: Iteration in which it hangs.
-        action: Position of the hang among the step's actions.
+        iteration: Index of the iteration in which the rank hangs.
+        action: Index of the hang among the step's actions.
         after_s: Value of ``--hang-after-s``.
         machines: Number of machines to which the ranks are assigned.
         program: ``trainer``, or ``pipeline`` for a user's loop around a ``Pipeline``.
@@ -122,16 +122,16 @@ def run(
 
     Args:
         case: Description of the job.
-        folder: New folder for its files.
-        iterations: Number of iterations if nothing hangs.
-        on_hang: Value of ``--on-hang``: ``report`` or ``end``.
-        server: Fork server of its ranks; ``None`` uses the server of this process.
+        folder: New folder for the job's files.
+        iterations: Number of iterations if the job does not hang.
+        on_hang: Value of ``--on-hang``, ``report`` or ``end``.
+        server: Fork server of the job's ranks, or ``None`` for the server of this process.
 
     Returns:
-        ``said``: line that reports the hang; ``waited_s``: seconds from the end of the last
-        iteration to this line; ``text``: all output; ``ended``: exit statuses of the ranks if
-        ``on_hang`` is ``end``; ``shares``: share of a processor that each process beside the ranks
-        used.
+        Dict with ``said`` (line that reports the hang), ``waited_s`` (seconds from the end of the
+        last iteration to this line), ``text`` (all output), ``ended`` (exit statuses of the
+        ranks if ``on_hang`` is ``end``) and ``shares`` (fraction of a processor that each
+        process other than the ranks used).
     """
     log, ended = folder / "log.txt", {}
     job = start(case, folder, iterations, on_hang, server)
@@ -150,7 +150,7 @@ def run(
 def start(
     case: Case, folder: Path, iterations: int, on_hang: str, server: Forkserver | None
 ) -> Ranks:
-    """Starts the ranks of a job, which write ``log.txt``; see :func:`run`."""
+    """Starts the ranks of a job, which write ``log.txt`` (see :func:`run`)."""
     folder.mkdir(parents=True)
     ranks, stages, tensor = case.shape
     limits = [str(case.after_s), on_hang]
@@ -204,7 +204,7 @@ def _until_said(log: Path, job: Ranks) -> tuple[str, float]:
 
 
 def _shares(job: Ranks) -> list[float]:
-    """Returns the share of a processor that each hang detector has used."""
+    """Returns the fraction of a processor that each hang detector has used."""
     shares = []
     for process in job.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -230,7 +230,7 @@ def _orders(folder: Path, stages: int, count: int) -> list[str]:
 
 
 def is_named_right(case: Case, said: str) -> bool:
-    """Returns whether a line names the right rank and reason."""
+    """Returns whether a line states the right rank and reason."""
     ranks = set(map(int, re.findall(r"rank (\d+) \(stage", said)))
     # If the only rank of a machine hangs, other machines cannot know the reason.
     if not re.search(CAUSES[case.kind], said) and (
@@ -241,15 +241,15 @@ def is_named_right(case: Case, said: str) -> bool:
 
 
 def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int = 1) -> Result:
-    """Runs jobs that hang, and jobs that do not.
+    """Runs jobs that hang, and jobs that do not hang.
 
-    Each finished job is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not run again if the
+    Each finished job is a line of ``hangs.jsonl`` or ``quiet.jsonl``, and is not repeated if the
     same folder is reused.
 
     Args:
         folder: Folder for the files of all jobs.
         count: Number of hangs.
-        quiet_min: Total minutes of the jobs without a hang.
+        quiet_min: Total duration of the jobs without a hang, in minutes.
         seed: Seed of all random numbers.
         beside: Number of concurrent hanging jobs.
     """
@@ -281,7 +281,7 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
     kinds = {kind: [row["right"] for row in rows if row["kind"] == kind] for kind in KINDS}
     table = [
         Row(
-            what=f"{count} hangs: rank and reason named right",
+            what=f"{count} hangs: correct rank and reason",
             value=count - len(wrong),
             goal=round(0.98 * count),
             least=True,
@@ -291,23 +291,34 @@ def measure(folder: Path, count: int, quiet_min: float, seed: int, beside: int =
             Row(what=f"of {len(outcomes)}: {kind}", value=sum(outcomes))
             for kind, outcomes in kinds.items()
         ),
-        Row(what="of them later than the limit + 15 s", value=sum(w > 15 for w in waits), goal=0),
-        Row(what="longest after the limit", value=max(waits, default=None), unit="s"),
         Row(
-            what="of a processor for the watch of a machine, reports and stacks included",
+            what="hangs reported more than 15 s after the limit",
+            value=sum(w > 15 for w in waits),
+            goal=0,
+        ),
+        Row(
+            what="longest time from the limit to the report",
+            value=max(waits, default=None),
+            unit="s",
+        ),
+        Row(
+            what="share of a processor for the hang detector, with reports and stacks",
             value=max(shares, default=None),
             goal=0.01 if rows else None,
         ),
-        Row(what="quiet minutes of jobs", value=minutes, goal=quiet_min, least=True),
+        Row(what="minutes of jobs without hangs", value=minutes, goal=quiet_min, least=True),
         Row(
-            what="false alarms in them", value=len(alarms), goal=0, note=one_line("; ".join(alarms))
+            what="false alarms in these minutes",
+            value=len(alarms),
+            goal=0,
+            note=one_line("; ".join(alarms)),
         ),
     ]
     return Result(rows=table, facts={"hangs": {"wrong": wrong, "after_limit_s": waits}})
 
 
 class _Kept:
-    """Keeps rows of finished jobs, so that a soak test that was stopped can resume.
+    """Stores rows of finished jobs, so that a stopped soak test can resume.
 
     Args:
         path: Path of the file.
@@ -319,7 +330,7 @@ class _Kept:
         self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in map(json.loads, lines)}
 
     def add(self, key: str, **row: Any) -> None:
-        """Keeps a row under a key."""
+        """Stores a row under a key."""
         self.rows[key] = {"key": key, **row}
         with self._path.open("a") as file:
             file.write(json.dumps(self.rows[key]) + "\n")
@@ -333,7 +344,7 @@ QUIET_LIMITS_S = (8.0, 12.0, 20.0)
 def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
     """Runs concurrent jobs that pause without hanging, with short timeouts.
 
-    Two thirds are loops around a ``Pipeline``; the others are runs of the trainer with evaluations
+    Two thirds are loops around a ``Pipeline``. The others are runs of the trainer with evaluations
     and checkpoints.
 
     Returns:
@@ -353,7 +364,7 @@ def quiet(folder: Path, minutes: float, seed: int) -> tuple[float, list[str]]:
             case = Case(
                 kind="quiet",
                 shape=(2, 2, 1),
-                rank=draw.randrange(1 << 30),  # seed of its pauses
+                rank=draw.randrange(1 << 30),  # seed of the pauses
                 after_s=draw.choice(QUIET_LIMITS_S),
                 machines=draw.choice((1, 2)),
                 iteration=20,

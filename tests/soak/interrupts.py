@@ -1,10 +1,10 @@
-"""Interrupts and kills processes of jobs at random moments, and checks how each job ends.
+"""Interrupts and kills processes of jobs at random times, and checks how each job ends.
 
 A chain is a sequence of jobs on one folder of checkpoints. Each job continues from the newest
-checkpoint, and one of its processes gets a signal at a random moment. Afterwards no process or file
-may be left, no process may have printed a traceback, a native stack or more than one line with the
-reason, the next job must begin at the newest intact checkpoint, and all losses must equal those of
-an undisturbed job.
+checkpoint, and one of its processes gets a signal at a random time. After the job, no process or
+file may be left. No process may have printed a traceback, a native stack or more than one line with
+the reason. The next job must begin at the newest intact checkpoint, and all losses must equal those
+of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from tests.multiprocess.launch import ROOT, environment, forking, start, tail
 
 SCRIPT = ROOT / "tests" / "cluster" / "pipeline_script.py"
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGKILL", "SIGSTOP")
-"""Names of the signals; a stopped process continues after a while."""
+"""Names of the signals. A stopped process is continued after a while."""
 STOPPED_S = (0.5, 4.0)
-"""Bounds of the time in seconds for which a process is stopped."""
+"""Minimum and maximum time for which a process is stopped, in seconds."""
 SPAN = 1.6
-"""Latest time of a signal, as a multiple of the time of a whole undisturbed job.
+"""Latest time of a signal, as a multiple of the duration of an undisturbed job.
 
-Such a job consists of startup, a few steps and shutdown. Later signals would hit the middle of
-steps, as many earlier signals do, and cost processor time twice, because the reference repeats all
-steps.
+An undisturbed job consists of startup, a few steps and shutdown. Later signals would only arrive in
+the middle of steps, as many earlier signals do. They would cost processor time twice, because the
+reference repeats all steps.
 """
 END_LIMIT_S = 240.0
 AGAIN_LIMIT_S = 6.0
-"""Seconds after which a job that continues despite a signal is stopped."""
+"""Time in seconds after which a job that continues despite a signal is stopped."""
 LEFT_LIMIT_S = 20.0
 HITS_OF_A_CHAIN = 8
-"""Largest number of signals in a chain, because an undisturbed job repeats all its steps."""
+"""Maximum number of signals in a chain, because an undisturbed job repeats all its steps."""
 TOLERANCE, LEAST = 1e-5, 1e-6
-"""Largest relative and absolute differences of losses between shapes of an elastic job."""
+"""Maximum relative and absolute differences of losses between shapes of an elastic job."""
 _BAD = re.compile(
     r"Traceback|InvalidStateError|did not prove|^frame #|C\+\+ CapturedTraceback|Fatal Python"
     r"|Exception ignored|Exception in|terminate called|Segmentation|\*\*\* "
@@ -62,7 +62,7 @@ _REASON = re.compile(
     r"^(\[?rank ?\d+\]?:? |\[elastic\] )?(error|stopped by|fatal|complete)\b", re.IGNORECASE
 )
 _SHOWN_LINES = 40
-"""Number of lines of a log that a report shows from the first bad line on."""
+"""Number of log lines that a report shows, beginning with the first bad line."""
 _LOST = "errors.PeerLostError: "
 _SHARED = Path("/dev/shm")
 _LAUNCH = [sys.executable, "-m", "megatron.adaptive", "job", "launch", "--standalone"]
@@ -78,7 +78,7 @@ class Chain:
     """Runs jobs of one kind, each continuing from the previous job's checkpoints.
 
     Attributes:
-        kind: One of :data:`KINDS`.
+        kind: Kind of the jobs, an element of :data:`KINDS`.
         folder: Folder of all files of the chain.
         is_async: Whether checkpoints are written in the background.
         is_fresh: Whether processes import everything themselves instead of being forked.
@@ -96,7 +96,7 @@ class Chain:
         return PipelineFolder(path) if self.kind == "pipeline" else CheckpointFolder(path)
 
     def newest_whole(self) -> int:
-        """Returns the step of the newest intact checkpoint, 0 if there is none."""
+        """Returns the step of the newest intact checkpoint, or 0 if there is none."""
         checkpoints = self.checkpoints
         whole = (step for step in reversed(checkpoints.steps()) if not checkpoints.verify(step))
         return next(whole, 0)
@@ -112,7 +112,7 @@ class Chain:
 
         Args:
             number: Index of the job in the chain.
-            last: Step after which it ends; ``None`` for a distant step.
+            last: Step after which the job ends, or ``None`` for a distant step.
         """
         saved, progress = str(self.folder / "checkpoints"), str(self.progress(number))
         if self.kind == "pipeline":
@@ -173,8 +173,8 @@ class Chain:
         self._seen[number] = sorted((self.folder / "checkpoints").glob(pattern))
         temporary = self.folder / f"tmp-{number}"
         temporary.mkdir()
-        # A Pipeline notices through its parent that its launcher exited, and a fork has another
-        # parent.
+        # A Pipeline detects the exit of its launcher through its parent process, but a fork has
+        # another parent.
         is_fresh = self.is_fresh or self.kind == "pipeline"
         variables = environment() if is_fresh else forking()
         variables |= {"TMPDIR": str(temporary)}
@@ -187,8 +187,8 @@ class RunningJob:
 
     Args:
         command: Command line.
-        log: New file for the output of all its processes.
-        variables: Whole environment.
+        log: New file for the output of all processes of the job.
+        variables: Complete environment of the job.
     """
 
     def __init__(self, command: list[str], log: Path, variables: Mapping[str, str]) -> None:
@@ -218,7 +218,7 @@ class RunningJob:
         return {pid: role for pid, role in roles.items() if role != "stand-in"}
 
     def wait(self, limit_s: float) -> int | None:
-        """Waits until the job exits; returns its status, ``None`` after the timeout."""
+        """Waits until the job exits. Returns its status, or ``None`` after the timeout."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             self.processes()
@@ -234,14 +234,14 @@ class RunningJob:
             with contextlib.suppress(psutil.Error):
                 if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     lines.append(f"{process.pid} {' '.join(process.cmdline())[-100:]}")
-        # The hang detector removes its folder a second after its rank was killed.
+        # The hang detector removes its folder one second after its rank was killed.
         end_s = time.monotonic() + LEFT_LIMIT_S
         while (shared := self._shared_memory()) and time.monotonic() < end_s:
             time.sleep(0.1)
         return [*lines, *shared]
 
     def _shared_memory(self) -> list[str]:
-        """Returns new shared memory files whose names contain a process id of the job."""
+        """Returns new shared memory files whose names contain a process ID of the job."""
         names = set(os.listdir(_SHARED)) - self._shared
         return [
             f"{_SHARED}/{name}"
@@ -261,18 +261,18 @@ class RunningJob:
 def _role(process: psutil.Process) -> str:
     """Returns the role of a process from its command line and the name of a fork."""
     name, text = process.name(), " ".join(process.cmdline()[1:5])
-    if "rank_forkserver" in text:  # its forks have this text too
+    if "rank_forkserver" in text:  # its forks also contain this text
         return f"fork {name.rstrip('0123456789')}"
     return text[-60:] or name
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Describes a signal and how the job exited.
+    """Signal, and how the job exited.
 
     Attributes:
-        description: Kind of job, signal, role, and moment.
-        faults: Sentences about all faults.
+        description: Kind of job, signal, role, and time.
+        faults: Descriptions of all faults.
         status: Exit status of the job.
         steps: Number of steps that the job completed.
     """
@@ -309,7 +309,10 @@ def run_chain(chain: Chain, seed: int, hits: int, report: Callable[[str], None])
             job.close()
         done = chain.losses(number)
         if done and done[0][0] != before + 1:
-            outcome.faults.append(f"began after {done[0][0] - 1}, whole is {before}")
+            outcome.faults.append(
+                f"the job began after step {done[0][0] - 1}, but "
+                f"the newest intact checkpoint is {before}"
+            )
         for step, loss in done:
             losses.setdefault(step, set()).add(loss)
         outcomes.append(outcome)
@@ -330,7 +333,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
     Args:
         chain: Settings of the chains, with an empty folder.
-        seed: Seed of the first chain; the following chains use the next seeds.
+        seed: Seed of the first chain. The following chains use the next seeds.
         hits: Number of signals in all chains together.
         report: Function that takes a line of a report.
     """
@@ -347,7 +350,7 @@ def run_chains(chain: Chain, seed: int, hits: int, report: Callable[[str], None]
 
 
 def _undisturbed_end(chain: Chain, job: RunningJob, number: int) -> tuple[Outcome, float]:
-    """Stops a job after some steps; returns the outcome and the latest time of a signal."""
+    """Stops a job after some steps. Returns the outcome and the latest time of a signal."""
     end_s = time.monotonic() + END_LIMIT_S
     while len(chain.losses(number)) < 4 and job.wait(0.2) is None and time.monotonic() < end_s:
         pass
@@ -388,7 +391,7 @@ def _hit(chain: Chain, job: RunningJob, number: int, draw: random.Random, span_s
 def _judge(
     chain: Chain, job: RunningJob, number: int, description: str, status: int | None
 ) -> Outcome:
-    faults = [f"no end within {END_LIMIT_S:g} s"] if status is None else []
+    faults = [f"the job did not end within {END_LIMIT_S:g} s"] if status is None else []
     left = job.left() if status is not None else []
     faults += [f"left: {text}" for text in left]
     lines = job.log.read_text(errors="replace").splitlines()
@@ -408,19 +411,22 @@ def _judge(
     reasons = [line for line in lines if _REASON.search(line)]
     # Ranks, launcher or manager, and agents may each print a reason.
     if len(reasons) > 5:
-        faults.append(f"{len(reasons)} lines say why in {job.log}")
+        faults.append(f"{len(reasons)} lines state a reason in {job.log}")
     is_ours = chain.kind != "torchrun" and "SIGKILL" not in description
-    # A signal before a program of this project runs stops the interpreter without a message.
+    # If a signal arrives before a program of this project runs, it stops the interpreter without a
+    # message.
     has_begun = bool(lines) or "to fork" in description
     if status not in (0, None, -signal.SIGKILL) and not reasons and is_ours and has_begun:
-        faults.append(f"status {status}, and no line says why: {tail(job.log, 300)!r}")
+        faults.append(
+            f"the status is {status}, but no line states a reason: {tail(job.log, 300)!r}"
+        )
     done = chain.losses(number)
-    # No step may be lost if the signal asks the whole job to stop, and not one of its processes.
+    # No step may be lost if the signal asks the whole job to stop, instead of one process.
     is_asked = description.endswith(("then SIGTERM", "undisturbed")) or re.search(
         r"SIG(INT|TERM|HUP) to .* of depth 0 ", description
     )
-    # If a rank or its data worker is killed, the other ranks cannot save if SIGTERM arrives before
-    # they have exited.
+    # If a rank or its data worker is killed, and SIGTERM arrives before the other ranks have
+    # exited, the other ranks cannot save.
     is_whole = not re.search(
         r"SIGKILL to (fork (python-|pt_elastic|pt_data_worker)|.*pipeline_script)", description
     )
@@ -432,12 +438,14 @@ def _judge(
         and status is not None
         and chain.newest_whole() != done[-1][0]
     ):
-        faults.append(f"did step {done[-1][0]}, but saved {chain.newest_whole()}")
+        faults.append(
+            f"the job completed step {done[-1][0]}, but saved step {chain.newest_whole()}"
+        )
     return Outcome(description=description, faults=faults, status=status, steps=len(done))
 
 
 def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
-    """Compares losses with those of an undisturbed job; returns the differences."""
+    """Compares losses with those of an undisturbed job, and returns the differences."""
     alone = Chain(
         kind="launch" if chain.kind == "machines" else chain.kind,
         folder=chain.folder / "reference",
@@ -450,10 +458,15 @@ def _unlike(chain: Chain, losses: dict[int, set[float]]) -> list[str]:
         job.close()
     expected = dict(alone.losses(0))
     if status != 0 or not set(losses) <= set(expected):
-        return [f"reference: status {status}, {sorted(set(losses) - set(expected))[:3]} not done"]
+        return [
+            (
+                f"reference: status {status}, steps {sorted(set(losses) - set(expected))[:3]} were "
+                "not completed"
+            )
+        ]
     most, least = (0.0, 0.0) if chain.kind in _BIT_FOR_BIT else (TOLERANCE, LEAST)
     return [
-        f"loss of step {step} is {loss!r}, not {expected[step]!r}"
+        f"the loss of step {step} is {loss!r}, expected {expected[step]!r}"
         for step, values in sorted(losses.items())
         for loss in values
         if abs(loss - expected[step]) > max(most * abs(expected[step]), least)
@@ -473,13 +486,16 @@ def measure(folder: Path, hits: int, seed: int) -> Result:
         chain = Chain(kind=kind, folder=folder / kind, is_async=kind != "torchrun")
         outcomes += run_chains(chain, seed, hits, partial(print, flush=True))
     wrong = [f"{outcome.description}: {fault}" for outcome in outcomes for fault in outcome.faults]
-    title = f"{hits * len(KINDS)} signals at random moments: what was not as it should be"
+    title = f"{hits * len(KINDS)} signals at random times: faults"
     row = Row(what=title, value=len(wrong), goal=0, note=one_line("; ".join(wrong)))
     return Result(rows=[row], facts={"interrupts": wrong})
 
 
 def main() -> int:
-    """Runs chains: ``interrupts.py KIND[,KIND...] SEED HITS [async] [fresh]``; 1 after a fault."""
+    """Runs chains of jobs. Returns 1 after a fault.
+
+    Usage: ``interrupts.py KIND[,KIND...] SEED HITS [async] [fresh]``.
+    """
     kinds, seed, hits = sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3])
     base = Path(os.environ.get("INTERRUPTS_FOLDER", tempfile.gettempdir()))
     has_fault = False

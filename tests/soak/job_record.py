@@ -18,13 +18,13 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Describes one recorded step.
+    """Recorded step of a job.
 
     Attributes:
-        iteration: Step number.
+        iteration: Index of the step.
         samples: Number of samples trained so far, including this step.
         loss: Loss of the step.
-        unix_ns: Time when the step ended; 0 if only the log contains the step.
+        unix_ns: Time when the step ended, or 0 if only the log contains the step.
     """
 
     iteration: int
@@ -35,12 +35,12 @@ class Step:
 
 @dataclass(kw_only=True)
 class Epoch:
-    """Holds the steps of an incarnation.
+    """Steps of an incarnation.
 
     Attributes:
-        name: Name of the folder.
-        start: Iteration from which it continued; ``None`` if it has not begun.
-        begun_ns: Time when it began.
+        name: Name of the incarnation's folder.
+        start: Iteration from which the incarnation continued, or ``None`` if it has not begun.
+        begun_ns: Time when the incarnation began.
         steps: Steps in order.
         saved: Iterations of complete checkpoints, with their times.
     """
@@ -96,7 +96,7 @@ class Record:
 
     @property
     def last(self) -> int:
-        """Number of the last completed iteration."""
+        """Index of the last completed iteration."""
         done = (epoch.steps[-1].iteration for epoch, _ in self._epochs.values() if epoch.steps)
         return max(done, default=0)
 
@@ -119,7 +119,7 @@ def _take(epoch: Epoch, entry: Mapping[str, Any]) -> None:
 
 
 def steps_of_logs(texts: Iterable[str]) -> list[Step]:
-    """Returns the steps that trainers printed, without lines that another line interrupted."""
+    """Returns the steps that trainers printed, except lines that another line interrupted."""
     return [
         Step(iteration=int(match[1]), samples=int(match[2]), loss=float(match[3]))
         for text in texts
@@ -141,25 +141,27 @@ def faults(
 
     Args:
         epochs: Incarnations of the job, ordered by time.
-        printed: Steps in its logs.
+        printed: Steps in the job's logs.
         expected: Loss of each iteration of the undisturbed run.
         first: First iteration of the job.
         batch: Number of samples per step.
-        tolerance: Largest allowed relative difference of losses.
-        damaged: Iterations whose checkpoint was damaged, with the times in nanoseconds.
+        tolerance: Maximum relative difference of losses.
+        damaged: Iterations whose checkpoint was corrupted, with the times in nanoseconds.
 
     Returns:
-        Lines about the faults, and the largest difference of a loss.
+        Descriptions of the faults, and the largest difference of a loss.
     """
     lines: list[str] = []
     recorded = [step for epoch in epochs for step in epoch.steps]
     everything = [*recorded, *printed]
     if not everything:
-        return ["no step was done"], 0.0
+        return ["no step was completed"], 0.0
     worst = 0.0
     for step in everything:
         if step.samples != step.iteration * batch:
-            lines.append(f"iteration {step.iteration} says {step.samples} samples of {batch} each")
+            lines.append(
+                f"iteration {step.iteration} reports {step.samples} samples of {batch} each"
+            )
         off = abs(step.loss / expected[step.iteration] - 1)
         if not off <= tolerance:
             lines.append(
@@ -170,7 +172,7 @@ def faults(
     done = {step.iteration for step in everything}
     missing = sorted(set(range(first, max(done) + 1)) - done)
     if missing:
-        lines.append(f"{len(missing)} iterations were never done: {missing[:10]}")
+        lines.append(f"{len(missing)} iterations were never completed: {missing[:10]}")
     return lines + _order(epochs, done, damaged), worst
 
 
@@ -207,6 +209,6 @@ def _order(
         assert epoch.start is not None
         if older and epoch.start < max(iteration for _, iteration, _ in older[-1:]):
             lines.append(
-                f"{epoch.name} continued from {epoch.start}, but {older[-1][1]} was saved before"
+                f"{epoch.name} continued from {epoch.start}, although {older[-1][1]} had been saved"
             )
     return lines

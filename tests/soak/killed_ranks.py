@@ -1,4 +1,4 @@
-"""Kills one of three ranks at random moments, and checks the other ranks and what is left behind.
+"""Kills one of three ranks at random times, and checks the other ranks and what is left behind.
 
 ::
 
@@ -7,9 +7,9 @@
 
     python -m tests.soak.killed_ranks [--quick] [--part shm tcp] [--count 100] [--json FILE]
 
-The trials run in a separate process, which imports everything once and forks the ranks. A killed
-rank in the middle leaves two neighbors. A killed rank at an end leaves one neighbor, and the third
-rank exits normally.
+The trials run in a separate process, which imports everything once and forks the ranks. If the rank
+in the middle is killed, there are two neighbours. If a rank at an end is killed, there is one
+neighbour, and the third rank exits normally.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SLOT_BYTES, SLOTS = 256 << 10, 6
 SIZES = (0, 100, 1 << 10, 64 << 10, 256 << 10, 1 << 20)
 START_S, SURVIVE_S, END_S = 30.0, 20.0, 10.0
 MOST_S = 5.0
-"""Seconds within which a neighbor must notice."""
-# A rank sends some hundred messages before the latest kill; the RDMA lab's machines are slower.
+"""Maximum time in seconds until a neighbour detects the failure."""
+# A rank sends some hundred messages before the latest kill. The RDMA lab's machines are slower.
 _LATEST_KILL_S = {"shm": 0.06, "tcp": 0.06, "rdma": 0.5}
 KINDS = tuple(_LATEST_KILL_S)
 _PRIVATE = (
@@ -115,7 +115,7 @@ def live(
 
 
 class Trial:
-    """Runs one kill.
+    """Kills one rank, and observes the others.
 
     Args:
         kind: Name of the transport.
@@ -139,7 +139,7 @@ class Trial:
             self._ranks.append(process)
 
     def run(self) -> dict[str, Any]:
-        """Kills a rank; returns the reactions of its neighbours and their times."""
+        """Kills a rank, and returns the reactions of its neighbours and their times."""
         addresses = [self._expect(rank, START_S) for rank in range(RANKS)]
         for end in self._ends:
             end.send(addresses)
@@ -166,7 +166,7 @@ class Trial:
         return {"victim": victim, "outcomes": outcomes, "left": self._left()}
 
     def end(self) -> None:
-        """Kills all processes that still run."""
+        """Kills all processes that are still running."""
         for process in self._ranks:
             process.kill()
             process.join()
@@ -174,12 +174,12 @@ class Trial:
             end.close()
 
     def _say_stop(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # the rank noticed the failure and exited
+        with contextlib.suppress(OSError):  # the rank detected the failure and exited
             self._ends[rank].send("stop")
 
     def _expect(self, rank: int, limit_s: float) -> Any:
         if not self._ends[rank].poll(limit_s):
-            raise TimeoutError(f"rank {rank} said nothing for {limit_s:g} s")
+            raise TimeoutError(f"rank {rank} sent nothing within {limit_s:g} s")
         return self._ends[rank].recv()
 
     def _left(self) -> list[str]:
@@ -199,7 +199,7 @@ def litter() -> set[str]:
 
 
 def rdma_objects() -> set[str]:
-    """Returns the ids of queue pairs, memory regions and so on of each RDMA device."""
+    """Returns the IDs of queue pairs, memory regions and other objects of each RDMA device."""
     if not Path("/sys/class/infiniband").exists() or shutil.which("rdma") is None:
         return set()
     done = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=False)
@@ -214,7 +214,7 @@ def _open(fd: str) -> bool:
 
 
 def private() -> tuple[str, ...]:
-    """Returns the command that hides other programs' objects; empty if this user may not run it."""
+    """Returns the command that hides other programs' objects, or ``()`` without permission."""
     try:
         done = subprocess.run([*_PRIVATE, "true"], capture_output=True, check=False)
     except FileNotFoundError:
@@ -225,7 +225,8 @@ def private() -> tuple[str, ...]:
 def measure(count: int, kind: str) -> Result:
     """Kills ranks that are connected by a transport, in a separate process.
 
-    As root, the process gets its own shared memory and sockets, because :func:`litter` counts all.
+    As root, the process gets its own shared memory and sockets, because :func:`litter` returns
+    those of all processes.
 
     Args:
         count: Number of kills.
@@ -240,7 +241,7 @@ def measure(count: int, kind: str) -> Result:
             prefix=private(),
             TMPDIR=folder,
         )
-    title = f"{count} kills at random moments, {kind}"
+    title = f"{count} kills at random times, {kind}"
     return Result(rows=rows_of(outcomes, title), facts={f"kills, {kind}": outcomes})
 
 
@@ -270,7 +271,7 @@ def rows_of(result: dict[str, Any], title: str) -> list[Row]:
             note=one_line("; ".join(notes)) if notes else f"of {len(neighbours)}",
         ),
         Row(
-            what="the same: slowest to raise",
+            what="the same: longest time until PeerLostError",
             value=max(seconds, default=None),
             unit="s",
             goal=MOST_S,
@@ -286,11 +287,15 @@ def rows_of(result: dict[str, Any], title: str) -> list[Row]:
 
 
 def main() -> int:
-    """Runs the trials; prints a table, or the outcomes as JSON."""
+    """Runs the trials, and prints a table or the outcomes as JSON."""
     parser = parser_of(__doc__, KINDS, "kill 20 ranks over each transport")
     parser.add_argument("--count", type=int, help="number of kills (100; 20 with --quick)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the moments (1)")
-    parser.add_argument("--raw", choices=KINDS, help="kill here, and print the outcomes as JSON")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random times (1)")
+    parser.add_argument(
+        "--raw",
+        choices=KINDS,
+        help="run the trials in this process, and print the outcomes as JSON",
+    )
     options = parser.parse_args()
     count = options.count or (20 if options.quick else 100)
     if options.raw is None:
@@ -306,7 +311,7 @@ def main() -> int:
             trials.append({"failed": f"{type(error).__name__}: {error}"})
         finally:
             trial.end()
-    # Files of other programs disappear after a while; files left by this program stay.
+    # Files of other programs disappear after a while. Files left by this program stay.
     left = litter() - before
     end = time.monotonic() + END_S
     while left and time.monotonic() < end:

@@ -1,7 +1,7 @@
 """Runs two jobs on one folder, and jobs that are killed or paused, and checks all checkpoints.
 
 A job here is two processes, forked from a process that has imported torch. They save small tensors
-with the saver of the trainer and ``Pipeline``, at random moments, directly or in a thread. All
+with the saver of the trainer and ``Pipeline``, at random times, directly or in a thread. All
 elements of a tensor encode job, step and rank, so that the files of a checkpoint show which job
 wrote them. A job on another machine is simulated by another boot ID. Some pairs are real trainers.
 """
@@ -33,7 +33,7 @@ from tests.multiprocess.launch import ROOT
 
 RANKS, AT_ONCE = 2, 12
 REFUSED_S = 5.0
-_NUMBERS = 4096  # elements of a tensor
+_NUMBERS = 4096  # number of elements of a tensor
 _LIMIT_S = 90.0
 _EXIT_EXPECTED = 2
 _STATUSES = threading.Lock()
@@ -42,7 +42,7 @@ _STATUSES = threading.Lock()
 
 @dataclass
 class Seen:
-    """Collects the observations of a soak test; lists of lines describe the faults."""
+    """Observations of a soak test. Each list of strings describes faults."""
 
     mixed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -64,9 +64,9 @@ class SmallJob:
     Args:
         folder: Folder of checkpoints.
         number: Index of the job, from 1.
-        saves: Number of checkpoints that it saves.
-        seed: Seed of the times at which it saves.
-        is_far: Whether it appears to be on another machine.
+        saves: Number of checkpoints that the job saves.
+        seed: Seed of the times at which the job saves.
+        is_far: Whether the job appears to be on another machine.
     """
 
     def __init__(self, folder: Path, number: int, saves: int, seed: int, *, is_far: bool) -> None:
@@ -84,13 +84,13 @@ class SmallJob:
                 process.start()
 
     def signal(self, number: signal.Signals, ranks: int = RANKS) -> None:
-        """Sends a signal to the first ranks that still run."""
+        """Sends a signal to the first ranks that are still running."""
         for process in self.ranks[:ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
 
     def end(self, limit_s: float = _LIMIT_S) -> int | None:
-        """Waits until the job exits; returns the status of rank 0, ``None`` if it was killed."""
+        """Waits until the job exits. Returns the status of rank 0, or ``None`` if it was killed."""
         end_s = time.monotonic() + limit_s
         while None in (statuses := self.statuses()) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -100,7 +100,7 @@ class SmallJob:
         return statuses[0]
 
     def statuses(self) -> list[int | None]:
-        """Returns the exit statuses of the ranks, ``None`` for ranks that still run."""
+        """Returns the exit statuses of the ranks, with ``None`` for running ranks."""
         with _STATUSES:
             return [process.exitcode for process in self.ranks]
 
@@ -216,18 +216,18 @@ def look(folder: Path, jobs: Sequence[SmallJob], seen: Seen) -> None:
             content = (path / f"__{rank}_0.distcp").read_bytes()
             expected = _stamp(number, step, rank).to_bytes(8, "little") * _NUMBERS
             if expected not in content:
-                seen.mixed.append(f"{path}: rank {rank}'s part is not of job {number}")
+                seen.mixed.append(f"{path}: the part of rank {rank} is not from job {number}")
     seen.checkpoints += len(owners)
     for job in jobs:
         gone = [step for step in job.of("saved") if owners.get(step) != job.number]
         seen.lost += [f"{folder}: step {step} of job {job.number}" for step in gone]
     newest = checkpoints.latest()
     if owners and newest != max(owners):
-        seen.lost.append(f"{folder}: goes on from {newest} instead of {max(owners)}")
+        seen.lost.append(f"{folder}: the newest checkpoint is {newest}, expected {max(owners)}")
 
 
 def _refused(job: SmallJob, seen: Seen) -> None:
-    """Checks the message with which a job was refused."""
+    """Checks the message with which a job was rejected."""
     lines, after = job.of("error"), job.of("after")
     text = lines[0] if lines else "no line"
     if "is written by process" not in text or "since 20" not in text or "\n" in text:
@@ -237,7 +237,7 @@ def _refused(job: SmallJob, seen: Seen) -> None:
 
 
 def pair(folder: Path, seed: int) -> Seen:
-    """Runs two jobs on one folder that start at random moments."""
+    """Runs two jobs on one folder that start at random times."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.5
     jobs = []
@@ -248,7 +248,9 @@ def pair(folder: Path, seed: int) -> Seen:
         time.sleep(chance.random() * 2.0 * (number == 1) * chance.choice((0, 1)))
     statuses = [job.end() for job in jobs]
     if 0 not in statuses or not set(statuses) <= {0, _EXIT_EXPECTED}:
-        seen.failed.append(f"{folder}: ended with {statuses}: {[job.said()[-1:] for job in jobs]}")
+        seen.failed.append(
+            f"{folder}: the jobs ended with {statuses}: {[job.said()[-1:] for job in jobs]}"
+        )
     for job, status in zip(jobs, statuses, strict=True):
         if status == _EXIT_EXPECTED:
             _refused(job, seen)
@@ -257,7 +259,7 @@ def pair(folder: Path, seed: int) -> Seen:
 
 
 def kill(folder: Path, seed: int) -> Seen:
-    """Kills the lease's owner, or only its first rank; the next job must start without help."""
+    """Kills the lease's owner, or only its first rank. The next job must start without help."""
     chance, seen = random.Random(seed), Seen()
     is_far = chance.random() < 0.1
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=is_far)
@@ -272,7 +274,7 @@ def kill(folder: Path, seed: int) -> Seen:
 
 
 def pause(folder: Path, seed: int) -> Seen:
-    """Pauses the lease's owner until another job takes over; then the owner must not publish."""
+    """Pauses the lease's owner until another job takes over. The owner must then not publish."""
     chance, seen = random.Random(seed), Seen()
     first = SmallJob(folder, 1, 1000, chance.randrange(1 << 30), is_far=True)
     _wait_for(lambda: bool(first.of("held")), first, seen)
@@ -284,7 +286,7 @@ def pause(folder: Path, seed: int) -> Seen:
     _succeeded(next_job, STALE_S + REFUSED_S, seen)
     status, lines = first.end(), first.of("error")
     if status != _EXIT_EXPECTED or "was taken over by process" not in "".join(lines):
-        seen.failed.append(f"{folder}: who stood still ended with {status}: {lines}")
+        seen.failed.append(f"{folder}: the paused job ended with {status}: {lines}")
     seen.deposed += 1
     look(folder, (first, next_job), seen)
     return seen
@@ -294,7 +296,7 @@ def _wait_for(condition: Callable[[], bool], job: SmallJob, seen: Seen) -> None:
     end_s = time.monotonic() + _LIMIT_S
     while not condition():
         if time.monotonic() > end_s or job.statuses()[0] is not None:
-            seen.failed.append(f"{job.log}: it came to nothing: {job.said()[-1:]}")
+            seen.failed.append(f"{job.log}: the job ended or timed out: {job.said()[-1:]}")
             return
         time.sleep(0.05)
 
@@ -302,7 +304,9 @@ def _wait_for(condition: Callable[[], bool], job: SmallJob, seen: Seen) -> None:
 def _succeeded(job: SmallJob, limit_s: float, seen: Seen) -> None:
     status, held = job.end(), job.of("held")
     if status != 0 or not held or held[0] > limit_s:
-        seen.failed.append(f"{job.log}: ended with {status} after {held}: {job.said()[-1:]}")
+        seen.failed.append(
+            f"{job.log}: the job ended with {status} after {held}: {job.said()[-1:]}"
+        )
     seen.takeover_s += held
 
 
@@ -360,11 +364,11 @@ def trainers(folder: Path, seed: int) -> Seen:
 
 
 def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> Result:
-    """Runs jobs on shared folders; each pair and each killed job has its own folder.
+    """Runs jobs on shared folders. Each pair and each killed job has its own folder.
 
     Args:
         folder: Empty folder.
-        pairs: Number of pairs of jobs that start at random moments.
+        pairs: Number of pairs of jobs that start at random times.
         kills: Number of killed owners. In addition, a tenth of this number are paused until another
             job takes over.
         seed: Seed of all random numbers.
@@ -400,10 +404,10 @@ def measure(folder: Path, pairs: int, kills: int, seed: int, real: int = 3) -> R
     rows = [
         _count(f"{title}: mixed checkpoints of {seen.checkpoints}", seen.mixed),
         _count("checkpoints lost", seen.lost),
-        _count("jobs that ended otherwise than they should", seen.failed),
-        Row(what="second jobs refused later", value=late, goal=0),
-        measured("a second job is refused after", seen.refused_s, unit="s", goal=REFUSED_S),
-        measured("the next start has the folder after", seen.takeover_s, unit="s"),
+        _count("jobs that ended in an unexpected way", seen.failed),
+        Row(what=f"second jobs rejected after more than {REFUSED_S:g} s", value=late, goal=0),
+        measured("time until a second job is rejected", seen.refused_s, unit="s", goal=REFUSED_S),
+        measured("time until the next job owns the folder", seen.takeover_s, unit="s"),
     ]
     return Result(rows=rows, facts={"leases": vars(seen)})
 

@@ -1,6 +1,6 @@
 """Runs a job whose nodes are killed, stopped, cut off and filled up at random.
 
-After each event the job must continue, or exit with a reason, within a deadline. At the end all
+After each event, the job must continue or exit with a reason within a deadline. At the end, all
 processes, steps and checkpoints are checked.
 """
 
@@ -38,10 +38,10 @@ TOLERANCE = 1e-5
 DEADLINE_S, GONE_S = 450.0, 90.0
 """Deadlines, three times the usual times because other programs may use the machine."""
 _TOGETHER = 0.25
-"""Probability that the next event comes before the job has recovered from this one."""
+"""Probability that the next event comes before the job has recovered from this event."""
 _LOOK_S = 0.2
 _MOST_ENDS = 3
-"""Largest number of exits with a reason after an event, before the job must continue."""
+"""Maximum number of exits with a reason after an event, before the job must continue."""
 _OURS = re.compile(
     r'File ".*/(cluster/(?!rank_forkserver)\w+|cli/run)\.py"|never retrieved|Exception in callback'
 )
@@ -51,12 +51,12 @@ _KILLED, _TERMINATED = 128 + signal.SIGKILL, 128 + signal.SIGTERM
 
 
 class SoakError(Exception):
-    """The job neither continued nor exited with a reason."""
+    """Raised if the job neither continued nor exited with a reason."""
 
 
 @dataclass(kw_only=True)
 class SoakResult:
-    """Holds the results of a soak test.
+    """Results of a soak test.
 
     Attributes:
         seed: Seed of the random events.
@@ -64,8 +64,8 @@ class SoakResult:
         counts: Number of events by kind.
         ended: Reasons of the job's exits.
         failures: Descriptions of all failures.
-        recoveries_s: Seconds by kind from an event, or from its end if it lasts, until the job
-            continued. Of several events at the same time only the last counts.
+        recoveries_s: Times in seconds from an event, or from the end of a lasting event, until the
+            job continued, by kind. If several events overlap, only the last is counted.
         figures: Figures about the whole soak test.
         tracebacks: Last lines of tracebacks in the logs, most often of ranks whose peers were
             killed.
@@ -85,23 +85,23 @@ class SoakResult:
         rows = []
         for name in [*sorted(self.counts), "join"]:
             times_s = self.recoveries_s.get(name, [])
-            note = f"{self.counts[name]} events" if name != "join" else "nodes that came back"
+            note = f"{self.counts[name]} events" if name != "join" else "nodes that joined again"
             note += f"; the slowest {max(times_s):.1f} s" if times_s else ""
-            title = f"soak, {name}: until the job continued"
+            title = f"soak, {name}: time until the job continued"
             rows.append(measured(title, times_s, unit="s", note=note))
         title = f"{self.counts.total()} events: job neither continued nor gave a reason"
         return [*rows, Row(what=title, value=len(self.failures), goal=0)]
 
 
 class Soak:
-    """Runs a soak test; use it as a context, and call :meth:`run` once.
+    """Runs a soak test. Use it as a context manager, and call :meth:`run` once.
 
     Args:
         folder: Folder for logs and the shared folder.
         seed: Seed of the events.
         flags: Flags of the trainer.
-        say: Function that takes a line about each event.
-        kinds: Kinds of the first events, in this order; the others are random.
+        say: Function that prints a line about each event.
+        kinds: Kinds of the first events, in this order. The following events are random.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Soak:
         self._moment_ns = time.time_ns()
 
     def _pass(self, seconds: float) -> None:
-        """Waits some time, and undoes events that are over."""
+        """Waits some time, and undoes events whose time is over."""
         until_s = time.monotonic() + seconds
         while True:
             now_s = time.monotonic()
@@ -220,7 +220,7 @@ class Soak:
             if not any(node.is_running for node in self._nodes.all):
                 ends += 1
                 if ends > _MOST_ENDS:
-                    raise SoakError(f"it ended {ends} times, one after the other; {self._tails()}")
+                    raise SoakError(f"the job ended {ends} times in succession; {self._tails()}")
                 self._all_ended()
                 over_s = time.monotonic()
                 continue
@@ -234,12 +234,12 @@ class Soak:
                 raise SoakError(f"{took_s:.0f} s after the event: {lacking}; {self._tails()}")
 
     def _lacking(self) -> str:
-        """Returns what is missing before the job has recovered; empty if nothing is."""
+        """Returns what is missing before the job has recovered, or an empty string."""
         if len(self._record.steps_since(self._moment_ns)) < 2:
             return "no two new steps"
         state = self._state()
         if state.get("unix_ns", 0) < self._moment_ns:
-            return "the state of the job is not written"
+            return "the state of the job has not been written"
         present = {
             machine["name"] for machine in state["machines"] if machine["status"] == "present"
         }
@@ -249,15 +249,15 @@ class Soak:
             if machine.is_running and machine.name not in present
         ]
         if absent:
-            return f"{absent[0]} runs and has no part in the job"
+            return f"{absent[0]} is running, but has no part in the job"
         for node in self._nodes.all:
             left = node.processes() if node.status is not None else []
             if left:
-                return f"{node.name} has ended and left {[role(process) for process in left]}"
+                return f"{node.name} has exited, but left {[role(process) for process in left]}"
         return ""
 
     def _look_at_ended(self) -> None:
-        """Records nodes that exited by themselves, with the reason that they printed."""
+        """Records nodes that exited on their own, with the reason that they printed."""
         for node in self._nodes.all:
             if not node.is_on or node.status is None or node.name in self._told:
                 continue
@@ -266,22 +266,22 @@ class Soak:
                 continue
             reasons = [line for line in node.said.splitlines() if _REASON.match(line)]
             reason = reasons[-1] if reasons else ""
-            self._note(f"    {node.name} ended with status {node.status}: {reason}")
+            self._note(f"    {node.name} exited with status {node.status}: {reason}")
             # A node without output exited before its program had begun.
             is_early = node.status == _TERMINATED and not node.said
             if not reason and not is_early:
-                self._fail(f"{node.name} ended with status {node.status} and no reason")
+                self._fail(f"{node.name} exited with status {node.status} and no reason")
             if node.status == 1:
-                self._fail(f"{node.name} ended with status 1: {_tail(node.said)}")
+                self._fail(f"{node.name} exited with status 1: {_tail(node.said)}")
 
     def _all_ended(self) -> None:
         """Checks that the job gave a reason for the exit of all nodes, and restarts them."""
-        last = next((line for line in reversed(self.result.events) if "ended with" in line), "")
+        last = next((line for line in reversed(self.result.events) if "exited with" in line), "")
         self.result.ended.append(last.strip())
         self._gone()
         for node in self._nodes.all:
             self._boot(node)
-        self._note("    the job has ended; all nodes start again")
+        self._note("    the job has ended, and all nodes start again")
 
     def _gone(self) -> None:
         """Checks that no process is left on nodes that exited.
@@ -324,7 +324,7 @@ class Soak:
             if match := _OURS.search(text):
                 start = match.start()
                 excerpt = text[max(0, start - 900) : start + 900]
-                self._fail(f"{node.name} had an error of its own: {excerpt}")
+                self._fail(f"{node.name} had an error in its own code: {excerpt}")
         last = self._record.last
         printed = steps_of_logs(texts)
         expected = self._undisturbed(max([last, *(step.iteration for step in printed)]))
@@ -351,7 +351,7 @@ class Soak:
         }
 
     def _reload(self) -> int:
-        """Loads every complete checkpoint except damaged ones; returns their number."""
+        """Loads every complete checkpoint except corrupt ones, and returns their number."""
         folder = CheckpointFolder(self._checkpoints)
         inodes = {inode for _, _, inode in self._events.damaged}
         steps = folder.steps()
@@ -362,9 +362,11 @@ class Soak:
         try:
             run_ranks([TRAINER, *arguments, "--load", str(self._checkpoints)], 1, 300.0)
         except RuntimeError as error:
-            self._fail(f"not all of {iterations} load: {error}")
+            self._fail(f"some checkpoints of {iterations} do not load: {error}")
         if folder.latest() != max(steps):
-            self._fail(f"the latest checkpoint is {folder.latest()}, and there are {list(steps)}")
+            self._fail(
+                f"the latest checkpoint is {folder.latest()}, but the checkpoints are {list(steps)}"
+            )
         return len(iterations)
 
     def _first_checkpoint(self) -> None:
@@ -382,7 +384,7 @@ class Soak:
         return {line["iteration"]: line["loss"] for line in lines if "iteration" in line}
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Runs an action; restarts all nodes after a failure."""
+        """Runs an action, and restarts all nodes after a failure."""
         try:
             action()
         except SoakError as error:
@@ -426,7 +428,7 @@ class Soak:
 def soaked(
     folder: Path, events: int, minutes: float, seed: int, kinds: Sequence[str] = ()
 ) -> Result:
-    """Runs a soak test and prints its events; without root, returns a note.
+    """Runs a soak test and prints its events. Without root, returns a note.
 
     Args:
         folder: Folder for its logs.
@@ -455,7 +457,7 @@ def soaked(
 
 
 def end_in_order(number: int, frame: object) -> None:
-    """Exits through all contexts, because namespaces and mounts would remain otherwise."""
+    """Exits through all context managers, because namespaces and mounts would otherwise remain."""
     raise SystemExit(128 + number)
 
 

@@ -31,9 +31,9 @@ from megatron.adaptive.transport.native import NativeTransport
 SLOT_BYTES, SLOTS = 64 << 10, 16
 CHANNEL_FILE = "/memfd:megatron-adaptive-channel"
 WORDS = (0, 1, 128, 1024, 8192)
-"""Sizes in elements of 8 bytes: empty, small, and a whole slot."""
+"""Payload sizes in elements of 8 bytes: empty, small, and a whole slot."""
 PIECES_WORDS = 40_000
-"""More than a slot."""
+"""Payload size that is larger than a slot."""
 LIMIT_S = 60.0
 MOST_GROWTH_MIB, MOST_MAPPED = 2.0, 1.05
 _LABEL = Label(0, Action(ActionKind.F, 0, 0))
@@ -41,11 +41,13 @@ _BATCH = 256
 _HELD = 8
 _LOOKS = 50
 _ROTATING = 24
-"""Number of tensors per size that the sender reuses in rotation; more than slots, so some wait."""
+"""Number of tensors per size that the sender reuses in rotation. It exceeds the number of slots, so
+some tensors must wait.
+"""
 
 
 class Link:
-    """Connects two processes over shared memory; each process makes one.
+    """Connects two processes over shared memory. Each process creates one.
 
     Args:
         rank: Rank of this process, 0 or 1.
@@ -76,7 +78,7 @@ class Link:
 
 
 def be_rank(rank: int, connection: Connection, messages: int) -> None:
-    """Runs one side; sends its figures or its error to the parent."""
+    """Runs one side, and sends its figures or its error to the parent."""
     try:
         link = Link(rank, connection)
         looks: list[tuple[int, int]] = []
@@ -87,14 +89,14 @@ def be_rank(rank: int, connection: Connection, messages: int) -> None:
         figures = {"looks": looks, "mapped_bytes": mapped_bytes(), "seconds": seconds}
         link.settle()
         connection.send(figures)
-        connection.recv()  # waits until the other side is done too
+        connection.recv()  # waits until the other side has also finished
         link.transport.close()
     except Exception as error:
         connection.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
-    """Sends messages from one forked process to another; returns the figures of both.
+    """Sends messages from one forked process to another, and returns the figures of both.
 
     Raises:
         RuntimeError: A message was lost or wrong, or the timeout passed.
@@ -136,7 +138,7 @@ def stream(messages: int, limit_s: float) -> list[dict[str, Any]]:
 
 
 def measure(messages: int) -> Result:
-    """Sends messages and compares the memory of both sides with the limits."""
+    """Sends messages, and compares the memory of both sides with the limits."""
     figures = stream(messages, 60.0 + messages / 5e3)
     asked_bytes = 2 * SLOTS * SLOT_BYTES
     gains = [growth(end["looks"]) for end in figures]
@@ -144,19 +146,19 @@ def measure(messages: int) -> Result:
     return Result(
         rows=[
             Row(
-                what=f"{messages:,} messages over shm: memory gained",
+                what=f"{messages:,} messages over shm: memory growth",
                 value=max(gain_bytes for gain_bytes, _ in gains) / 2**20,
                 unit="MiB",
                 goal=MOST_GROWTH_MIB,
-                note=f"after the first fifth; {rate:,.0f} a second, all checked",
+                note=f"after the first fifth; {rate:,.0f} per second, all checked",
             ),
             Row(
-                what="the same: descriptors gained",
+                what="the same: additional file descriptors",
                 value=max(descriptors for _, descriptors in gains),
                 goal=0,
             ),
             Row(
-                what="the same: memory of the channels, both ways, over what was asked for",
+                what="the same: memory of both channels, divided by the requested memory",
                 value=max(end["mapped_bytes"] for end in figures) / asked_bytes,
                 goal=MOST_MAPPED,
             ),
@@ -166,7 +168,7 @@ def measure(messages: int) -> Result:
 
 
 def mapped_bytes() -> int:
-    """Returns the size of all channels over shared memory of this process."""
+    """Returns the size of all shared memory channels of this process."""
     ranges = [
         line.split()[0].split("-")
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -176,7 +178,7 @@ def mapped_bytes() -> int:
 
 
 def look() -> tuple[int, int]:
-    """Returns resident bytes and number of descriptors of this process."""
+    """Returns the resident bytes and the number of descriptors of this process."""
     process = psutil.Process()
     return process.memory_info().rss, process.num_fds()
 
@@ -232,21 +234,23 @@ def _receive(link: Link, messages: int, every: int, looks: list[tuple[int, int]]
 
 def _check(payload: torch.Tensor, number: int) -> None:
     size = words_of(number)
-    assert payload.numel() == size, f"message {number} has {payload.numel()} elements, not {size}"
+    assert payload.numel() == size, (
+        f"message {number} has {payload.numel()} elements, expected {size}"
+    )
     if size == 0:
         return
     address = payload.data_ptr()
     first = ctypes.c_int64.from_address(address).value
-    assert first == number, f"message {first} came where {number} was due"
+    assert first == number, f"received message {first}, expected message {number}"
     last = ctypes.c_int64.from_address(address + 8 * (size - 1)).value
-    assert size == 1 or last == size - 1, f"message {number} ends with {last}, not {size - 1}"
+    assert size == 1 or last == size - 1, f"message {number} ends with {last}, expected {size - 1}"
 
 
 def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
     """Returns the growth in bytes and descriptors after the first fifth of the soak test.
 
-    The minimum of the last fifth is compared with the minimum of the second, because a process that
-    leaks never returns to its former size.
+    The minimum of the last fifth is compared with the minimum of the second fifth, because a
+    process that leaks never returns to its former size.
     """
     fifth = max(1, len(looks) // 5)
     early, late = looks[fifth : 2 * fifth] or looks[:1], looks[-fifth:]
@@ -257,7 +261,7 @@ def growth(looks: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Streams and prints; returns 1 if a limit is missed."""
+    """Streams the messages and prints the results. Returns 1 if a limit is missed."""
     parser = parser_of(__doc__, ("messages",), "send 200,000 messages")
     parser.add_argument("--messages", type=int, help="number of messages (10,000,000)")
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from harness.report import Result, measure, measured, parser_of, ratios
 LIMIT_S = 240.0
 NODES = 64
 MOST_STATUS = 2.0
-"""Largest ratio of an answer's time to the start time of the program."""
+"""Maximum ratio of an answer's time to the start time of the program."""
 
 
 def of_status(options: argparse.Namespace) -> Result:
@@ -42,15 +42,19 @@ def of_status(options: argparse.Namespace) -> Result:
     quotients = ratios(answer_s, program_s)
     rows = [
         measured("status: time of an answer", answer_s, unit="s", note=note),
-        measured("status: the same over the start of the program", quotients, goal=MOST_STATUS),
+        measured(
+            "status: the same, divided by the start time of the program",
+            quotients,
+            goal=MOST_STATUS,
+        ),
     ]
     return Result(rows=rows, facts={"status": {"seconds": answer_s, "bytes": nbytes}})
 
 
 def _status_s(*arguments: str) -> tuple[float, str]:
-    """Returns the seconds of a call of the monitor, and its output.
+    """Returns the duration of a call of the monitor in seconds, and its output.
 
-    The exit status is ignored, because the job of the logs counts as stalled after a while.
+    The exit status is ignored, because the job of the logs is considered stalled after a while.
     """
     command = [sys.executable, "-m", "megatron.adaptive", "job", "status", *arguments]
     begin_s = time.perf_counter()
@@ -61,7 +65,7 @@ def _status_s(*arguments: str) -> tuple[float, str]:
 
 
 def write_logs(folder: Path, nbytes: int) -> int:
-    """Writes logs as a job of many nodes does; returns their size in bytes.
+    """Writes logs as a job of many nodes does, and returns their size in bytes.
 
     Args:
         folder: Folder of the logs, which is created.
@@ -105,7 +109,7 @@ def write_logs(folder: Path, nbytes: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, (), "smaller logs")
     parser.add_argument("--gigabytes", type=float, help="size of the logs (1; 0.1)")
     options = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ WEIGHTS = {
     "bit-flip": 5,
     "notice": 15,
 }
-"""Weights by which kinds of events are drawn."""
+"""Weights with which kinds of events are drawn."""
 LASTS_S = ((1.0, 8.0), (22.0, 32.0))
 """Ranges of event durations: shorter and longer than the timeout of a silent node."""
 
@@ -44,13 +44,13 @@ class Events:
 
     Args:
         nodes: Nodes of the job.
-        draw: Generator of random numbers.
+        draw: Random number generator.
         note: Function that takes a line when a lasting event is over.
         checkpoints: Folder of the job's checkpoints.
 
     Attributes:
-        damaged: Checkpoints with a flipped bit: iteration, time in nanoseconds, and inode of the
-            folder, which differs if the checkpoint was written again.
+        damaged: Checkpoints with a flipped bit, each with its iteration, time in nanoseconds, and
+            inode of the folder. The inode changes if the checkpoint is written again.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Events:
         return not self._undo
 
     def do(self, name: str, node: Node) -> str | None:
-        """Causes one event.
+        """Causes one event on a node.
 
         Args:
             name: Kind of the event.
-            node: Node on which it happens.
+            node: Node on which the event happens.
 
         Returns:
-            Description of the event, ``None`` if it is not possible now.
+            Description of the event, or ``None`` if the event is currently impossible.
         """
         description = node.name
         undo: Undo | None = None
@@ -123,7 +123,7 @@ class Events:
         return f"{name} {description} for {lasts_s:.1f} s"
 
     def _flip_bit(self) -> str | None:
-        """Flips a bit of the newest complete checkpoint; returns file and bit.
+        """Flips a bit of the newest complete checkpoint, and returns the file and the bit.
 
         Returns ``None`` if there is no older intact checkpoint from which the job could continue.
         """
@@ -137,7 +137,7 @@ class Events:
         return f"{folder.name}/{path.name}: {damage(path, 'bit', self._draw)}"
 
     def end_due(self, *, all_of_them: bool = False) -> bool:
-        """Undoes events that have lasted long enough; returns whether there were any."""
+        """Undoes events that have lasted long enough. Returns whether there were any."""
         now_s = time.monotonic()
         due = [event for event in self._undo if all_of_them or event[0] <= now_s]
         for entry in due:

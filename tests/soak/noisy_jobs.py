@@ -1,12 +1,12 @@
-"""Trains beside other programs, and counts moves of layers that only their noise caused.
+"""Trains while other programs run, and counts moves of layers that were caused only by noise.
 
     python -m tests.soak.noisy_jobs [--minutes N] [--only NAME ...] [--json FILE]
 
-All ranks are equally fast: their layers sleep for the same time (``support/timed_layers.py``).
-Other programs use random processors for random times. A job with ``--repartition auto`` or
-``--pipeline-schedule auto`` may move layers, but must move them back at the next decision, unless
-the job ends before. A job that distributes microbatches by speed must give each replica about half
-of them. Exits with status 1 if layers or shares stay uneven.
+All ranks are equally fast, because their layers sleep for the same time
+(``support/timed_layers.py``). Other programs use random processors for random times. A job with
+``--repartition auto`` or ``--pipeline-schedule auto`` may move layers, but must move them back
+at the next decision, unless the job ends before. A job that distributes microbatches by speed
+must give each replica about half of them. Exits with status 1 if layers or shares stay uneven.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ITERATIONS, INTERVAL, BATCH = 48, 6, 20
 PATIENCE = 2 * INTERVAL + 2
 """Number of iterations after which a move without gain must have been undone."""
 MOST_MORE = 2
-"""Number of microbatches by which at most half of the steps may deviate from equal shares."""
+"""Maximum deviation from equal shares, in microbatches, in at least half of the steps."""
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 63 --tokenizer-type NullTokenizer "
@@ -57,7 +57,7 @@ AUTO = (
 ).split()
 DEALING = f"--num-layers 2 --global-batch-size {BATCH} --balance-replicas speed".split()
 LAYER_MS = ("4", "7", "10")
-"""Milliseconds of a layer, drawn for each job; noise has more effect on shorter layers."""
+"""Milliseconds per layer, drawn for each job. Noise has more effect on shorter layers."""
 _MOVED = re.compile(
     r"iteration +(\d+)/|repartition: [0-9-]+ -> ([0-9-]+):|the stages of ([0-9-]+) layers are now"
 )
@@ -66,7 +66,7 @@ _BUSY = "import os\nos.sched_setaffinity(0, {{{}}})\nwhile True: pass"
 
 @dataclass(frozen=True)
 class NoisyJob:
-    """Holds the results of a job beside other programs.
+    """Results of a job that ran at the same time as other programs.
 
     Attributes:
         name: Name of the kind of job.
@@ -112,7 +112,7 @@ def kept_moves(log: str) -> tuple[int, tuple[str, ...]]:
     """Returns the number of moves in a log, and moves that left layers uneven for too long.
 
     Args:
-        log: Log of a job of equal ranks.
+        log: Log of a job with equal ranks.
     """
     iteration = moves = 0
     uneven_since: int | None = None
@@ -146,22 +146,24 @@ def _of_ranks(layers: list[int], *, is_v: bool) -> bool:
 
 
 def moving_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that may move layers; returns the number of moves, and those that remained."""
+    """Trains a job that may move layers. Returns the number of moves, and those that remained."""
     return kept_moves(_train(flags, folder, seed))
 
 
 def dealing_job(flags: list[str], folder: Path, seed: int) -> tuple[int, tuple[str, ...]]:
-    """Trains a job that distributes microbatches; returns 0, and its shares if they are uneven."""
+    """Trains a job that distributes microbatches. Returns 0, and its shares if they are uneven."""
     path = folder / "record.json"
     _train([*flags, "--record-schedule", str(path)], folder, seed)
     record = ScheduleRecord.load(path)
     more = [abs(len(record.dealt(step, BATCH)[0]) - BATCH // 2) for step in record.steps]
     half = statistics.median(more)
-    return 0, (f"half of the steps are {half:g} or more off",) if half > MOST_MORE else ()
+    return 0, (
+        f"half of the steps deviate by {half:g} microbatches or more",
+    ) if half > MOST_MORE else ()
 
 
 def _train(flags: list[str], folder: Path, seed: int) -> str:
-    """Trains two ranks beside other programs; returns the log."""
+    """Trains two ranks while other programs run, and returns the log."""
     log = folder / "log.txt"
     command = [str(TIMED_LAYERS), *COMMON, *flags]
     variables = {"LAYER_MS": random.Random(seed).choice(LAYER_MS)}
@@ -198,7 +200,7 @@ def run_jobs(names: list[str], minutes: float, seed: int) -> list[NoisyJob]:
 
 
 def of_noise(options: argparse.Namespace) -> Result:
-    """Runs the part ``noise``; with ``--quick`` it trains one job of each kind."""
+    """Runs the part ``noise``. With ``--quick``, trains one job of each kind."""
     names = options.only or list(KINDS)
     jobs = run_jobs(names, 0 if options.quick else options.minutes, options.seed)
     rows = []
@@ -207,7 +209,7 @@ def of_noise(options: argparse.Namespace) -> Result:
         minutes, moves = sum(job.minutes for job in of_kind), sum(job.moves for job in of_kind)
         rows.append(
             Row(
-                what=f"noise: {name}, kept without gain",
+                what=f"noise: {name}, moves without gain that were kept",
                 value=sum(len(job.kept) for job in of_kind),
                 goal=0,
                 note=f"{len(of_kind)} jobs, {minutes:.1f} minutes, {moves} moves",
@@ -217,11 +219,11 @@ def of_noise(options: argparse.Namespace) -> Result:
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if an uneven state remained without gain."""
+    """Measures and prints the results. Returns 1 if an uneven state remained without gain."""
     parser = parser_of(__doc__, {"noise": of_noise}, "one job of each kind")
-    parser.add_argument("--minutes", type=float, default=60, help="least minutes of all jobs")
+    parser.add_argument("--minutes", type=float, default=60, help="minimum minutes of all jobs")
     parser.add_argument("--only", nargs="+", choices=KINDS, help="kinds of jobs")
-    parser.add_argument("--seed", type=int, default=500, help="of the noise")
+    parser.add_argument("--seed", type=int, default=500, help="seed of the noise")
     options = parser.parse_args()
     return measure({"noise": partial(of_noise, options)}, options)
 

@@ -1,7 +1,7 @@
 """Runs the trainer with ranks that write their ports and appear to be on two machines.
 
-``OBSERVED_PORTS`` is the folder for the ports. A step waits for ``OBSERVED_STEP_S`` seconds, so
-that programs that talk to the listeners get processor time.
+``OBSERVED_PORTS`` is the folder for the ports. Each step waits for ``OBSERVED_STEP_S`` seconds, so
+that programs that connect to the listeners get processor time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # before megatron-core is imported
+device.install()  # must be called before megatron-core is imported
 device.quiet_libraries()
 
 from megatron.adaptive.cli.pretrain_gpt import run  # noqa: E402

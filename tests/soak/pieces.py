@@ -1,8 +1,8 @@
 """Compares steps of models with cut points with the planner's predictions from a profile.
 
 A model is profiled on two processes of this machine, the planner chooses shapes as for a
-``Pipeline`` without sizes, and the best shapes are trained. Run as a script, this file is one rank;
-its arguments are the name of a model, the number of steps, and a file for its results.
+``Pipeline`` without sizes, and the best shapes are trained. If this file is run as a script, it is
+one rank. Its arguments are the name of a model, the number of steps, and a file for its results.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SIZES = {"mlp": 256, "vit": 16}
 
 
 def pieces(folder: Path, *, quick: bool) -> Result:
-    """Compares numbers of pieces; returns a row for each model and shape.
+    """Compares measured steps with predictions, and returns a row for each model and shape.
 
     Args:
         folder: Folder for the results of the ranks.
-        quick: Whether to take fewer steps.
+        quick: Whether to run fewer steps.
     """
     results: dict[str, Any] = {}
     rows = []
@@ -41,9 +41,10 @@ def pieces(folder: Path, *, quick: bool) -> Result:
         run_ranks([*command, str(output)], PROCESSES, LIMIT_S)
         results[name] = json.loads(output.read_text())
         for shape in results[name]:
-            title = f"{name}, steps of {samples} samples, {shape['shape']}: predicted by measured"
+            title = f"{name}, steps of {samples} samples, {shape['shape']}: predicted / measured"
             low, _, high = (value * 1e3 for value in shape["quartiles_s"])
-            note = f"{shape['predicted_s'] * 1e3:.1f} ms by {shape['measured_s'] * 1e3:.1f} ms"
+            note = f"{shape['predicted_s'] * 1e3:.1f} ms predicted, "
+            note += f"{shape['measured_s'] * 1e3:.1f} ms measured"
             note += f" (the middle half {low:.1f} to {high:.1f})"
             rows.append(
                 Row(what=title, value=shape["predicted_s"] / shape["measured_s"], note=note)
@@ -60,7 +61,7 @@ def _rank(name: str, steps: int, target: Path) -> None:
     example = importlib.import_module(name)
 
     def model() -> torch.nn.Module:
-        torch.manual_seed(1)  # the same on all ranks
+        torch.manual_seed(1)  # the seed is the same on all ranks
         wide: torch.nn.Module
         wide = example.Mlp(512, 8) if name == "mlp" else example.Vit(width=128)
         return wide

@@ -1,4 +1,4 @@
-"""Scans real jobs for planted secrets as another user of the machine would.
+"""Scans real jobs for planted secrets, as another user of the machine would.
 
 Secrets are planted in the environment of a job over ssh, and in ``conf.sh`` of a pod job and of a
 Slurm job. While the jobs run, a process of another user repeatedly reads every command line and
@@ -60,10 +60,10 @@ TRAINER_FLAGS='--vocab-size 255'
 
 
 class Scanner:
-    """Searches for secrets as another user, until :meth:`close`.
+    """Searches for secrets as another user, until :meth:`close` is called.
 
-    If this process runs as root, the searching process drops all privileges; otherwise it skips
-    files that others may not read. It is forked at once, so create it before any threads.
+    If this process runs as root, the searching process drops all privileges. Otherwise it skips
+    files that others may not read. It is forked immediately, so create it before any threads.
 
     Args:
         secrets: Texts that must not be found.
@@ -79,14 +79,14 @@ class Scanner:
         scanner_end.close()
 
     def files(self) -> tuple[int, list[str]]:
-        """Searches the folders now; returns the number of files read, and those with secrets."""
+        """Searches the folders. Returns the number of files read, and the files with secrets."""
         self._link.send("files")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
         return result
 
     def close(self) -> tuple[int, list[str]]:
-        """Stops the search; returns the number of command lines, and those with secrets."""
+        """Stops the search. Returns the number of command lines, and the lines with secrets."""
         self._link.send("end")
         assert self._link.poll(LIMIT_S), "the scanner does not answer"
         result: tuple[int, list[str]] = self._link.recv()
@@ -145,10 +145,10 @@ def measure(seed: int = 1) -> dict[str, Any]:
         seed: Seed of the secrets.
 
     Returns:
-        ``found``: places with a secret; ``commands`` and ``files``: numbers of command lines and
-        files that were read; ``seen``: how many of two visible secrets the scanner found;
-        ``arrived``: number of ``jobs`` whose processes had all variables; ``skipped``: reasons why
-        jobs were not run.
+        Dict with ``found`` (places with a secret), ``commands`` and ``files`` (numbers of command
+        lines and files that were read), ``seen`` (how many of two visible secrets the scanner
+        found), ``arrived`` (number of jobs whose processes had all variables), ``jobs`` (number
+        of jobs that were run) and ``skipped`` (reasons why jobs were not run).
     """
     draw = random.Random(seed)
     # These characters are special in a shell, in JSON or in regular expressions.
@@ -158,7 +158,7 @@ def measure(seed: int = 1) -> dict[str, Any]:
         folder = Path(name)
         folder.chmod(0o755)
         seen = _seen_in_sight(folder)
-        # Temporary files of the jobs are in their folders too.
+        # Temporary files of the jobs are also in their folders.
         scanner = Scanner([*secrets.values()], [folder, Path("/dev/shm")])
         arrived, skipped, files, hits = 0, [], 0, list[str]()
 
@@ -190,7 +190,7 @@ def measure(seed: int = 1) -> dict[str, Any]:
 
 
 class _CannotRunError(Exception):
-    """A job needs a program that this machine lacks."""
+    """Raised if a job needs a program that this machine lacks."""
 
 
 def _seen_in_sight(folder: Path) -> int:
@@ -212,7 +212,7 @@ def _seen_in_sight(folder: Path) -> int:
 
 
 def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one node that is reached by ssh; its manager has the secrets."""
+    """Runs a job of one node that is reached by ssh. Its manager has the secrets."""
     if reason := sshd.why_not():
         raise _CannotRunError(reason)
     programs = _ssh_programs(folder)
@@ -236,7 +236,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
         agent = psutil.Process(node["pid"])
         far = [agent, *agent.children(recursive=True)]
         assert manager.pid not in {process.pid for process in agent.parents()}, (
-            "ssh was not in between"
+            "the node was not reached by ssh"
         )
         # Ranks are forked from the last process and inherit its variables.
         arrived = len(far) > 1 and all(
@@ -252,7 +252,7 @@ def _over_ssh(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]
 
 
 def _ssh_programs(folder: Path) -> Path:
-    """Starts an sshd as this user; returns the folder of an ssh that connects any name to it."""
+    """Starts an sshd as this user. Returns the folder of an ssh that connects any name to it."""
     port = free_port()
     programs, command = sshd.prepare(folder, _SERVER.format(port=port), _CLIENT.format(port=port))
     if os.geteuid() == 0:
@@ -263,7 +263,7 @@ def _ssh_programs(folder: Path) -> Path:
 
 
 def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
-    """Writes a ``conf.sh`` with the secrets that only its user may read."""
+    """Writes a ``conf.sh`` with the secrets, readable only by its user."""
     quoted = {name: value.replace("'", "'\\''") for name, value in {**planted, **PLAIN}.items()}
     path = folder / "conf.sh"
     path.touch(0o600)
@@ -272,7 +272,7 @@ def _conf(folder: Path, planted: Mapping[str, str]) -> Path:
 
 
 def _on_pods(folder: Path, planted: Mapping[str, str], scan: Callable[[], None]) -> bool:
-    """Runs a job of one pod, and makes its report page and its status."""
+    """Runs a job of one pod, and creates its report page and its status."""
     conf = _conf(folder, planted)
     expected = {**planted, **PLAIN}
     arguments = ["bash", str(ROOT / "run_master.sh"), str(conf), "--master-port", str(free_port())]

@@ -1,9 +1,9 @@
 """Measures how much of a slow rank's delay moving layers recovers, and the time of a move.
 
-Four ranks train a GPT whose layers take a chosen time (``timed_layers.py``), 1.5 times as long on
+Four ranks train a GPT whose layers take a fixed time (``timed_layers.py``), 1.5 times as long on
 one rank. ``--repartition auto`` chooses a partition. Then the same processes alternate between this
 partition, equal stages, and the partition that is best in simulation, so that other programs slow
-all three down equally. Finally a small GPT at full speed moves single layers back and forth.
+down all three equally. Finally, a small GPT at full speed moves single layers back and forth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMON = (
 ).split()
 TIMED = (
     f"--num-layers {LAYERS} --hidden-size 32 --seq-length 16 --max-position-embeddings 16 "
-    # The gradient norm for clipping is summed in another order after a move.
+    # After a move, the gradient norm for clipping is summed in another order.
     f"--global-batch-size {MICROBATCHES} --pipeline-schedule 1f1b --clip-grad 0"
 ).split()
 SMALL = (
@@ -51,13 +51,13 @@ def repartition(folder: Path, *, quick: bool) -> Result:
     loss = "repartition_loss_difference"
     rows = [
         Row(
-            what="share of the ideal that a slow rank regains",
+            what="recovered share of the delay caused by a slow rank",
             value=figures["regained"],
             goal=GOAL_SHARE,
             least=True,
         ),
-        Row(what="steps that moving a layer takes", value=figures["move_steps"], goal=GOAL_STEPS),
-        Row(what="largest difference of a loss", value=figures[loss], goal=GOAL_LOSS),
+        Row(what="time to move a layer, in steps", value=figures["move_steps"], goal=GOAL_STEPS),
+        Row(what="maximum difference of a loss", value=figures[loss], goal=GOAL_LOSS),
     ]
     return Result(rows=rows, facts=figures)
 
@@ -83,7 +83,7 @@ def _regained(folder: Path, *, rounds: int) -> dict[str, Any]:
     chosen = tuple(turns["chosen"])
     took = _took(lines, turns)
     lost = took[even] - took[best]
-    # Nothing is recovered without a move, or if other programs hide the slow rank.
+    # Without a move, or if other programs hide the slow rank, nothing is recovered.
     regained = (took[even] - took[chosen]) / lost if chosen != even and lost > 0 else 0.0
     first = turns["turns"][0][0] - 1
     named = {"even": even, "ideal": best, "auto": chosen}
@@ -131,7 +131,7 @@ def _ideal() -> tuple[int, ...]:
 
 
 def _move(folder: Path, *, moves: int) -> dict[str, Any]:
-    """Moves a layer from one rank to the next and back."""
+    """Moves a layer from one rank to the next rank and back."""
     partitions = itertools.cycle(("3-1-2-2", "2-2-2-2"))
     moved = [6 + 4 * number for number in range(moves)]
     text = ",".join(f"{step}:{next(partitions)}" for step in moved)
@@ -153,6 +153,6 @@ def _move(folder: Path, *, moves: int) -> dict[str, Any]:
 def _train(
     flags: Sequence[str], folder: Path, steps: int, settings: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Trains on four ranks; returns the lines of the progress file."""
+    """Trains on four ranks, and returns the lines of the progress file."""
     flags = [str(WORKER), *COMMON, *flags, "--train-iters", str(steps)]
     return train(flags, folder, RANKS, LIMIT_S, settings)

@@ -1,8 +1,8 @@
-"""Runs the trainer with steps that wait, like those of a large model, without using processors.
+"""Runs the trainer with steps that sleep, like steps of a large model but without processor use.
 
-Each step waits ``SOAK_STEP_S`` seconds; its results do not change. With ``--reload ITERATION,...
-TRAINER_FLAGS... --load DIR`` the program only loads checkpoints, one after the other, as training
-does.
+Each step sleeps ``SOAK_STEP_S`` seconds, which does not change its results. With ``--reload
+ITERATION,... TRAINER_FLAGS... --load DIR``, the program only loads checkpoints, one after another,
+as training does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.adaptive import accelerator as device
 
-device.install()  # before megatron-core is imported
+device.install()  # must be called before megatron-core is imported
 device.quiet_libraries()
 
 from harness.gpt_ranks import GptRank  # noqa: E402
@@ -24,7 +24,7 @@ from megatron.adaptive.gpt.train_step import Step  # noqa: E402
 
 
 def slow_down(seconds: float) -> None:
-    """Makes each step of this process begin with a wait."""
+    """Makes each step of this process begin with a sleep."""
     train = Step.train
 
     def slow(self: Step, *arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def slow_down(seconds: float) -> None:
 
 
 def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
-    """Loads checkpoints into one model; exits with a message if a checkpoint has wrong content."""
+    """Loads checkpoints into one model. Exits with a message if a checkpoint has wrong content."""
     rank = GptRank(arguments)
     batch = rank.config.batch.global_batch_size
     for iteration in iterations:
@@ -43,7 +43,7 @@ def reload(iterations: Sequence[int], arguments: Sequence[str]) -> None:
         assert progress is not None
         done = progress.iteration, progress.consumed_train_samples, progress.skipped_iterations
         if done != (iteration, iteration * batch, 0):
-            sys.exit(f"the checkpoint of iteration {iteration} says {done}")
+            sys.exit(f"the checkpoint of iteration {iteration} contains {done}")
     rank.close()
 
 

@@ -1,11 +1,12 @@
-"""Measures how long a job takes to start under Slurm, and how soon the monitor names a lost node.
+"""Measures how long a job takes to start under Slurm, and how soon the monitor reports a lost node.
 
     python -m tests.soak.slurm_jobs [--quick] [--part PART ...] [--json FILE]
 
-Parts: ``start``, the time from sbatch to the first iteration with two Slurm nodes, minus the time
-of the same job started by torchrun; ``crash``, the time from a node's failure until the monitor
-names it, and the processes that the job leaves behind. Both need root and the packages of ``bash
-prerequisite.sh --slurm``. Exits with status 1 if a limit is missed.
+The part ``start`` measures the time from sbatch to the first iteration with two Slurm nodes, minus
+the time of the same job started by torchrun. The part ``crash`` measures the time from a node's
+failure until the monitor reports it, and the processes that the job leaves behind. Both parts
+need root and the packages of ``bash prerequisite.sh --slurm``. Exits with status 1 if a limit
+is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.multiprocess.launch import ROOT, free_port, kill_tree, start
 
 LIMIT_S = 240.0
 LEFT_S = 20.0
-"""Seconds after the end of a job after which its remaining processes count as orphans."""
+"""Time in seconds after the end of a job, after which its remaining processes are orphans."""
 WAYS = ("crash", "poweroff", "unplug")
 CONF = """
 MODEL=tiny
@@ -60,7 +61,7 @@ def started_lab() -> Iterator[Lab]:
 
 
 def until(holds: Callable[[], object], name: str, limit_s: float = LIMIT_S) -> float:
-    """Waits for a condition; returns the time that it took in seconds."""
+    """Waits for a condition, and returns the time that this took in seconds."""
     begin_s = time.perf_counter()
     while not holds():
         if time.perf_counter() - begin_s > limit_s:
@@ -95,7 +96,8 @@ def first_iteration(lab: Lab, job: int, logs: Path) -> None:
     """Waits for the first iteration of a job.
 
     Raises:
-        TimeoutError: There was none; prints the output of Slurm and of the job to stderr.
+        TimeoutError: There was no iteration. The output of Slurm and of the job is printed to
+            stderr.
     """
     try:
         until(lambda: has_iterated(logs), "iteration")
@@ -158,7 +160,7 @@ def of_start(options: argparse.Namespace) -> Result:
         measured("start: torchrun alone to the first iteration", alone, unit="s"),
         measured("start: sbatch to the first iteration", slurm, unit="s"),
         Row(
-            what="start: sbatch takes longer by",
+            what="start: additional time with sbatch",
             value=statistics.median(slurm) - statistics.median(alone),
             unit="s",
             goal=3,
@@ -180,14 +182,14 @@ def of_crash(_: argparse.Namespace) -> Result:
             left += orphans
     rows = [
         Row(
-            what="crash: node lost to its name in the monitor, longest",
+            what="crash: longest time until the monitor reports the lost node",
             value=max(named.values()),
             unit="s",
             goal=30,
             note=", ".join(f"{way} {value:.1f} s" for way, value in named.items()),
         ),
         Row(
-            what="crash: node lost to the end of the job, longest",
+            what="crash: longest time from the loss of a node to the end of the job",
             value=max(ended.values()),
             unit="s",
             note="Slurm's SlurmdTimeout is 15 s here",
@@ -198,7 +200,7 @@ def of_crash(_: argparse.Namespace) -> Result:
 
 
 def lost_node(lab: Lab, folder: Path, way: str) -> tuple[float, float, list[str]]:
-    """Loses the second node of a job; returns the times until named and ended, and orphans."""
+    """Loses the second node of a job. Returns the times until reported and ended, and orphans."""
     conf = conf_in(folder)
     job = submitted(lab, conf)
     logs = conf.path("LOG_DIR")
@@ -253,16 +255,16 @@ PARTS: dict[str, Callable[[argparse.Namespace], Result]] = {"start": of_start, "
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = parser_of(__doc__, PARTS, "fewer turns, within ten minutes")
-    parser.add_argument("--repetitions", type=int, help="of part start, at least 3")
+    parser.add_argument("--repetitions", type=int, help="repetitions of the part start, at least 3")
     options = parser.parse_args(arguments)
     options.repetitions = max(3, options.repetitions or (3 if options.quick else 7))
     return options
 
 
 def result_of(part: str, options: argparse.Namespace) -> Result:
-    """Measures a part; if that is not possible here, returns a row with the reason."""
+    """Measures a part. If this is impossible here, returns a row with the reason."""
     reason = slurm_lab.why_not(accounting=True)
     if reason is not None:
         return Result(rows=[missing(part, reason)])
@@ -270,7 +272,7 @@ def result_of(part: str, options: argparse.Namespace) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     options = parse(arguments)
     return measure({part: partial(result_of, part, options) for part in PARTS}, options)
 

@@ -1,12 +1,12 @@
-"""Lets strangers talk to the listeners of real jobs, and checks that the jobs are not affected.
+"""Lets strangers connect to the listeners of real jobs, and checks that the jobs are unaffected.
 
-This machine runs an elastic job of two nodes that keep snapshots for each other and compare clocks,
-a master of pods that waits for its worker, ``doctor``, and ranks that wait for a peer over ``tcp``
-and ``shm``. One process per listener opens many connections from many addresses, and sends random
-bytes, messages of a version without secrets, and handshakes that are truncated, guessed, repeated
-or reflected. It also holds hundreds of idle connections open. It does not close a connection before
-the listener has closed it, so that the listener can read everything. At Unix sockets the process
-runs as another user.
+A stranger is a client that does not know the job's secret. This machine runs an elastic job of two
+nodes that keep snapshots for each other and compare clocks, a master of pods that waits for its
+worker, ``doctor``, and ranks that wait for a peer over ``tcp`` and ``shm``. One process per
+listener opens many connections from many addresses, and sends random bytes, messages of a version
+without secrets, and handshakes that are truncated, guessed, repeated or reflected. It also keeps
+hundreds of idle connections open. It does not close a connection before the listener has closed it,
+so that the listener can read everything. For Unix sockets, the process runs as another user.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LIMIT_S = 200.0
 HELD = 200
 _AT_ONCE = 48
 _END_S = 6.0
-"""Listeners close wrong connections at once, and silent connections after five seconds."""
+"""Listeners close wrong connections immediately, and silent connections after five seconds."""
 _ANSWER_BYTES = 72
 _MOST_COMPARED = 300
 _TRAINER = Path(__file__).with_name("observed_trainer.py")
 _STEP_S = 0.1
 _NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT of <linux/in.h>: choose the port on connect
 _SHARES = {"elastic": 0.5, "pods": 0.15, "doctor": 0.13, "tcp": 0.16, "shm": 0.06}
-"""Shares of the talking time, by kind of program."""
+"""Fraction of the time limit for each kind of program."""
 _WORDS = (
     {"what": "join", "secret": "guessed", "name": "a", "host": "h", "pid": 1, "slots": 1},
     {"what": "hello", "host": "h", "gpus": 0, "processes": None, "node_rank": [], "address": ""},
@@ -74,12 +74,12 @@ TRAINER_FLAGS='--vocab-size 255'
 
 @dataclass
 class Visit:
-    """Describes one connection of a stranger.
+    """Connection of a stranger.
 
     Attributes:
-        first: Bytes that are sent at once.
-        then: Function that makes the next bytes from the listener's answer; ``None`` if no answer
-            is expected.
+        first: Bytes that are sent immediately.
+        then: Function that creates the next bytes from the listener's answer, or ``None`` if no
+            answer is expected.
     """
 
     first: bytes
@@ -87,7 +87,7 @@ class Visit:
 
 
 def visits(draw: random.Random) -> Iterator[Visit]:
-    """Yields visits of all kinds, forever."""
+    """Yields connections of all kinds, forever."""
     hello = Handshake("guessed", "manager", visiting=True).first
     wrong = Session(b"one", b"two")
     while True:
@@ -110,7 +110,7 @@ def visits(draw: random.Random) -> Iterator[Visit]:
 
 
 def hellos(draw: random.Random) -> Iterator[Visit]:
-    """Yields visits to a rank that waits for its peers, forever."""
+    """Yields connections to a rank that waits for its peers, forever."""
     while True:
         version, verdict, zero = draw.choice((0, 1, 2, 0xFFFF)), draw.choice((0, 1, 255)), 0
         token, purpose = draw.randbytes(16), draw.choice((b"tcp", b"shm", b"rdma", b"\xff" * 16))
@@ -138,14 +138,14 @@ def _guess(shake: Handshake, answer: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Describes a listener.
+    """Listener of a job.
 
     Attributes:
         name: Name of the listener.
-        port: TCP port on the loopback address; 0 for a Unix socket.
+        port: TCP port on the loopback address, or 0 for a Unix socket.
         unix: Abstract name of the Unix socket.
-        kind: Kind of the socket.
-        says: Function that yields the visits of strangers.
+        kind: Type of the socket.
+        says: Function that yields the connections of strangers.
     """
 
     name: str
@@ -156,11 +156,12 @@ class Place:
 
 
 class Crowd:
-    """Talks to one listener from many addresses of this machine over many connections at once.
+    """Connects to one listener from many addresses of this machine, with many connections at a
+    time.
 
     Args:
-        place: Listener to which it talks.
-        seed: Seed of the visits.
+        place: Listener to connect to.
+        seed: Seed of the connections.
     """
 
     def __init__(self, service: Place, seed: int) -> None:
@@ -216,7 +217,7 @@ class Crowd:
             return connection
         connection = socket.socket()
         connection.settimeout(_END_S)
-        # Reset connections on close, or the machine runs out of ports within seconds.
+        # Reset connections on close. Otherwise the machine would run out of ports within seconds.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.setsockopt(socket.IPPROTO_IP, _NO_PORT, 1)
         try:
@@ -237,7 +238,7 @@ class Crowd:
                 connection.shutdown(socket.SHUT_WR)
 
     def _finish(self, connection: socket.socket, visit: Visit) -> None:
-        """Sends the rest of a visit after the answer, and waits until the listener closes it."""
+        """Sends the rest after the answer, and waits until the listener closes the connection."""
         try:
             answer = connection.recv(4096)
             if visit.then is not None and len(answer) >= min(_ANSWER_BYTES, 48):
@@ -257,13 +258,14 @@ class Crowd:
 def crowds(
     places: Sequence[Place], messages: int, seed: int, result: dict[str, Any] | None = None
 ) -> Iterator[list[Any]]:
-    """Lets strangers talk to listeners until the context ends.
+    """Lets strangers connect to listeners until the context ends.
 
     Args:
-        places: The listeners.
+        places: Listeners to connect to.
         messages: Number of messages to each listener.
-        seed: Seed of the visits.
-        result: Record of the numbers of messages and unclosed visits by listener.
+        seed: Seed of the connections.
+        result: Dict to which the numbers of messages and unclosed connections are added, by
+            listener.
 
     Yields:
         Processes of the strangers, one for each listener.
@@ -281,7 +283,7 @@ def crowds(
         for service, process in zip(places, talking, strict=True):
             process.join(LIMIT_S)
             if process.is_alive():
-                raise RuntimeError(f"the strangers at {service.name} came to no end")
+                raise RuntimeError(f"the strangers at {service.name} did not finish")
     finally:
         for process in talking:
             process.kill()
@@ -312,7 +314,7 @@ def _speak(
 def _unix_names(kind: int, pids: Sequence[int]) -> list[str]:
     """Returns the abstract Unix sockets of this package on which some processes listen.
 
-    Ranks use stream sockets, on which they stop listening when their channels are open; keepers use
+    Ranks use stream sockets, on which they stop listening when their channels are open. Keepers use
     sockets that preserve message boundaries.
     """
     rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
@@ -346,27 +348,31 @@ def rows(messages: int, limit_s: float, seed: int) -> Result:
     value = result["differences"] if result["steps"] else None
     note = f"{result['steps']} steps"
     table.append(Row(what="strangers: losses that differ", value=value, goal=0, note=note))
-    note = f"of {messages:,}, in {result['talked_s']:.0f} s of talking; {said}"
+    note = f"of {messages:,}, in {result['talked_s']:.0f} s; {said}"
     table.append(
-        Row(what="strangers: messages to the least visited listener", value=least, note=note)
+        Row(
+            what="strangers: messages to the listener with the fewest messages",
+            value=least,
+            note=note,
+        )
     )
     return Result(rows=table, facts={"strangers": result})
 
 
 def measure(messages: int, limit_s: float, seed: int) -> dict[str, Any]:
-    """Lets strangers talk to each listener of jobs.
+    """Lets strangers connect to each listener of jobs.
 
     Args:
         messages: Number of messages to each listener.
-        limit_s: Limit of the total talking time, in seconds.
-        seed: Seed of the visits.
+        limit_s: Maximum time in seconds during which strangers send messages, in total.
+        seed: Seed of the connections.
 
     Returns:
         ``said`` and ``per_s``: messages, and messages per second, by listener; ``unheard``: visits
         that a listener did not close, by listener; ``ends``: jobs and nodes that exited or
         restarted; ``effects``: descriptions of other effects; ``steps``: number of steps that were
         compared with an undisturbed run; ``differences``: number of losses that are not bitwise
-        equal; ``talked_s``: seconds of talking.
+        equal; ``talked_s``: time in seconds during which strangers sent messages.
     """
     result: dict[str, Any] = {
         **{name: {} for name in ("said", "per_s", "unheard")},
@@ -393,7 +399,7 @@ def _talk(
     is_over: Callable[[], object],
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Lets strangers talk; finally calls a function while they talk without a limit."""
+    """Lets strangers connect, then calls a function while they continue without a limit."""
     begun_s = time.monotonic()
     with crowds(places, messages, seed, result) as talking:
         while any(process.is_alive() for process in talking) and not is_over():
@@ -405,7 +411,7 @@ def _talk(
 
 
 def listening(process: psutil.Process) -> list[int]:
-    """Returns the TCP ports at which a process listens."""
+    """Returns the TCP ports on which a process listens."""
     connections = process.net_connections(kind="tcp")
     return sorted(
         {
@@ -461,7 +467,8 @@ def _elastic(
         ]
         if "off" in now["copies"]:
             result["effects"].append(f"elastic: snapshots are {now['copies']}")
-        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)  # one per minute each
+        # one warning per minute and listener
+        lines = len(places) * (1 + int(time.monotonic() - begun_s) // 60)
         result["effects"] += _complaints(job.said(), lines)
         job.stop()
     except AssertionError as error:
@@ -521,7 +528,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
         nodes = {said: master}
 
         def join() -> None:
-            """Starts the worker while strangers talk, and waits until the nodes have connected."""
+            """Starts the worker while strangers connect, and waits until the nodes connect."""
             end_s = time.monotonic() + LIMIT_S
             command = ["bash", ROOT / "run_worker.sh", "--log-dir", logs]
             with crowds([service], 10**9, seed + 1):
@@ -541,7 +548,7 @@ def _pods(folder: Path, messages: int, limit_s: float, seed: int, result: dict[s
 
 
 def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers talk to ``doctor`` while it waits for another node, then starts that node."""
+    """Lets strangers connect to ``doctor`` while it waits for a node, then starts that node."""
     secret, port, log = new_secret(), free_port(), folder / "doctor.txt"
     command = [sys.executable, "-m", "megatron.adaptive", "doctor", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(port), "--timeout", "3000", "--json"]
@@ -563,7 +570,7 @@ def _doctor(folder: Path, messages: int, limit_s: float, seed: int, result: dict
 
 
 def _ranks(kind: str, messages: int, limit_s: float, seed: int, result: dict[str, Any]) -> None:
-    """Lets strangers talk to a rank that waits for another rank, then starts that rank."""
+    """Lets strangers connect to a rank that waits for another rank, then starts that rank."""
     if kind == "shm" and os.geteuid() != 0:
         return
     module, token = extension.require("this part"), os.urandom(16)

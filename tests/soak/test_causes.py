@@ -1,4 +1,4 @@
-"""Tests that the diagnosis names causes that are planted in real jobs."""
+"""Tests that the diagnosis reports causes that are planted in real jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.adaptive.trace.machine_counters import PROCESSOR_WAIT, THROTTLED
 from tests.soak.causes import CASES, FAILED, MISSED, RIGHT, WRONG, Answer, answers, judge, rows_of
 
 COUNT = int(os.environ.get("CAUSES", "0"))
-"""Number of jobs per cause. The default is none, because concurrent tests are causes too."""
+"""Number of jobs per cause. The default is 0, because concurrent tests are also causes."""
 
 
 def finding(cause: str, counter: str = "", ranks: tuple[int, ...] = (1,)) -> Finding:
@@ -62,7 +62,7 @@ def test_rows_have_the_goals() -> None:
 def test_a_planted_cause_is_named(name: str) -> None:
     judged = answers([name], COUNT, seed=1)
     if not judged:
-        pytest.skip("this machine cannot plant it")
+        pytest.skip("this machine cannot plant this cause")
     assert [answer.text for answer in judged if answer.verdict == WRONG] == []
     assert [answer.text for answer in judged if answer.verdict == FAILED] == []
     missed = [answer.text for answer in judged if answer.verdict == MISSED]

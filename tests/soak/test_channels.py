@@ -1,4 +1,4 @@
-"""Tests that killed ranks are noticed, and that long message streams do not leak."""
+"""Tests that killed ranks are detected, and that long message streams do not leak."""
 
 from __future__ import annotations
 

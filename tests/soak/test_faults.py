@@ -1,4 +1,4 @@
-"""Tests that lost nodes are noticed, and that corruption is found."""
+"""Tests that lost nodes are detected, and that corruption is found."""
 
 from __future__ import annotations
 

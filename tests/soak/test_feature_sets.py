@@ -1,4 +1,4 @@
-"""Tests how feature sets are read, judged and compared; trains three if MEGATRON_LM is set."""
+"""Tests reading, judging and comparing feature sets. Trains three sets if MEGATRON_LM is set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sets_are_what_their_lines_say() -> None:
     assert layout.own_flags == ("--pipeline-schedule", "megatron")
     assert [SETS[name].ranks for name in ("adaptive", "replicas", "pipeline-of-4")] == [2, 4, 4]
     assert "--ranks" not in SETS["replicas"].flags
-    # megatron-core's own loop draws other random numbers for dropout.
+    # megatron-core's own loop draws different random numbers for dropout.
     assert "--keyed-dropout" in SETS["keyed-dropout"].own_flags
 
 
@@ -78,7 +78,7 @@ def test_sums_of_a_v_may_differ_in_their_last_bits(norm: str, result: str) -> No
             "pretrain_gpt.py: error: unrecognized arguments: --x\n",
             ("unrecognized arguments: --x", False),
         ),
-        ("done\n", ("no line of the log has an error", False)),
+        ("done\n", ("no line of the log contains an error", False)),
     ],
 )
 def test_reasons(log: str, reason: tuple[str, bool]) -> None:
@@ -105,7 +105,7 @@ def test_a_script_gets_the_lines_of_the_page() -> None:
         'if __name__ == "__main__":',
         "    run(extra_args_provider=megatron.adaptive.add_arguments)",
     ]
-    with pytest.raises(AssertionError, match="^not once in the script: import torch"):
+    with pytest.raises(AssertionError, match="^the script must contain exactly once: import torch"):
         edited(SCRIPT.replace("import torch\n", ""))
 
 
@@ -113,8 +113,8 @@ def test_a_script_gets_the_lines_of_the_page() -> None:
 def test_a_set_that_runs_again_replaces_its_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second run with the same --logs ended with FileExistsError."""
-    for name in ("PATH", "MAKEFLAGS"):  # a tree changes them
+    """Checks that a second run with the same ``--logs`` does not fail."""
+    for name in ("PATH", "MAKEFLAGS"):  # a checkout changes these variables
         monkeypatch.setenv(name, os.environ.get(name, ""))
     helpers = tmp_path / "tree" / "megatron" / "core" / "datasets"
     helpers.mkdir(parents=True)
@@ -131,7 +131,7 @@ def test_a_set_that_runs_again_replaces_its_logs(
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.skipif(TREE not in os.environ, reason=f"{TREE} names no checkout of Megatron-LM")
+@pytest.mark.skipif(TREE not in os.environ, reason=f"{TREE} is not set to a Megatron-LM checkout")
 def test_three_sets_of_a_checkout(tmp_path: Path) -> None:
     tree = Tree(Path(os.environ[TREE]), tmp_path)
     rows = [measure(tree, SETS[name]) for name in ("adaptive", "chunks-interleaved", "v-zb")]

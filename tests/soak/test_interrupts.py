@@ -1,4 +1,4 @@
-"""Tests that signals at random moments lose no work, leave nothing behind, and print one line."""
+"""Tests that signals at random times lose no work, leave nothing behind, and print one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.interrupts import KINDS, Chain, run_chains
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 HITS = int(os.environ.get("INTERRUPTS", "3"))
-"""Number of signals for each kind of job in the long test; some dozens before a release."""
+"""Number of signals for each kind of job in the long test. Use some dozens before a release."""
 
 
 def faults_of(chain: Chain, seed: int, hits: int) -> list[str]:

@@ -40,7 +40,7 @@ def told(start: int, stop: int, second: int) -> Lines:
 
 
 def judged(folder: Path, *epochs: Lines, printed: list[Step] | None = None) -> list[str]:
-    """Returns the faults of a job of some incarnations, which follow each other after a second."""
+    """Returns the faults of a job whose incarnations follow each other after a second."""
     record = Record(folder)
     for number, lines in enumerate(epochs, 1):
         path = folder / f"epoch-{number}-s" / "progress.jsonl"
@@ -59,9 +59,9 @@ def test_a_sound_job_has_no_faults(tmp_path: Path) -> None:
 Damage = Callable[[Lines], object]
 DAMAGE: dict[str, Damage] = {
     "came after 12": lambda lines: lines.__delitem__(3),
-    "iterations were never done: [13]": lambda lines: lines.__delitem__(3),
+    "iterations were never completed: [13]": lambda lines: lines.__delitem__(3),
     "differ by 1.0e-03": lambda lines: lines[2].update(loss=LOSSES[12] * 1.001),
-    "says 52 samples of 4 each": lambda lines: lines[2].update(consumed_samples=52),
+    "reports 52 samples of 4 each": lambda lines: lines[2].update(consumed_samples=52),
     "came after 14": lambda lines: lines.insert(5, dict(lines[4])),
 }
 
@@ -75,7 +75,7 @@ def test_what_an_epoch_did_wrong_is_found(text: str, tmp_path: Path) -> None:
 
 def test_an_epoch_from_the_wrong_checkpoint_or_beside_another_is_found(tmp_path: Path) -> None:
     (late,) = judged(tmp_path, told(10, 25, 100), told(10, 33, 200))
-    assert "continued from 10, but 20 was saved before" in late
+    assert "continued from 10, although 20 had been saved" in late
     other = tmp_path / "other"
     other.mkdir()
     (beside,) = judged(other, told(10, 25, 100), told(20, 33, 112))

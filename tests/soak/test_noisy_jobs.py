@@ -9,7 +9,8 @@ import pytest
 from tests.soak.noisy_jobs import KINDS, PATIENCE, kept_moves, run_jobs
 
 MINUTES = float(os.environ.get("NOISY_MINUTES", "0"))
-"""Minimum minutes of all jobs, some hundreds before a release; 0 skips the jobs."""
+"""Minimum duration of all jobs in minutes, some hundreds before a release, or 0 to skip the jobs.
+"""
 
 
 def iterations(first: int, end: int) -> str:
@@ -47,7 +48,7 @@ def test_moves_that_stay_are_read_from_the_log(log: str, moves: int, kept: tuple
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not MINUTES, reason="NOISY_MINUTES=N trains beside noise for N minutes")
+@pytest.mark.skipif(not MINUTES, reason="NOISY_MINUTES=N trains with noise for N minutes")
 @pytest.mark.timeout(60 * MINUTES + 900)
 def test_noise_moves_nothing_that_stays() -> None:
     jobs = run_jobs(list(KINDS), MINUTES, seed=1)

@@ -1,4 +1,4 @@
-"""Tests that ``scripts/soak.sh`` names existing soak tests, and refuses other names."""
+"""Tests that ``scripts/soak.sh`` lists existing soak tests, and rejects other names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_soak_of_the_script_is_a_module() -> None:
 
 
 def test_the_script_says_how_long_all_soaks_may_take() -> None:
-    """The script states the sum of its time limits in hours."""
+    """Checks that the script states the sum of its time limits in hours."""
     text = SCRIPT.read_text()
     minutes = re.findall(r"^\w+ +(\d+) +tests\.\S+", text, re.MULTILINE)
     (hours,) = re.findall(r"most (\d+) hours, the sum", text)

@@ -1,4 +1,4 @@
-"""Tests that each tokenizer gives its library's tokens, on little text."""
+"""Tests on little text that each tokenizer returns the same tokens as its library."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m tests.soak.tokens [--quick] [--megabytes N] [--json FILE]
 
-The text is the source code of the standard library; each file is followed by random words of one
+The text is the source code of the standard library. Each file is followed by random words of one
 script. Rows count the documents whose tokens differ. Exits with status 1 if there are any.
 """
 
@@ -26,7 +26,7 @@ from megatron.adaptive.data.corpus import CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import build_tokenizer
 
 Kinds = dict[str, tuple[dict[str, Any], Callable[[str], Sequence[int]]]]
-"""Settings of each kind of tokenizer, and the encoding function of its library."""
+"""Maps each kind of tokenizer to its settings and the encoding function of its library."""
 
 
 def compare(megabytes: float) -> Result:
@@ -40,7 +40,7 @@ def compare(megabytes: float) -> Result:
 
 
 def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
-    """Trains tokenizers; the Hugging Face tokenizer is in the folder ``hf``."""
+    """Trains tokenizers. The Hugging Face tokenizer is in the folder ``hf``."""
     from megatron.core.tokenizers.text.libraries.tiktoken_tokenizer import TikTokenTokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -94,7 +94,7 @@ def _make_tokenizers(folder: Path, texts: Sequence[str]) -> Kinds:
 
 
 def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Writes a byte-pair vocabulary as tiktoken ranks; returns the number of tokens."""
+    """Writes a byte-pair vocabulary as tiktoken ranks, and returns the number of tokens."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letter_of: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def _write_ranks(path: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[Row]:
-    """Returns for each kind the number of documents whose tokens differ from the library's."""
+    """Returns the number of documents whose tokens differ from the library's, for each kind."""
     rows = []
     for kind, (settings, encode) in kinds.items():
         config = TokenizerConfig(tokenizer_type=kind, **settings)
@@ -127,7 +127,7 @@ def _different_documents(kinds: Kinds, texts: Sequence[str], note: str) -> list[
 
 
 def main() -> int:
-    """Compares and prints; returns 1 if a document has different tokens."""
+    """Compares the tokens and prints the results. Returns 1 if a document has different tokens."""
     parser = parser_of(__doc__, (), "less text")
     parser.add_argument("--megabytes", type=float, help="size of the text (10; 2)")
     options = parser.parse_args()

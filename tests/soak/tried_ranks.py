@@ -4,7 +4,7 @@
 
 For each vocabulary size, a job of two pipeline ranks trains with a plan. Then each of its ranks is
 tried alone. Rows are ratios of tried to real values. The last rank has the logits, whose size
-depends on the vocabulary: small logits are allocated from the heap, large logits by the system.
+depends on the vocabulary. Small logits are allocated from the heap, and large logits by the system.
 Exits with status 1 if a goal is missed.
 """
 
@@ -31,9 +31,9 @@ RANKS = 2
 WARM_UP = 2
 """Number of initial steps whose times are ignored."""
 MOST_MEMORY = 0.05
-"""Largest allowed distance of a memory ratio from 1."""
+"""Maximum distance of a memory ratio from 1."""
 MOST_STEP = 0.1
-"""Largest allowed distance of a step ratio from 1."""
+"""Maximum distance of a step ratio from 1."""
 PLAN: dict[str, Any] = {
     "format": 1,
     "degrees": {"tensor": 1, "pipeline": RANKS, "data": 1, "chunks": 1},
@@ -56,7 +56,7 @@ def model_of(vocabulary: int) -> str:
 
 
 def peak_bytes(pid: int) -> int:
-    """Returns the peak resident memory of a process so far; 0 if it has exited."""
+    """Returns the peak resident memory of a process, or 0 if it has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -65,7 +65,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def rank_of(pid: int) -> int | None:
-    """Returns the rank of a process; ``None`` if the process is not a rank."""
+    """Returns the rank of a process, or ``None`` if the process is not a rank."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -75,7 +75,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[float]]:
-    """Trains with a plan; returns the peak of each rank in bytes, and the steps in milliseconds.
+    """Trains with a plan. Returns the peak of each rank in bytes, and the steps in milliseconds.
 
     Raises:
         RuntimeError: The job failed or took too long.
@@ -111,7 +111,7 @@ def run_job(plan: Path, model: str, steps: int) -> tuple[dict[int, int], list[fl
 
 
 def try_ranks(plan: Path, model: str) -> dict[str, Any]:
-    """Tries each rank in a separate process; returns the entry ``tried`` of the plan.
+    """Tries each rank in a separate process, and returns the entry ``tried`` of the plan.
 
     Raises:
         RuntimeError: A trial failed.
@@ -158,16 +158,16 @@ def of_vocabulary(options: argparse.Namespace, vocabulary: int) -> Result:
 
 
 def rows_of(title: str, quotients: list[float], goal: float, note: str = "") -> list[Row]:
-    """Returns a row with ratios of tried to real values, and one with their distance from 1."""
+    """Returns a row with ratios of tried to real values, and a row with their difference from 1."""
     distance = abs(statistics.median(quotients) - 1)
     return [
         measured(title, quotients, note=note),
-        measured(f"{title}, distance from 1", [distance], goal=goal),
+        measured(f"{title}, difference from 1", [distance], goal=goal),
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 1 if a goal is missed."""
+    """Measures and prints the results. Returns 1 if a goal is missed."""
     parser = parser_of(__doc__, (), "one turn instead of five")
     parser.add_argument("--vocab-size", type=int, nargs="+", default=[16384, 32768], metavar="N")
     options = parser.parse_args(arguments)

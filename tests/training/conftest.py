@@ -1,4 +1,4 @@
-"""Makes fixtures with the documents that training runs read available here."""
+"""Imports the fixtures for the documents that training runs read."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Trains with megatron-core alone: its model, data and optimizer, and an own loop.
+"""Trains with megatron-core alone: its model, data and optimizer, in a separate training loop.
 
     own_loop.py TASK.json LOSSES.json
 
 One process continues from the first checkpoint of a trainer run, with the classes of the
-megatron-core that it imports. It uses only this package's substitutes for CUDA. ``TASK.json`` is an
-object::
+megatron-core that it imports. Of this package, it uses only the substitutes for CUDA. ``TASK.json``
+is an object::
 
     {"checkpoint": str, "data": str, "cache": str, "model": {...}, "gpt": {...}, "steps": int,
      "vocabulary": int, "sequence": int, "batch": int, "bf16": bool, "optimizer": {...}}
 
-``model`` contains settings of megatron-core's configuration, ``gpt`` arguments of its model, and
-``optimizer`` settings of its optimizer. ``LOSSES.json`` will contain a list with ``[loss, gradient
-norm]`` for each step after the first.
+``model`` contains settings of megatron-core's configuration, ``gpt`` contains arguments of its
+model, and ``optimizer`` contains settings of its optimizer. The program writes ``LOSSES.json``, a
+list with ``[loss, gradient norm]`` for each step after the first.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ def by_part(state: Any) -> Any:
 
 
 def with_steps(state: Any) -> Any:
-    """Adds the number of completed steps to each part of an optimizer's state; returns the state.
+    """Adds the number of completed steps to each part of an optimizer's state, and returns it.
 
-    The trainer stores the number in the parameter groups, like optimizers for GPUs. megatron-core
-    reads it from here for torch's Adam.
+    The trainer stores the number in the parameter groups, as optimizers for GPUs do. megatron-core
+    reads it from this entry for torch's Adam.
     """
     parts = [state] if {"optimizer", "param_groups"} & {*state} else [*state.values()]
     for part in parts:
-        inner = part.get("optimizer", part)  # next to it are weights in 32 bits
+        inner = part.get("optimizer", part)  # its neighbours are 32-bit weights
         inner["state"]["common_step"] = torch.tensor(float(inner["param_groups"][0]["step"]))
     return state
 
@@ -180,7 +180,7 @@ def forward_step(batches: Any, model: Any) -> Any:
 
 
 def train(task: Task, model: Any, optimizer: Any) -> list[tuple[float, float]]:
-    """Runs the steps after the first; returns loss and gradient norm of each step."""
+    """Runs the steps after the first step, and returns the loss and gradient norm of each."""
     model.train()
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = finalize_model_grads

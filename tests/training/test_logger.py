@@ -86,10 +86,10 @@ def test_a_logger_of_the_user_receives_the_curves(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("nothing", r"'nothing' is not one of .*mlflow, .*tensorboard, .*wandb"),
+        ("nothing", r"'nothing' must be one of .*mlflow, .*tensorboard, .*wandb"),
         ("my_loggers:json", "make it a subclass of Logger"),
         ("my_loggers:Damaged", r"my_loggers:Damaged: .*my_loggers.py:\d+ raised KeyError: 'key'"),
-        ("lines,tensorboard", "tensorboard needs --tensorboard-dir"),
+        ("lines,tensorboard", "tensorboard requires --tensorboard-dir"),
     ],
 )
 def test_a_logger_that_cannot_be_made(

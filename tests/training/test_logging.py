@@ -1,4 +1,4 @@
-"""Tests that parse the log like existing tools, and that read TensorBoard's files."""
+"""Tests that the log has the format that existing tools parse, and checks TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def printed(
 
 
 def fields(line: str) -> dict[str, str]:
-    """Returns names and values of a line's parts."""
+    """Returns the names and values of a line's parts."""
     parts = line.removesuffix(" |").split(" | ")[1:]
     return {name: value.strip() for name, value in (part.split(": ", 1) for part in parts)}
 
@@ -191,7 +191,7 @@ class TestLine:
         assert [name for name in fields(line) if name in order] == order
         assert fields(line)["num zeros"] == "7"
         assert fields(line)["params norm"] == "3.500"
-        assert line.endswith("| bubble: 15.0% |")  # share of the known time
+        assert line.endswith("| bubble: 15.0% |")  # mean of the known values
 
     def test_tokens_of_a_batch_that_grows(self) -> None:
         logged = fields(
@@ -341,7 +341,7 @@ class TestTensorBoard:
 
 class TestBar:
     def open_terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-        """Makes standard error a terminal; returns a function that closes it and returns its text.
+        """Makes standard error a terminal. Returns a function that closes it and returns its text.
 
         This is not a fixture, because pytest replaces standard error after fixtures are set up.
         """
@@ -352,7 +352,7 @@ class TestBar:
         def read() -> str:
             sys.stderr.close()
             text = b""
-            # Reading beyond the end of a terminal is an error.
+            # Reading beyond the end of a terminal raises an error.
             with contextlib.suppress(OSError):
                 while part := os.read(master, 1 << 16):
                     text += part
@@ -374,7 +374,7 @@ class TestBar:
         assert "11/50" in shown
         assert "loss=20.000" in shown
         assert "tokens/s=1024" in shown
-        assert shown.endswith("\r"), "the bar's line is left empty"
+        assert shown.endswith("\r"), "the line of the bar must be empty at the end"
         assert shown.rstrip("\r").rsplit("\r", 1)[-1].isspace()
         assert stream.getvalue() == "in between\n"
 
@@ -414,7 +414,7 @@ class TestOtherLoggers:
         for word in (b"lm loss", b"gain/slow rank 1", b"findings", b"made", b"first"):
             assert word in content
         assert list(tmp_path.rglob("findings*.table.json"))
-        assert "gets no more values" not in capsys.readouterr().err
+        assert "receives no more values" not in capsys.readouterr().err
 
     def test_mlflow_into_a_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -432,7 +432,7 @@ class TestOtherLoggers:
         ]
         (artifact,) = tmp_path.rglob("findings.json")
         assert json.loads(artifact.read_text())[0]["gain"] == 0.25
-        assert "gets no more values" not in capsys.readouterr().err
+        assert "receives no more values" not in capsys.readouterr().err
 
     def test_prometheus_reads_the_last_values(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -472,8 +472,8 @@ class TestOtherLoggers:
         ("flags", "message"),
         [
             ("--prometheus-address 0.0.0.0:0", f"set {TOKEN_VARIABLE}"),
-            ("--prometheus-address nothing", r"give \[HOST:\]PORT"),
-            ("--prometheus-address 70000", r"give \[HOST:\]PORT"),
+            ("--prometheus-address nothing", r"use \[HOST:\]PORT"),
+            ("--prometheus-address 70000", r"use \[HOST:\]PORT"),
             ("--prometheus-file /nowhere/run.prom", "choose a file in a writable folder"),
         ],
     )
@@ -486,7 +486,7 @@ class TestOtherLoggers:
         pytest.importorskip("prometheus_client")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            with pytest.raises(ConfigError, match=f"--prometheus-address {port} cannot be opened"):
+            with pytest.raises(ConfigError, match=f"cannot open --prometheus-address {port}"):
                 make_log(settings(f"--prometheus-address {port}"), io.StringIO())
 
     def test_the_dashboard_draws_values_that_exist(self, tmp_path: Path) -> None:

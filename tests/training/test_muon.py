@@ -1,7 +1,7 @@
 """Compares ``--optimizer muon`` with megatron-core's own loop, and moves stages.
 
 megatron-core uses muon from a package for Python 3.12 and newer. Older Pythons lack one name that
-the package imports; ``muon_path`` adds this name.
+the package imports, so ``muon_path`` adds this name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.multiprocess]
 
 WORKER = Path(__file__).parents[1] / "multiprocess" / "worker.py"
 RELEASE = "0.19.2"
-# Muon works on whole weights, of which each tensor-parallel rank has a part.
+# Muon works on whole weights, although each tensor-parallel rank has only a part of them.
 LLAMA = Model(
     flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --group-query-attention"
     " --num-query-groups 2 --mtp-num-layers 1 --tensor-model-parallel-size 2"
@@ -73,7 +73,7 @@ def test_steps_are_those_of_megatron_cores_own_loop(
 
 
 def test_stages_move_with_the_state_of_both_optimizers(muon_path: str, tmp_path: Path) -> None:
-    """Checks that losses do not change if layers move, or if the placement changes at a restart."""
+    """Checks that losses are unchanged if layers move, or if the placement changes at a restart."""
     plain = {"flags": FLAGS.split(), "steps": 3, "evaluate_after": 5, "after": None}
     whole = {**plain, "steps": 5}
     half = [*plain["flags"], "--bf16"]

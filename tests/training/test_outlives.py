@@ -1,6 +1,6 @@
-"""Checks that training continues after a rank was stopped, or if the disk of traces is full.
+"""Checks that training continues after a rank was paused, or if the disk of traces is full.
 
-All jobs train the same model with the same data, so that their losses must be equal.
+All jobs train the same model with the same data, so their losses must be equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOSSES: dict[int, str] = {}
 
 
 class Job:
-    """A job of two ranks that train until they are stopped.
+    """Job of two ranks that train until they are stopped.
 
     Args:
         folder: Folder in which the job runs.
@@ -69,7 +69,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def rank(self, number: int) -> psutil.Process:
-        """Returns a rank, which is forked on behalf of the process that the launcher started."""
+        """Returns a rank, which is forked for the process that the launcher started."""
         forks = forkserver().nodes()[0]
         (asked,) = (
             process
@@ -83,8 +83,12 @@ class Job:
     def until(self, condition: Callable[[], bool], event: str) -> None:
         end_s = time.monotonic() + WATCHDOG_S
         while not condition():
-            assert self.process.poll() is None, f"ended before {event}: {self.said()[-4000:]}"
-            assert time.monotonic() < end_s, f"no {event}: {self.said()[-4000:]}"
+            assert self.process.poll() is None, (
+                f"the process exited before {event}: {self.said()[-4000:]}"
+            )
+            assert time.monotonic() < end_s, (
+                f"no {event} within the time limit: {self.said()[-4000:]}"
+            )
             time.sleep(0.1)
 
     def goes_on(self, steps: int = 5) -> None:
@@ -125,7 +129,7 @@ def test_a_stopped_rank_goes_on_within_the_limit_and_ends_the_job_beyond_it(
     stopped.send_signal(signal.SIGSTOP)
     begin_s = time.monotonic()
     status = job.process.wait(WATCHDOG_S)
-    # The launcher would wait 30 s for the stopped rank.
+    # The launcher would wait 30 s for the paused rank.
     assert LIMIT_S - 1 < time.monotonic() - begin_s < LIMIT_S + 20
     assert status in (1, 2)
     stopped.wait(10.0)

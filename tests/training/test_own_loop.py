@@ -2,10 +2,10 @@
 
 The loop is a program like those that users write with megatron-core alone (``own_loop.py``). It
 runs in one process, in the order of megatron-core's own schedule, and continues from the trainer's
-first checkpoint, which megatron-core's own functions read. Comparing releases with each other
-(``test_releases.py``) would not reveal a fault that all releases share.
+first checkpoint, which it reads with megatron-core's own functions. A comparison of releases with
+each other (``test_releases.py``) would not reveal a fault that all releases share.
 
-``OWN_LOOP=all`` compares every model with every release, instead of one model with each release.
+With ``OWN_LOOP=all``, every model is compared with every release, instead of one model per release.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROTARY = {"share_embeddings_and_output_weights": False, "position_embedding_type
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Describes a model in two ways: by trainer flags, and by megatron-core settings.
+    """Model described in two ways: by trainer flags, and by megatron-core settings.
 
     Attributes:
         flags: Flags of the trainer.
@@ -60,7 +60,7 @@ class Model:
         gpt: Arguments of megatron-core's model.
         optimizer: Settings of megatron-core's optimizer.
         bf16: Whether weights are in bfloat16.
-        rel: Largest relative difference between losses that rounding may cause.
+        rel: Maximum relative difference between losses that rounding may cause.
     """
 
     flags: str
@@ -83,7 +83,7 @@ MODELS = {
         " --num-virtual-stages-per-pipeline-rank 2",
         settings={**GATED, "num_query_groups": 2, "ffn_hidden_size": 64, "mtp_num_layers": 1},
     ),
-    # megatron-core has these two settings of prediction layers from 0.19 on.
+    # megatron-core supports these two settings of prediction layers from release 0.19.
     "repeated": Model(
         flags=f"{GATED_FLAGS} {UNTIED} --ffn-hidden-size 64 --mtp-num-layers 2"
         " --mtp-use-repeated-layer --mtp-detach-heads",
@@ -133,7 +133,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def run(command: list[str], ranks: int, log: Path, path: str) -> None:
-    """Runs a program with a release; fails if a rank fails."""
+    """Runs a program with a release. Fails if a rank fails."""
     status = run_ranks(command, world_size=ranks, log=log, limit_s=150.0, python_path=path)
     assert status == 0, tail(log)
 
@@ -188,5 +188,5 @@ def compare(described: Model, path: str, folder: Path, write_tokens: Callable[..
     assert len(reference) == STEPS_TAKEN - 1
     for step, expected in zip(trained[1:], reference, strict=True):
         assert step[0] == pytest.approx(expected[0], rel=described.rel, abs=0)
-        # The log has three decimals.
+        # The log has three decimal places.
         assert step[1] == pytest.approx(expected[1], abs=0.00051 + 10 * described.rel)

@@ -1,4 +1,4 @@
-"""Tests how a rank of a job exits."""
+"""Tests how a rank of a job exits after errors, and which notes a job prints about its device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAITED = (
 
 
 class Watching:
-    """A fake watcher that knows about a lost rank, or does not."""
+    """Fake watcher that knows about a lost rank, or does not."""
 
     def __init__(self, lost: PeerLostError | None) -> None:
         self.lost = lost
@@ -55,7 +55,7 @@ class Watching:
 
 
 class Store:
-    """A fake store of a job without reported errors; the other ranks exit after some calls."""
+    """Fake store of a job without reported errors. The other ranks exit after some calls."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -97,7 +97,7 @@ def test_only_a_bug_leaves_a_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks a rank that was lost while datasets were built, and a network that was cut."""
+    """Checks a rank that was lost while datasets were built, and a broken network connection."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -116,7 +116,7 @@ def test_only_a_bug_leaves_a_traceback(
 def test_the_first_rank_keeps_the_store_until_others_have_read_why(
     lost: PeerLostError | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that the store outlives the first error, which the other ranks have as well."""
+    """Checks that the store outlives the first error, which the other ranks also have."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     watcher: Any = Watching(lost)
     store: Any = Store()
@@ -131,7 +131,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def settings(**changes: bool) -> Any:
-    """Returns the flags that overlap messages with compute."""
+    """Returns settings with the flags that overlap messages with computation."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
     held = types.SimpleNamespace(**{name: changes.get(name, False) for name in names})
     held.world_size, held.load = 2, None
@@ -142,7 +142,9 @@ def settings(**changes: bool) -> Any:
 def test_experts_that_overlap_need_more_than_one_hardware_queue() -> None:
     overlaps = settings(overlap_moe_expert_parallel_comm=True)
     queues = [Environment(cuda_device_max_connections=number) for number in (1, 2)]
-    with pytest.raises(SetupError, match=f"^{OVERLAP}: CUDA_DEVICE_MAX_CONNECTIONS is 1.*32$"):
+    with pytest.raises(
+        SetupError, match=f"^{OVERLAP} requires .*, but CUDA_DEVICE_MAX_CONNECTIONS is 1.*32$"
+    ):
         require_hardware_queues(overlaps, queues[0], GPU)
     require_hardware_queues(overlaps, queues[1], GPU)
     require_hardware_queues(settings(), queues[0], GPU)
@@ -152,7 +154,7 @@ def test_overlap_on_a_shared_gpu_is_told_to_gain_nothing() -> None:
     lines = device_lines(settings(overlap_grad_reduce=True), GPU)
     assert lines[0] == "2 ranks share a GPU: busy and bubble are time slices of a shared GPU"
     assert lines[1].startswith("warning: --overlap-grad-reduce: ")
-    assert "leave it out" in lines[1]
+    assert "remove the flag" in lines[1]
     assert len(device_lines(settings(), GPU)) == 1
     assert device_lines(settings(), dataclasses.replace(GPU, shares=1)) == []
 
@@ -170,9 +172,7 @@ def test_layers_do_not_move_by_times_of_a_shared_gpu() -> None:
     hook = Rebalancing(live)
     hook.after_step(types.SimpleNamespace(num_microbatches=4))  # type: ignore[arg-type]
     hook.before_step(2)
-    assert said == [
-        "  layers stay where they are, because ranks measure time slices of a shared GPU"
-    ]
+    assert said == ["  layers do not move, because ranks measure time slices of a shared GPU"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests that evaluate the measurements of a profiling run, without the run itself."""
+"""Tests how measurements of a profiling run are evaluated, without the run itself."""
 
 from __future__ import annotations
 

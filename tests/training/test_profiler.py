@@ -1,4 +1,4 @@
-"""Tests that profile a few iterations of real work, and read the profiles from the files."""
+"""Tests that a few iterations of real work are profiled, and reads the profiles from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the trainer with all supported releases of megatron-core: steps and checkpoints."""
+"""Compares steps and checkpoints of the trainer between all supported releases of megatron-core."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LATENT = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
 """
 MODELS: Mapping[str, tuple[int, str]] = {
-    # Tied embedding, dropout, a V with split backwards, sequence parallelism, sharded optimizer.
+    # The model has a tied embedding, dropout, a V with split backward passes, sequence parallelism,
+    # and a sharded optimizer.
     "gpt": (
         4,
         "--pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 2"
@@ -44,7 +45,7 @@ MODELS: Mapping[str, tuple[int, str]] = {
     # Releases number the layers of multi-token prediction differently.
     "llama": (2, f"{LLAMA} --mtp-num-layers 1"),
     "experts": (4, f"{EXPERTS} --expert-model-parallel-size 2 --bf16"),
-    # DeepSeek-V2-Lite has compressed and normalized keys and values, but plain queries.
+    # DeepSeek-V2-Lite has compressed and normalized keys and values, but uncompressed queries.
     "whole queries": (2, LATENT.replace("--q-lora-rank 8", "--qk-layernorm")),
     "latent": (4, f"{LATENT} {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
 }
@@ -54,12 +55,12 @@ CASES = [
     *(("0.18.2", model) for model in ("experts", "latent")),
     *((release, model) for release in ("0.19.2", *trees_of_others()) for model in MODELS),
 ]
-"""Releases and models to train; the newest release and trees of users train all models."""
+"""Releases and models to train. The newest release and checkouts of users train all models."""
 STEPS = re.compile(r"lm loss: (\S+) .*grad norm: (\S+)")
 
 
 def path_of(release: str) -> str:
-    """Returns the path from which ranks import a release; skips the test without it."""
+    """Returns the path from which ranks import a release. Skips the test if it is missing."""
     if release == INSTALLED:
         return str(ROOT)
     core = UNPACKED / f"megatron-core=={release}"
@@ -72,7 +73,7 @@ def path_of(release: str) -> str:
 def train(
     release: str, model: str, folder: Path, flags: str, *, rate: str = "1e-3"
 ) -> list[tuple[str, ...]]:
-    """Trains a model with a release; returns loss and gradient norm of each step."""
+    """Trains a model with a release, and returns the loss and gradient norm of each step."""
     ranks, settings = MODELS[model]
     log = folder / f"{release}.txt"
     arguments = f"{COMMON} {settings} {flags} --lr {rate}".split()

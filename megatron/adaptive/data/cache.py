@@ -1,4 +1,4 @@
-"""Caches slowly built arrays in a folder, and rebuilds them if a file is damaged.
+"""Caches arrays that are slow to build in a folder, and rebuilds them if a file is damaged.
 
 Each array is a file in numpy's format, which other programs can read, followed by a checksum::
 
@@ -6,7 +6,7 @@ Each array is a file in numpy's format, which other programs can read, followed 
 
 A file is renamed to its final name only after its bytes are on the disk. Before an array is used,
 the whole file is read and its checksum is verified. A correct checksum only proves that the bytes
-have not changed, not that the array was built from the current data. The caller therefore also
+have not changed, not that the array was built from the current data. Therefore the caller also
 checks the arrays against each other and against the data.
 
 This module imports neither torch nor megatron-core.
@@ -33,16 +33,17 @@ from megatron.adaptive.errors import DataError
 
 Arrays = list[npt.NDArray[Any]]
 Check = Callable[[Arrays], str]
-"""Function that returns the fault of the arrays as text, empty if they are valid."""
+"""Function that returns a description of the arrays' fault, or an empty string if they are valid.
+"""
 
 _LOG = logging.getLogger(__name__)
 _MARK = b"MAIDXSUM"
 _TAIL_BYTES = len(_MARK) + 16
-_PIECE_BYTES = 1 << 22  # small, so that bytes are hashed while they are still in the CPU's cache
+_PIECE_BYTES = 1 << 22  # small, so that a piece is hashed while it is still in the CPU's cache
 
 
 class _DamageError(Exception):
-    """Raised if a cached file differs from what was written. The message names the difference."""
+    """Raised if a cached file differs from what was written. The message states the difference."""
 
 
 def cached_arrays(
@@ -51,7 +52,7 @@ def cached_arrays(
     make: Callable[[], Sequence[npt.NDArray[Any]]],
     check: Check = lambda arrays: "",
 ) -> Arrays:
-    """Returns cached arrays; builds and caches all of them if one is missing or damaged.
+    """Returns cached arrays. Builds and caches all of them if any is missing or damaged.
 
     If several processes need the arrays at the same time, one process builds them under a file
     lock, and the others wait for it.
@@ -79,19 +80,19 @@ def cached_arrays(
     except (OSError, _DamageError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{folder}: cannot store shuffling indices ({reason}); give a writable folder with "
+            f"{folder}: cannot store shuffling indices ({reason}); choose a writable folder with "
             "--data-cache-path"
         ) from None
     return arrays
 
 
 def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays | None:
-    """Reads all arrays; returns ``None`` if a file is missing or damaged.
+    """Reads all arrays. Returns ``None`` if a file is missing or damaged.
 
     Args:
         paths: Path of the ``.npy`` file of each array.
         check: Function that checks the arrays against each other.
-        logs: Whether a damaged file is reported by a warning in the log.
+        logs: Whether to log a warning if a file is damaged.
     """
     arrays = []
     try:
@@ -105,13 +106,13 @@ def _read(paths: Sequence[Path], check: Check, *, logs: bool = False) -> Arrays 
     except _DamageError as error:
         if logs:
             message = printable(str(error))
-            _LOG.warning("WARNING: %s: these indices are built again", message)
+            _LOG.warning("WARNING: %s: rebuilding these indices", message)
         return None
     return arrays
 
 
 def _map(path: Path) -> npt.NDArray[Any]:
-    """Maps a file's array into memory, after verifying the checksum.
+    """Verifies a file's checksum and maps its array into memory.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -132,7 +133,7 @@ def _map(path: Path) -> npt.NDArray[Any]:
             _check_sum(stream, path.name, status.st_size)
             stream.seek(0)
             if np.lib.format.read_magic(stream) != (1, 0):
-                raise ValueError("another version of numpy's format")
+                raise ValueError("unsupported version of numpy's format")
             shape, is_turned, dtype = np.lib.format.read_array_header_1_0(stream)
             order: Any = "F" if is_turned else "C"
             offset = stream.seek(0, os.SEEK_CUR)
@@ -146,17 +147,17 @@ def _map(path: Path) -> npt.NDArray[Any]:
 def _check_sum(stream: Any, name: str, size: int) -> None:
     left = size - _TAIL_BYTES
     if left <= 0:
-        raise ValueError(f"it has {size} bytes")
+        raise ValueError(f"the file has only {size} bytes")
     checksum = xxhash.xxh3_128(name.encode())
     piece = memoryview(bytearray(min(_PIECE_BYTES, left)))
     while left:
         count = stream.readinto(piece[:left])
         if not count:
-            raise ValueError(f"it ends {left} bytes before its checksum")
+            raise ValueError(f"the file ends {left} bytes before its checksum")
         checksum.update(piece[:count])
         left -= count
     if stream.read() != _MARK + checksum.digest():
-        raise ValueError("its bytes do not match their checksum")
+        raise ValueError("the checksum does not match")
 
 
 def _write(paths: Sequence[Path], arrays: Sequence[npt.NDArray[Any]]) -> None:

@@ -1,19 +1,20 @@
 """Renders conversations with a chat template, and finds the text on which the loss is computed.
 
-A template is a jinja program. It runs in a sandbox, with the names that ``transformers`` defines
-for templates. The assistant's messages (answers) are *taught*, that is, the loss is computed on
-their text only. If the template marks the taught text with ``{% generation %}``, these marks
-decide. Otherwise an answer is the difference between two renderings of the conversation, without
-and with the answer::
+A template is a jinja program. It runs in a sandbox with the names that ``transformers`` defines for
+templates. The loss is computed only on the text of the assistant's messages (answers), which is
+called *taught*. If the template marks the taught text with ``{% generation %}``, these marks are
+used. Otherwise the conversation is rendered with and without each answer, and the answer is the
+difference::
 
     messages[:i] with the generation prompt   [user] hi [end] [assistant]
     messages[:i + 1]                          [user] hi [end] [assistant] yo [end]
     taught                                                               ^^^^^^^^^
 
-This fails if a template renders an answer differently once other messages follow. It also fails if
+This fails if a template renders an answer differently when more messages follow. It also fails if
 an answer does not begin with the generation prompt, for example because the prompt ends with
-``<think>``. In these cases the conversation is rendered twice, with two different probe words in
-place of the answer. The text that both renderings share is the text before and after the answer.
+``<think>``. In these cases the conversation is rendered twice, with two different placeholder words
+(probes) instead of the answer. The text that both renderings share is the text before and after the
+answer.
 
 This module imports neither torch nor megatron-core, and imports jinja only when a template is
 compiled.
@@ -36,14 +37,14 @@ from megatron.adaptive.errors import DataError
 TAUGHT_ROLE = "assistant"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""Part of a text: offset of its first character, and offset after its last character."""
+"""Range in a text: offset of its first character, and offset after its last character."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Possible names of the message field that contains reasoning; most templates read the first."""
+"""Names that the message field for reasoning may have. Most templates read the first."""
 _BEGUN_TAG = re.compile(r"[<\[(#|][^\s>\])]*$")
-# Probe words that replace an answer. Their first letters differ, and so do their last letters, so
-# that all text that two renderings have in common lies outside the probes.
+# Placeholder words that replace an answer. They differ in their first and last letters, so that the
+# text that two renderings share never includes part of a probe.
 _PROBES = ("Bqjx", "Wzkv")
 _THIRD_PROBE = "Fhnd"
 _common_start = os.path.commonprefix
@@ -51,12 +52,12 @@ _common_start = os.path.commonprefix
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Holds a conversation for a chat template, with its tools and its documents.
+    """Conversation for a chat template, with its tools and its documents.
 
     Attributes:
         messages: Messages in order, each with a ``role`` and usually a ``content``.
-        tools: Descriptions of functions that the assistant may call; ``None`` if there are none.
-        documents: Texts to which answers may refer; ``None`` if there are none.
+        tools: Descriptions of functions that the assistant may call, or ``None`` if there are none.
+        documents: Texts to which answers may refer, or ``None`` if there are none.
     """
 
     messages: Sequence[Message]
@@ -66,7 +67,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Holds the rendered text of a conversation.
+    """Rendered text of a conversation.
 
     Attributes:
         text: Whole text of the conversation, as the template renders it.
@@ -97,10 +98,10 @@ class ChatTemplate:
         self._folder = folder
 
     def write(self, conversation: Conversation) -> Written:
-        """Renders a conversation and finds the parts on which the loss is computed.
+        """Renders a conversation and finds the ranges on which the loss is computed.
 
         Raises:
-            DataError: The template raises an error, or omits one of the assistant's messages.
+            DataError: The template raises an error, or omits a message of the assistant.
         """
         template = self._templates["default"]
         if conversation.tools is not None:
@@ -113,7 +114,7 @@ class ChatTemplate:
             text = renderer.render(renderer.messages)
         except _refusals() as error:
             raise DataError(
-                f"the chat template of {self._folder} refuses the conversation "
+                f"the chat template of {self._folder} rejects the conversation "
                 f"({' '.join(str(error).split())}); correct the line or the template"
             ) from None
         spans = [
@@ -129,7 +130,7 @@ class ChatTemplate:
         if span is None or (span[0] == span[1] and isinstance(says, str) and says.strip()):
             raise DataError(
                 f"the chat template of {self._folder} omits the assistant's text of message "
-                f"{number + 1}; give another template, or mark the answer in it with "
+                f"{number + 1}; use another template, or mark the answer in it with "
                 f"{{% generation %}}"
             )
         return span
@@ -137,7 +138,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Around:
-    """Holds the rendered text around an answer, which is the same for every answer.
+    """Rendered text around an answer. It does not depend on the answer's text.
 
     Attributes:
         before: Rendered text from the start up to the answer.
@@ -150,14 +151,15 @@ class _Around:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
-    """Describes how the text before an answer differs from the generation prompt.
+    """Difference between the text before an answer and the generation prompt.
 
     The generation prompt is the text with which a template asks the model to answer.
 
     Attributes:
-        asked: Generation prompt. Empty if there is no prompt, or if it is unknown.
+        asked: Generation prompt, or an empty string if there is no prompt or it is unknown.
         added: Text that the template writes between the prompt and every answer.
-        opened: Last part of the generation prompt, if the template omits it before an answer.
+        opened: Last part of the generation prompt, if the template omits this part before an
+            answer.
     """
 
     asked: str
@@ -187,7 +189,7 @@ class _Renderer:
         return str(text)
 
     def render_marked(self) -> tuple[str, list[Span]]:
-        """Renders the conversation; returns its text and the parts that the template marks."""
+        """Renders the conversation, and returns its text and the ranges that the template marks."""
         marks = self._compiled.environment.marks
         blocks: list[str] = []
         with marks.collected(blocks) as spans:
@@ -199,7 +201,7 @@ class _Renderer:
         return "".join(blocks), spans
 
     def answer(self, number: int, text: str) -> Span | None:
-        """Returns an answer's position in the rendered text, or ``None`` if it is not found.
+        """Returns an answer's range in the rendered text, or ``None`` if it is not found.
 
         Args:
             number: Index of the assistant's message in the conversation, from 0.
@@ -217,15 +219,14 @@ class _Renderer:
         return None
 
     def _probed(self, number: int, text: str, *, plain: bool) -> Span | None:
-        """Finds an answer by rendering two different words in its place.
+        """Finds an answer's range by rendering two placeholder words instead of the answer.
 
-        What both renderings have in common is the text before and after the answer.
+        The text that both renderings share is the text before and after the answer.
 
         Args:
             number: Index of the assistant's message in the conversation, from 0.
             text: Rendered text of the whole conversation.
-            plain: Whether to omit the answer's tool calls and reasoning from the messages that
-                replace it.
+            plain: Whether the placeholder messages omit the answer's tool calls and reasoning.
         """
         before = self.messages[:number]
         rest = self.messages[number + 1 :]
@@ -241,7 +242,7 @@ class _Renderer:
             return None
         prompt = self._prompt(before, ended.before)
         # The model must also learn the text that the template adds after the prompt, such as an
-        # empty <think> block. So the taught part begins before that text.
+        # empty <think> block. So the taught range begins before that text.
         is_added = bool(prompt.added) and whole.before.endswith(prompt.added)
         start = len(whole.before) - (len(prompt.added) if is_added else 0)
         if prompt.opened and text.startswith(prompt.opened, start):
@@ -263,10 +264,10 @@ class _Renderer:
 
         Args:
             behind: Rendered text after the answer in the whole conversation.
-            ended: Rendered text around the answer if the conversation ends with the answer.
-            probes: Two messages with different content that replace the answer.
+            ended: Rendered text around the answer if the answer is the last message.
+            probes: Two placeholder messages with different content.
             before: Messages of the conversation before the answer.
-            asked: Generation prompt; empty if it is unknown.
+            asked: Generation prompt, or an empty string if it is unknown.
         """
         if behind.startswith(ended.behind):
             return ended.behind
@@ -276,7 +277,7 @@ class _Renderer:
             if behind.startswith(mark):
                 return mark
         # Render two answers in a row. The text between them is the end mark of the first answer,
-        # followed by the text that the template writes before the second.
+        # followed by the text that the template writes before the second answer.
         third = {"role": TAUGHT_ROLE, "content": _THIRD_PROBE}
         twice = self._around([[*before, probe, third] for probe in probes])
         so_far = self._try(before)
@@ -286,8 +287,8 @@ class _Renderer:
             mark = between.removesuffix(head)
             if head and between.endswith(head) and behind.startswith(mark):
                 return mark
-        # Drop an incomplete tag at the end of the common text. Two different tags begin there, so
-        # it does not belong to the end mark.
+        # Drop an incomplete tag at the end of the shared text. Two different tags begin there, so
+        # this part does not belong to the end mark.
         return _BEGUN_TAG.sub("", _common_start([behind, ended.behind]))
 
     def _prompt(self, before: Sequence[Message], rendered: str) -> _Prompt:
@@ -306,7 +307,7 @@ class _Renderer:
             return _Prompt(asked="", added=rendered[agreed:], opened=prompt[agreed:])
         asked = prompt[len(so_far) :]
         tail = rendered[len(_common_start([rendered, so_far])) :]
-        searched = asked.lstrip()  # without the white space that separates messages
+        searched = asked.lstrip()  # without the whitespace that separates messages
         if not searched:
             return _Prompt(asked=asked, added=tail, opened="")
         for length in range(len(searched), 0, -1):
@@ -318,7 +319,7 @@ class _Renderer:
     def _around(
         self, conversations: Sequence[Sequence[Message]], *, asks: bool = False
     ) -> _Around | None:
-        """Renders two conversations and returns the beginning and end that they share.
+        """Renders two conversations, and returns the beginning and the end that their texts share.
 
         Returns ``None`` if a rendering fails, or if the shared texts overlap.
         """
@@ -341,7 +342,7 @@ class _Renderer:
 def _normalized(message: Message) -> dict[str, Any]:
     """Returns a message in the form that ``transformers`` passes to a template.
 
-    Keys whose value is ``None`` are removed. Reasoning is stored under both names that templates
+    Keys whose value is ``None`` are removed. Reasoning is stored under both keys that templates
     read, ``thinking`` and ``reasoning_content``.
     """
     fields: dict[str, Any] = _clean(
@@ -354,7 +355,7 @@ def _normalized(message: Message) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Replaces lone surrogates in all texts of nested data, because UTF-8 cannot encode them."""
+    """Replaces lone surrogates in all strings of nested data, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Mapping):
@@ -374,14 +375,14 @@ def without_surrogates(text: str) -> str:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """Returns the types of exceptions that a template may raise for an unsuitable conversation."""
+    """Returns the types of exceptions that a template may raise for an unsupported conversation."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 class _Marks:
-    """Records the positions in the rendered text of blocks that a template marks as taught."""
+    """Records the ranges of the rendered text that a template marks as taught."""
 
     def __init__(self) -> None:
         self._blocks: list[str] | None = None
@@ -392,8 +393,9 @@ class _Marks:
         """Records the spans of marked blocks while the caller renders a conversation.
 
         Args:
-            blocks: Text rendered so far, in parts. The caller must append each part as soon as it
-                is rendered, because spans begin at the total length of these parts.
+            blocks: Parts of the text rendered so far. The caller must append each part as soon as
+                it is rendered, because the total length of the parts is the offset of the next
+                mark.
         """
         self._blocks = blocks
         self._spans = []
@@ -419,7 +421,7 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Lets jinja parse ``{% generation %}`` ... ``{% endgeneration %}``, which marks text."""
+        """Lets jinja parse the marks ``{% generation %}`` and ``{% endgeneration %}``."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja declares it without ClassVar
 

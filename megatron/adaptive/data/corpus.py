@@ -1,6 +1,7 @@
-"""Makes the default corpus from source files of Python's standard library, without a download.
+"""Makes the default corpus from the source files of Python's standard library, without a download.
 
-Chooses the source files, trains a vocabulary on them, tokenizes them, and writes this folder::
+This module selects source files, trains a vocabulary on them, tokenizes them, and writes this
+folder::
 
     <folder>/corpus.jsonl                    one {"text": ..., "path": ...} per line
              vocab.json  merges.txt          byte-level BPE in GPT-2's form, with <|endoftext|>
@@ -34,7 +35,7 @@ from megatron.adaptive.errors import ConfigError, DataError
 _FORMAT = 1
 _MANIFEST = "corpus.json"
 _LOCK = ".lock"
-_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # temporary files of a process that was killed
+_LEFT_BEHIND = ".corpus_text_document.*.tmp.*"  # temporary files of a killed process
 _FILES = (
     "corpus.jsonl",
     "vocab.json",
@@ -45,20 +46,21 @@ _FILES = (
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
 )
-# Count the 256 byte values and the end-of-document token. With a smaller vocabulary, some text
-# could not be encoded.
+# The vocabulary must contain the 256 byte values and the end-of-document token. With a smaller
+# vocabulary, some text could not be encoded.
 _SMALLEST_VOCABULARY = 257
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Holds the settings from which a corpus is made.
+    """Settings of a corpus.
 
     Attributes:
         output_dir: Folder to which the corpus is written.
         vocab_size: Number of tokens in the vocabulary, including the end-of-document token.
-        max_bytes: Largest total size of the source files in bytes.
-        source_dir: Folder with ``.py`` files; ``None`` uses the running Python's standard library.
+        max_bytes: Maximum total size of the source files in bytes.
+        source_dir: Folder with ``.py`` files, or ``None`` for the running Python's standard
+            library.
         workers: Number of processes that tokenize in parallel.
     """
 
@@ -69,16 +71,16 @@ class CorpusSpec:
     workers: int = 1
 
     def settings(self) -> dict[str, int]:
-        """Returns the settings that an existing corpus must have in order to be reused."""
+        """Returns the settings that must match before an existing corpus is reused."""
         return {"format": _FORMAT, "vocab_size": self.vocab_size, "max_bytes": self.max_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Holds the paths of a finished corpus.
+    """Paths of a finished corpus.
 
     Attributes:
-        jsonl: Path of the texts, one JSON line per source file.
+        jsonl: Path of the JSON lines file, which has one line per source file.
         vocab_file: Path of ``vocab.json``, the value for ``--vocab-file``.
         merge_file: Path of ``merges.txt``, the value for ``--merge-file``.
         data_prefix: Path of the token files without suffix, the value for ``--data-path``.
@@ -93,19 +95,20 @@ class Corpus:
 
 
 def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus:
-    """Makes a corpus, or reuses the corpus that an earlier call with the same settings made.
+    """Makes a corpus, or reuses a corpus that an earlier call made with the same settings.
 
-    If two processes call this at the same time, one process makes the corpus and the other waits.
+    If two processes call this function at the same time, one process makes the corpus and the other
+    process waits.
 
     Args:
         spec: Source, sizes and output folder of the corpus.
         progress: Function that is called after each tokenized batch, with the number of documents
-            and of input bytes so far.
+            and the number of input bytes so far.
 
     Raises:
         ConfigError: ``vocab_size``, ``max_bytes`` or ``workers`` is too small.
-        DataError: There are no source files; or the output folder contains other files or a corpus
-            of a newer format, or cannot be written.
+        DataError: There are no source files. Or the output folder is not writable, or contains
+            other files or a corpus of a newer format.
     """
     if spec.vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -141,7 +144,7 @@ def make_corpus(spec: CorpusSpec, *, progress: Progress | None = None) -> Corpus
 
 
 def source_files(source_dir: Path) -> list[Path]:
-    """Returns the ``.py`` files below ``source_dir``, without tests, caches and packages.
+    """Returns the ``.py`` files below ``source_dir``, except test, cache and package folders.
 
     Files are sorted by a hash of their relative path, so the order is the same on every machine.
     This also spreads the files of a folder over the whole corpus. The last part of the corpus,
@@ -160,7 +163,7 @@ def source_files(source_dir: Path) -> list[Path]:
 
 
 def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
-    """Returns relative path and text of each file, with at most ``max_bytes`` in total."""
+    """Returns the relative path and the text of each file, with at most ``max_bytes`` in total."""
     source_dir = spec.source_dir or Path(sysconfig.get_path("stdlib"))
     documents: list[tuple[str, str]] = []
     taken = 0
@@ -176,7 +179,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
     if not documents:
         raise DataError(
             f"{source_dir} contains no Python source file within {spec.max_bytes} bytes; raise "
-            "--max-bytes, install Python with its sources, or give your own text to "
+            "--max-bytes, install Python with its sources, or use your own text with "
             "tools/preprocess_data.py"
         )
     return documents
@@ -185,7 +188,7 @@ def _documents(spec: CorpusSpec) -> list[tuple[str, str]]:
 def _fill(
     folder: Path, documents: list[tuple[str, str]], spec: CorpusSpec, progress: Progress | None
 ) -> None:
-    """Writes all files; the manifest is last, because it marks the corpus as complete."""
+    """Writes all files. Writes the manifest last, because it marks the corpus as complete."""
     for old in (folder / _MANIFEST, *folder.glob(_LEFT_BEHIND)):
         old.unlink(missing_ok=True)
     with (folder / "corpus.jsonl").open("w", encoding="utf-8") as stream:
@@ -234,8 +237,9 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
         manifest = parse_json(read_whole(folder / _MANIFEST))
         if manifest["format"] > _FORMAT:
             raise DataError(
-                f"{folder / _MANIFEST} has format {manifest['format']}, but this program reads"
-                f" {_FORMAT}; use the program that made it, or choose another --output-dir"
+                f"{folder / _MANIFEST} has format {manifest['format']}, but this program "
+                f"supports only format {_FORMAT}; use the program that made the corpus, or "
+                "choose another --output-dir"
             )
         return all(manifest.get(key) == value for key, value in spec.settings().items()) and all(
             (folder / name).stat().st_size == manifest["sizes"][name] for name in _FILES
@@ -245,7 +249,7 @@ def _is_whole(folder: Path, spec: CorpusSpec) -> bool:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raises an error if a folder contains files other than those of a corpus."""
+    """Raises an error if a folder contains files that do not belong to a corpus."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -255,6 +259,6 @@ def _refuse_foreign(folder: Path) -> None:
     foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in expected)
     if foreign:
         raise DataError(
-            f"{folder} contains other files (such as {foreign[0]!r}) and no corpus of these "
-            "settings; choose another --output-dir or empty it"
+            f"{folder} contains other files (such as {foreign[0]!r}) and no corpus with these "
+            "settings; choose another --output-dir, or empty the folder"
         )

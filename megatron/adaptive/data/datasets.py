@@ -1,15 +1,15 @@
-"""Builds the training, validation and test samples from token files, or generates mock samples.
+"""Builds training, validation and test samples from token files, or generates mock samples.
 
 This module parses ``--data-path`` and similar flags, checks the data before training, and caches
 shuffling indices. Samples come from megatron-core's ``GPTDataset``, or from a blend, which mixes
 several datasets by weight. :mod:`megatron.adaptive.data.loader` groups samples into microbatches.
 
-In megatron-core only global rank 0 writes the shuffling indices of a corpus, and all other ranks
-read them. That fails on a node that does not share the disk of rank 0. Also, a killed process
-leaves a half-written cache, and a corpus that was replaced under the same name goes unnoticed. With
-this module, any process may write the cache, and a file lock ensures that one process per node
-does. Files get their final names only when they are complete. The key of a cache includes the size
-and the modification time of the corpus.
+In megatron-core, only global rank 0 writes the shuffling indices of a corpus, and all other ranks
+read them. That fails on a node that does not share a disk with rank 0. Also, a killed process
+leaves a partial cache, and megatron-core does not notice if a corpus is replaced by another one of
+the same name. With this module, one process per node writes the cache under a file lock. Files get
+their final names only when they are complete. The cache key includes the size and the modification
+time of the corpus.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
@@ -43,14 +43,15 @@ from megatron.adaptive.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _PARTS = ("document", "sample", "shuffle")
-_CHECK_WHOLE_BYTES = 64 << 20  # index arrays above this size are checked only in parts
+_CHECK_WHOLE_BYTES = 64 << 20  # larger index arrays are only partly checked
 
 Samples = Sequence[dict[str, Any]]
 Indices = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic], npt.NDArray[np.generic]]
 Blend = tuple[list[str], list[float] | None]
 """Paths of token files without suffix, and the weight of each file, as in megatron-core.
 
-If the weights are ``None``, each file is read once, and is mixed in proportion to its size.
+If the weights are ``None``, each file is read once, and files are mixed in proportion to their
+sizes.
 """
 
 
@@ -69,12 +70,12 @@ def build_datasets(
 
     If ``torch.distributed`` is initialized, this function is collective: every rank must call it
     with the same arguments, even if the rank needs no samples. Global rank 0 builds first, then all
-    other ranks at the same time. Shuffling indices are cached under a file lock. On a node that
-    does not share the disk of rank 0, one process thus builds the indices and all others read them.
+    other ranks build at the same time. Shuffling indices are cached under a file lock. On a node
+    that does not share a disk with rank 0, one process builds the indices and the others read them.
 
-    The order of samples depends on seed, sequence length and split. As in Megatron-LM, it also
-    depends on the number of epochs that ``train_samples`` needs. If a run is extended so far that
-    it needs one more epoch, the order therefore changes.
+    The order of samples depends on the seed, the sequence length and the split. As in Megatron-LM,
+    it also depends on the number of epochs that ``train_samples`` needs, so it changes if a run is
+    extended by an epoch.
 
     Args:
         data: Settings of the data, from the command line.
@@ -86,16 +87,16 @@ def build_datasets(
         valid_samples: Total number of samples in all validations. With 0, no validation data is
             built.
         test_samples: Number of test samples. With 0, no test data is built.
-        is_built_on_rank: Function that returns whether this rank needs samples. It must return
-            true on global rank 0.
+        is_built_on_rank: Function that returns whether this rank needs samples. It must return true
+            on global rank 0.
 
     Returns:
         Training, validation and test dataset. A dataset is ``None`` if its number of samples is 0,
-        if ``--split`` gives it no documents, or if this rank needs no samples. A sample is a dict
-        with ``tokens``, ``labels``, ``position_ids`` ``[seq_length] int64``, ``loss_mask
+        if ``--split`` assigns no documents to it, or if this rank needs no samples. A sample is a
+        dict with ``tokens``, ``labels``, ``position_ids`` ``[seq_length] int64``, ``loss_mask
         [seq_length] float32`` and, with ``reset_attention_mask``, ``attention_mask [1, seq_length,
-        seq_length] bool`` (true for tokens that are hidden). With ``variable_seq_lengths`` a sample
-        is a document, cut after ``seq_length`` tokens.
+        seq_length] bool`` (true for masked tokens). With ``variable_seq_lengths``, a sample is a
+        document, truncated after ``seq_length`` tokens.
 
     Raises:
         ConfigError: A list of datasets and weights is malformed, or --split leaves no data for
@@ -108,7 +109,7 @@ def build_datasets(
     blends, source = _blends(data, counts)
     needs_samples = is_built_on_rank()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides a warning about tokenizers without a pad token
+        warnings.simplefilter("ignore")  # hides a warning about tokenizers without a padding token
         config = CachedGPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
@@ -127,8 +128,8 @@ def build_datasets(
             edges = config.split_matrix if data.data_path else None
             _check(data, blends, edges, counts, tokenizer.vocab_size)
         if config.split_matrix is not None:
-            # Drop splits whose count is 0. Otherwise megatron-core would still look for one sample
-            # of each, and might search forever if there is none.
+            # Drop splits whose count is 0. Otherwise megatron-core would search each of them for a
+            # sample, possibly forever.
             config.split_matrix = [
                 share if count else None
                 for share, count in zip(config.split_matrix, counts, strict=True)
@@ -137,7 +138,7 @@ def build_datasets(
     for name, dataset, count in zip(_SPLIT_NAMES, (train, valid, test), counts, strict=True):
         if needs_samples and dataset is not None and len(dataset) < count:
             raise DataError(
-                f"the {name} data has {len(dataset)} samples, but {count} are needed; give "
+                f"the {name} data has {len(dataset)} samples, but {count} are needed; use "
                 "weights (0.5 a 0.5 b), which let data repeat, or request fewer iterations"
             )
     return train, valid, test
@@ -149,10 +150,10 @@ def _built(
     counts: tuple[int, ...],
     is_built_on_rank: Callable[[], bool],
 ) -> Any:
-    """Lets megatron-core build the training, validation and test dataset.
+    """Calls megatron-core to build the training, validation and test datasets.
 
     Raises:
-        DataError: The shuffling index of the samples does not fit into memory.
+        DataError: The shuffling index does not fit into memory.
     """
     cls: Any = MockGPTDataset if data.mock_data else CachedGPTDataset
     if data.variable_seq_lengths:
@@ -173,7 +174,7 @@ def _built(
 
 @contextmanager
 def _quiet_megatron_core() -> Iterator[None]:
-    """Silences megatron-core's warning that indices are not cached: this module caches them."""
+    """Silences megatron-core's warning about uncached indices, because this module caches them."""
     logger = logging.getLogger("megatron.core.datasets")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -218,23 +219,25 @@ def _check(
     counts: tuple[int, ...],
     vocab_size: int,
 ) -> None:
-    """Checks the data on every rank, because megatron-core would fail or hang later.
+    """Checks the data on every rank, because bad data would make megatron-core fail or hang later.
 
     Args:
         data: Settings of the data, from the command line.
-        blends: Files and weights of each split; a single entry if all splits share the same files;
-            empty for mock data.
-        edges: Start and end of each split, as fractions of the documents in each file; ``None``
-            unless the splits share the same files.
+        blends: Files and weights of each split, or a single entry if all splits share the same
+            files. Empty for mock data.
+        edges: Start and end of each split, as fractions of the documents in each file, or ``None``
+            if the splits do not share the same files.
         counts: Number of samples that the run needs from each split.
         vocab_size: Number of token ids of the tokenizer.
     """
     if not blends:
         return
     if counts[0] and edges is not None and edges[0] is None:
-        raise ConfigError(f"--split {data.split} leaves no data for training; give it a share")
+        raise ConfigError(
+            f"--split {data.split} leaves no data for training; give training a share above 0"
+        )
     if data.sft:
-        return  # files of conversations are checked later, when they are read
+        return  # files of conversations are checked when they are read
     infos = {}
     for prefix in dict.fromkeys(prefix for blend in blends if blend for prefix in blend[0]):
         infos[prefix] = check_indexed(prefix)
@@ -244,7 +247,7 @@ def _check(
             continue
         for prefix, info in infos.items():
             first, last = (round(edge * info.num_sequences) for edge in share)
-            # Refuse an empty split, because megatron-core would search it for samples forever.
+            # Reject an empty split, because megatron-core would search it for samples forever.
             if first >= last:
                 raise DataError(
                     f"{prefix}: --split {data.split} leaves no document for {name} "
@@ -274,7 +277,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     valid = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
     if len(valid) < len(weights):
         raise ConfigError(
-            f"{flag} {' '.join(values)}: not every prefix has a weight above 0 before it; "
+            f"{flag} {' '.join(values)}: some prefixes have no positive weight before them; "
             "alternate weights and prefixes (0.3 a 0.7 b), or give only prefixes"
         )
     return list(values[1::2]), valid if len(valid) > 1 else None
@@ -291,12 +294,12 @@ def _weight(text: str) -> float | None:
 class CachedGPTDatasetConfig(GPTDatasetConfig):
     """Adds two settings to megatron-core's configuration of a GPT dataset.
 
-    ``path_to_cache`` stays empty. megatron-core then builds indices in memory, and this module
+    ``path_to_cache`` is always empty, so megatron-core builds indices in memory, and this module
     caches them.
 
     Attributes:
         index_cache: Path of the folder in which shuffling indices are cached.
-        sft: Whether the data files are conversations as JSON lines, not token files.
+        sft: Whether the data files are JSON lines of conversations instead of token files.
     """
 
     index_cache: str = ""
@@ -307,7 +310,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
         self.path_to_cache = ""
 
     def prepare(self, path: str) -> Conversations:
-        """Returns the tokens of a file of conversations; reads them from the cache if possible."""
+        """Returns the tokens of a file of conversations, from the cache if possible."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -327,7 +330,7 @@ class CachedGPTDatasetConfig(GPTDatasetConfig):
 
 
 class CachedGPTDataset(GPTDataset):
-    """GPT dataset of megatron-core, whose shuffling indices this package's code caches."""
+    """GPT dataset of megatron-core, with shuffling indices that this package caches."""
 
     def _build_document_sample_shuffle_indices(self) -> Indices:
         names = [f"{self._cache_key()}-{part}" for part in _PARTS]
@@ -339,19 +342,19 @@ class CachedGPTDataset(GPTDataset):
     def _broken_rule(
         self, documents: npt.NDArray[Any], samples: npt.NDArray[Any], shuffle: npt.NDArray[Any]
     ) -> str:
-        """Returns the fault of the index arrays as text, empty if they are valid.
+        """Returns a description of the index arrays' fault, or an empty string if they are valid.
 
         Args:
             documents: Indices of the documents in shuffled order, ``[epochs * documents]``.
-            samples: Start of each sample, as an index in ``documents`` and a token offset in that
+            samples: Start of each sample: an index in ``documents`` and a token offset in that
                 document, ``[samples + 1, 2]``.
-            shuffle: Indices of the samples in the order in which they are used, ``[samples]``.
+            shuffle: Indices of the samples in the order of use, ``[samples]``.
         """
         arrays = (documents, samples, shuffle)
         if any(array.dtype.kind not in "iu" or not array.size for array in arrays):
             return "they are not integers"
         if documents.ndim != 1 or samples.shape != (shuffle.size + 1, 2) or shuffle.ndim != 1:
-            return "their shapes do not belong together"
+            return "their shapes do not match"
         edges = int(self.indices.min()), int(self.indices.max())
         if not all(_is_within(piece, *edges) for piece in _spread(documents)):
             return "a document does not belong to the data"
@@ -384,10 +387,10 @@ class CachedGPTDataset(GPTDataset):
 
 
 def _spread(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields parts of an array: all of a small array, evenly spaced parts of a large array.
+    """Yields parts of an array: all of a small array, or evenly spaced parts of a large array.
 
-    The checksum has already excluded damaged bytes. An index that was built from other data can
-    still occur, and a few parts are enough to detect it.
+    The checksum has already excluded damaged bytes. But an index may still have been built from
+    other data, and a few parts are enough to detect this.
     """
     for start, stop in pieces(len(array), array[0].nbytes, _CHECK_WHOLE_BYTES):
         yield array[start:stop]

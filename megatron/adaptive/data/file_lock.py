@@ -1,4 +1,4 @@
-"""Lets one process at a time build files that several processes need."""
+"""Provides a file lock, so that only one process builds files that several processes need."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _FIRST_LINE_S = 60.0
 
 @contextmanager
 def locked(path: Path, *, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Locks a file exclusively during the block; the kernel unlocks it if the process dies.
+    """Locks a file exclusively during the block. The kernel unlocks the file if the process dies.
 
-    While another process has the lock, this process waits. If the wait is long, a warning is
-    logged.
+    While another process holds the lock, this process waits. If the wait is long, it logs a
+    warning.
 
     Args:
-        path: Path of the file, which is made if it is missing.
+        path: Path of the file, which is created if it does not exist.
         wait_s: Maximum time to wait for the lock, in seconds.
 
     Raises:
-        DataError: Another process still has the lock after ``wait_s`` seconds.
-        OSError: The file cannot be made.
+        DataError: Another process still holds the lock after ``wait_s`` seconds.
+        OSError: The file cannot be created.
     """
-    # If the path is a named pipe, open() for writing only would wait for a reader.
+    # If the path is a named pipe, opening it only for writing would block until there is a reader.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as stream:
         _lock(stream.fileno(), path, wait_s)
         yield
@@ -49,7 +49,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                # The file system has no locks: two processes may do the same work.
+                # The file system does not support locks, so two processes may do the same work.
                 return
         else:
             return
@@ -57,8 +57,8 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> None:
         if waited_s >= wait_s:
             raise DataError(
                 f"{path}: another process has locked this file for more than {wait_s:g} s while "
-                "it builds the files next to it; check whether that process still works, or stop "
-                "it"
+                "it builds the files next to it; check whether that process is still running, "
+                "or stop it"
             )
         if waited_s >= _FIRST_LINE_S and not is_told:
             is_told = True

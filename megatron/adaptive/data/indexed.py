@@ -3,7 +3,7 @@ r"""Checks ``.bin/.idx`` token files before training uses them.
 megatron-core maps both files into memory without checking them. So an index of another format fails
 an assertion, a truncated index is read past its end, and an id outside the vocabulary crashes a
 later step in the embedding. The checks in this module run before training, and their error messages
-name the file and its fault. The module imports neither torch nor megatron-core. The index has this
+state the file and its fault. The module imports neither torch nor megatron-core. The index has this
 layout::
 
     bytes  0..8    magic  MMIDIDX\\0\\0
@@ -33,7 +33,7 @@ from megatron.adaptive.config.input_files import open_file
 from megatron.adaptive.errors import DataError
 
 INDEX_CACHE = "index_cache"
-"""Name of the folder for shuffling indices, next to the data, unless the user names a folder."""
+"""Name of the default folder for shuffling indices, next to the data."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -47,10 +47,10 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedInfo:
-    """Holds facts about a token file, read from its index.
+    """Properties of a token file, read from its index.
 
     Attributes:
-        prefix: Path of the ``.bin`` and ``.idx`` file without suffix.
+        prefix: Path of the ``.bin`` and ``.idx`` files without suffix.
         dtype: Integer type in which the ``.bin`` file stores token ids.
         num_sequences: Number of sequences. megatron-core assigns whole sequences to training,
             validation and test data.
@@ -64,17 +64,17 @@ class IndexedInfo:
 
 
 def check_indexed(prefix: str | Path) -> IndexedInfo:
-    """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and belong together.
+    """Checks that ``<prefix>.idx`` and ``<prefix>.bin`` are complete and match.
 
     Args:
         prefix: Path of both files without suffix, as in ``--data-path``.
 
     Returns:
-        Type and number of the tokens, and the number of sequences.
+        Integer type, number of tokens and number of sequences.
 
     Raises:
         DataError: A file is missing, truncated, or of another format or version, or the two files
-            contradict each other. The message names the file and the fault.
+            do not match. The message states the file and the fault.
     """
     idx_path = Path(f"{prefix}.idx")
     bin_path = Path(f"{prefix}.bin")
@@ -90,7 +90,7 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
 
 
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
-    """Checks that all parts of the index agree with each other and with the ``.bin`` file."""
+    """Checks that all parts of the index are consistent and match the ``.bin`` file."""
     with open_file(idx_path) as stream:
         header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -101,20 +101,23 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
         )
     _, version, code, sequences, marks = _HEADER.unpack(header)
     if version != _VERSION:
-        _refuse(idx_path, f"is a token index of version {version}, but only {_VERSION} can be read")
+        _refuse(
+            idx_path,
+            (f"is a token index of version {version}, but only version {_VERSION} is supported"),
+        )
     if code not in _DTYPES:
-        _refuse(idx_path, f"has dtype code {code}, but only integers can be read")
+        _refuse(idx_path, f"has dtype code {code}, but only integer types are supported")
     dtype = np.dtype(_DTYPES[code])
     size = idx_path.stat().st_size
     expected = _HEADER.size + 12 * sequences + 8 * marks
-    # The index of multimodal data has one more byte per sequence (its mode). Accept it, because
-    # text can be read without the modes.
+    # The index of multimodal data has one more byte per sequence (its mode). Accept such an index,
+    # because text can be read without the modes.
     if size not in (expected, expected + sequences):
         fault = "is truncated" if size < expected else "has too many bytes"
         _refuse(
             idx_path,
-            f"{fault} ({size} bytes, but {sequences} sequences and {marks - 1} documents take "
-            f"{expected})",
+            f"{fault} ({size} bytes, but {sequences} sequences and {marks - 1} documents "
+            f"require {expected} bytes)",
         )
     if not sequences or marks < 2:
         _refuse(idx_path, "contains no document")
@@ -129,20 +132,20 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if num_tokens * dtype.itemsize != bin_size:
         _refuse(
             bin_path,
-            f"has {bin_size} bytes, but its index counts {num_tokens} tokens of {dtype.itemsize} "
-            "bytes; the pair is damaged or mixed up",
+            f"has {bin_size} bytes, but its index lists {num_tokens} tokens of {dtype.itemsize} "
+            "bytes; the files are damaged, or do not belong together",
         )
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     if not np.array_equal(pointers, starts * dtype.itemsize):
-        _refuse(idx_path, "offsets do not follow from the lengths")
+        _refuse(idx_path, "has offsets that do not match the lengths")
     if int(ends[0]) != 0 or int(ends[-1]) != sequences or bool(np.any(np.diff(ends) < 0)):
-        _refuse(idx_path, f"document marks do not increase from 0 to {sequences}")
+        _refuse(idx_path, f"has document marks that do not increase from 0 to {sequences}")
     if sequences == marks - 1 and bool(np.any(np.diff(ends) != 1)):
         number = int(np.argmax(np.diff(ends) != 1))
         _refuse(
             idx_path,
-            f"has as many sequences as documents ({sequences}), but document {number} has"
-            f" {int(ends[number + 1] - ends[number])} of them",
+            f"has as many sequences as documents ({sequences}), but document {number} has "
+            f"{int(ends[number + 1] - ends[number])} sequences",
         )
     return IndexedInfo(prefix=prefix, dtype=dtype, num_sequences=sequences, num_tokens=num_tokens)
 
@@ -154,8 +157,8 @@ def _refuse(path: Path, fault: str) -> NoReturn:
 def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
     """Checks that a token file contains no id outside ``0..vocab_size-1``.
 
-    A file of up to 256 MB is read completely. Of a larger file only 256 MB are read, in evenly
-    spaced parts of 4 MB. This may miss a few wrong ids, but it finds data that was tokenized with
+    A file of up to 256 MB is read completely. In a larger file, only 256 MB are read, in evenly
+    spaced parts of 4 MB. This may miss a few wrong ids, but it detects data that was tokenized with
     another vocabulary.
 
     Args:
@@ -163,7 +166,7 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         vocab_size: Number of token ids of the tokenizer, without padding.
 
     Raises:
-        DataError: A token id is out of range; the message says how large a vocabulary the data
+        DataError: A token id is out of range. The message states the vocabulary size that the data
             needs.
     """
     path = f"{info.prefix}.bin"
@@ -182,8 +185,9 @@ def check_vocabulary_fits(info: IndexedInfo, vocab_size: int) -> None:
         raise DataError(f"{path} contains the negative id {lowest}; {_AGAIN}")
     if highest >= vocab_size:
         raise DataError(
-            f"{path} contains id {highest}, but the vocabulary has only {vocab_size} ids; give "
-            f"the --vocab-file and --merge-file it was tokenized with ({highest + 1} ids or more)"
+            f"{path} contains id {highest}, but the vocabulary has only {vocab_size} ids; use "
+            f"the --vocab-file and --merge-file with which the data was tokenized ({highest + 1} "
+            "ids or more)"
         )
 
 
@@ -192,7 +196,7 @@ def _hint_for_missing(prefix: str) -> str:
     similar = path.parent.glob(f"{glob.escape(path.name)}*.idx")
     candidates = sorted(similar) or sorted(path.glob("*.idx"))
     if Path(f"{prefix}.idx") in candidates:
-        return f"it belongs to {prefix}.idx; copy it there, too, or {_AGAIN}"
+        return f"it belongs to {prefix}.idx; copy it to the same folder, or {_AGAIN}"
     if candidates:
         return f"did you mean {str(candidates[0]).removesuffix('.idx')}?"
     return f"{_AGAIN}, or correct --data-path"
@@ -201,16 +205,16 @@ def _hint_for_missing(prefix: str) -> str:
 def pieces(
     count: int, itemsize: int, whole_bytes: int = _SCAN_WHOLE_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Yields parts of an array, each as a range of indices: the first, and one past the last.
+    """Yields parts of an array, each as a half-open range of indices (start, stop).
 
-    Each part has 4 MB. The parts cover a small array completely. In a large array they are evenly
-    spaced, from the first element to the last.
+    The size of each part is 4 MB. The parts cover a small array completely. In a large array, the
+    parts are evenly spaced from the first element to the last.
 
     Args:
         count: Number of elements of the array.
         itemsize: Size of an element in bytes.
-        whole_bytes: Largest size in bytes of an array that is covered completely. For a larger
-            array, the parts have this total size.
+        whole_bytes: Maximum size in bytes of an array that is covered completely. The parts of a
+            larger array have this total size.
     """
     piece = _PIECE_BYTES // itemsize
     if count * itemsize <= whole_bytes:

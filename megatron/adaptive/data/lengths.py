@@ -1,6 +1,6 @@
-"""Provides samples of different lengths, each a whole document or conversation.
+"""Provides samples of different lengths. Each sample is one document or conversation.
 
-A sample is cut after ``--seq-length`` tokens, and never contains parts of several documents.
+A sample is truncated after ``--seq-length`` tokens, and never contains parts of several documents.
 
 This module imports megatron-core. On a machine without CUDA, import it only after
 :func:`megatron.adaptive.accelerator.install` was called.
@@ -35,14 +35,15 @@ class DocumentDataset(MegatronDataset):
     """Provides documents as samples, in a different random order in each epoch.
 
     Attributes:
-        num_cut: Number of documents that are cut because they are longer than ``--seq-length``.
-        num_empty: Number of documents that are skipped because they have no token to predict, that
-            is, fewer than two tokens.
+        num_cut: Number of documents that are truncated because they are longer than
+            ``--seq-length``.
+        num_empty: Number of documents that are skipped because they have fewer than two tokens, and
+            so no token to predict.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # A sample is one token shorter than its document, whose last token is only a label.
+        # A sample is one token shorter than its document, because the last token is only a label.
         lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64) - 1
         is_used = lengths > 0
         longest = self.config.sequence_length
@@ -59,12 +60,12 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Returns a file's number of documents, which --split divides among the splits."""
+        """Returns the number of documents in a file, which ``--split`` divides among the splits."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: Any, config: Any) -> Any:
-        """Opens a token file (JSON lines with ``--sft``), or makes mock data if it has no path."""
+        """Opens a token file (JSON lines with ``--sft``). Without a path, generates mock data."""
         if dataset_path is None:
             return _MockDocuments(config.tokenizer, config.sequence_length)
         if config.sft:
@@ -99,7 +100,7 @@ class DocumentDataset(MegatronDataset):
 
 
 def left_out(datasets: Sequence[Any]) -> str:
-    """Returns a string with the numbers of cut and skipped documents. Empty if both are 0."""
+    """Returns a text with the numbers of truncated and skipped documents, empty if both are 0."""
     parts = [
         part for dataset in datasets for part in getattr(dataset, "datasets", [dataset]) if part
     ]
@@ -110,7 +111,7 @@ def left_out(datasets: Sequence[Any]) -> str:
 
 
 class _MockDocuments:
-    """Generates mock documents with log-normal lengths, equal in every run."""
+    """Generates mock documents with log-normal lengths. They are the same in every run."""
 
     def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
         self._tokenizer = tokenizer
@@ -126,7 +127,7 @@ class _MockDocuments:
 
 
 class Conversations:
-    """Holds the tokens of conversations, and for each token whether the loss is computed on it.
+    """Tokens of conversations, with a mark for each token on which the loss is computed.
 
     The loss is computed only on tokens that are *taught*: the assistant's text and its end mark.
 
@@ -146,7 +147,7 @@ class Conversations:
         self.sequence_lengths = np.diff(ends)
 
     def get(self, index: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """Returns ``length`` token ids of a conversation, starting with the token ``offset``."""
+        """Returns ``length`` token ids of a conversation, beginning at token ``offset``."""
         start = int(self._ends[index]) + offset
         return self._ids[start : start + length]
 
@@ -157,17 +158,17 @@ class Conversations:
 
     @staticmethod
     def broken_rule(arrays: Sequence[npt.NDArray[Any]], vocab_size: int) -> str:
-        """Returns the fault of a file's three arrays as text, empty if they are valid."""
+        """Returns a description of the arrays' fault, or an empty string if they are valid."""
         ids, taught, ends = arrays
         is_ids = ids.dtype == np.int32 and ids.ndim == 1
         if not is_ids or taught.dtype != np.bool_ or taught.shape != ids.shape:
-            return "tokens and marks do not belong together"
+            return "tokens and marks do not match"
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             return "a token is outside the vocabulary"
         if ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
             return "the ends of conversations are not integers"
         if int(ends[0]) or int(ends[-1]) != ids.size or bool(np.any(np.diff(ends) < 0)):
-            return "the ends of conversations do not increase to the number of tokens"
+            return "the ends of conversations do not increase up to the number of tokens"
         return ""
 
     @staticmethod
@@ -178,8 +179,8 @@ class Conversations:
         template; other fields are ignored.
 
         Returns:
-            Token ids, taught tokens and offsets, to pass to :class:`Conversations`. A conversation
-            without a message from the assistant has no tokens.
+            Token ids, taught tokens and offsets, the arguments of :class:`Conversations`. A
+            conversation without a message from the assistant has no tokens.
 
         Raises:
             DataError: A line is not a conversation, or the file cannot be read.
@@ -203,7 +204,7 @@ class Conversations:
                     ends.append(len(ids))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"cannot read {path} ({error}); --sft takes JSON lines of conversations"
+                f"cannot read {path} ({error}); --sft requires JSON lines of conversations"
             ) from None
         return np.array(ids, np.int32), np.array(taught, np.bool_), np.array(ends, np.int64)
 
@@ -212,10 +213,10 @@ def _conversation(line: str, where: str) -> Conversation:
     """Parses a JSON line as a conversation.
 
     Raises:
-        DataError: The line is not a conversation; the message names file and line.
+        DataError: The line is not a conversation. The message states the file and the line.
     """
     try:
-        # Parse leniently, because fields that are ignored may contain numbers of any size.
+        # Parse leniently, because ignored fields may contain numbers of any size.
         fields = parse_json(line, strict=False)
         messages = fields["messages"]
         extras = [fields.get(name) for name in ("tools", "documents")]

@@ -1,29 +1,29 @@
-"""Provides microbatches. They depend only on the number of samples consumed before.
+"""Provides microbatches, which depend only on the number of samples consumed so far.
 
-Samples are taken in the order of the dataset, in blocks of ``micro_batch_size * dp_size``. Each
-data-parallel rank takes its part of every block, as in Megatron-LM. With micro-batch size 2 and two
+Samples are read in the order of the dataset, in blocks of ``micro_batch_size * dp_size``. Each
+data-parallel rank gets its part of every block, as in Megatron-LM. With micro-batch size 2 and two
 data-parallel ranks::
 
     sample        0 1 2 3 | 4 5 6 7 | 8 9 ...
     dp_rank 0     0 1     | 4 5     | 8 9           microbatches 0, 1, 2 of this rank
     dp_rank 1         2 3 |     6 7 |     ...
 
-A step always consists of whole blocks. A job that is resumed with another data-parallel size,
+A step always consists of complete blocks. A job that resumes with a different data-parallel size,
 micro-batch size or global batch size therefore continues at exactly the next sample.
 
-If samples differ in length, a step takes the same samples, but their lengths decide which samples
-share a microbatch. Every rank knows all lengths without reading tokens. All ranks of a pipeline
-thus agree on the number and sizes of the microbatches without exchanging messages::
+If samples differ in length, a step uses the same samples, but their lengths determine which samples
+share a microbatch. Every rank knows all lengths without reading tokens. So all ranks of a pipeline
+agree on the number and sizes of the microbatches without exchanging messages::
 
     samples of a step    7 3 9 2 5 4        --pack-to 10, two replicas
     packed               [9] [7 3] [5 4] [2]      one row each, attention within each document
     replica 0            [9]       [5 4]
     replica 1                [7 3]       [2]
 
-With ``--slice-tokens`` T a row has as many slices of T tokens as its longest sample needs, so that
-most rows are single slices. If all rows of a step must have the same number of slices, this number
-depends on the longest sample of the step. It is up to a quarter larger than that sample needs, if
-rows then have less padding.
+With ``--slice-tokens`` T, a packed row is divided into slices of T tokens. The number of slices of
+a row is the number that its longest sample needs, so most rows consist of one slice. If all rows of
+a step must have the same number of slices, this number depends on the longest sample of the step.
+It may be up to a quarter larger than that sample needs, if this reduces padding.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
 OnRead = Callable[[int, int, int], None]
 """Callback after each read of a microbatch. Its arguments are the microbatch's index in the step,
-and the times at which reading began and ended, in nanoseconds on the monotonic clock."""
+and the start and end time of the read, in nanoseconds on the monotonic clock."""
 
 Deal = Callable[[Sequence[Size]], Sequence[Sequence[int]]]
-"""Function that takes the sizes of a step's microbatches, and returns for each data-parallel
-replica the indices of its microbatches."""
+"""Function that distributes a step's microbatches over data-parallel replicas. Given the sizes of
+the microbatches, it returns the indices of each replica's microbatches."""
 
 # Types in which data workers send a microbatch. Token ids need only 32 bits, which halves the size.
 _WIRE_DTYPES: dict[str, Any] = {
@@ -66,18 +66,18 @@ _WIRE_DTYPES: dict[str, Any] = {
     "attention_mask": np.bool_,
 }
 _LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
-_TRIES = 4  # number of longer rows that are tried
+_TRIES = 4  # number of larger row lengths that are tried
 _PREFETCH = 4  # number of microbatches that each worker prefetches
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
-"""Entries of each sample if samples differ in length."""
+"""Entries of each sample, if samples differ in length."""
 
 
 class BatchSizes:
     """Computes the global batch size and the number of microbatches at any point of a run.
 
-    With ``--rampup-batch-size START INCREMENT SAMPLES`` the batch size begins at START and grows by
-    INCREMENT at regular intervals until SAMPLES samples are consumed::
+    With ``--rampup-batch-size START INCREMENT SAMPLES``, the batch size begins at START and grows
+    by INCREMENT at regular intervals until SAMPLES samples have been consumed::
 
         size  global |                  ____________
                      |            ______
@@ -90,7 +90,7 @@ class BatchSizes:
     state.
 
     Args:
-        config: Batch settings, already checked by ``config.flag_checks``.
+        config: Batch settings that ``config.flag_checks`` has already checked.
         data_parallel_size: Number of data-parallel replicas that share each global batch.
     """
 
@@ -106,8 +106,8 @@ class BatchSizes:
         ramp_samples = self._config.rampup_batch_size[2]
         if consumed_samples > ramp_samples:
             return self._config.global_batch_size
-        # This floating-point division rounds as in megatron-core. Exact arithmetic would grow the
-        # batch one step earlier in some cases. A run that was begun with Megatron-LM and continues
+        # This floating-point division rounds as in megatron-core. Exact arithmetic would sometimes
+        # grow the batch one step earlier. A run that was started with Megatron-LM and continues
         # here would then get different batches.
         samples_per_increment = ramp_samples / (len(self._sizes) - 1)
         return self._sizes[int(consumed_samples / samples_per_increment)]
@@ -119,8 +119,8 @@ class BatchSizes:
     def iterations_for(self, train_samples: int) -> int:
         """Returns the number of iterations of a run, not counting an incomplete last batch.
 
-        Unlike Megatron-LM, this method also supports runs that end before the batch size has
-        reached its final value.
+        Unlike Megatron-LM, this method also supports runs that end before the batch size reaches
+        its final value.
 
         Args:
             train_samples: Number of training samples of the whole run.
@@ -137,21 +137,21 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """Decides which samples share a microbatch.
+    """Settings that determine which samples share a microbatch.
 
     Attributes:
         micro_batch_size: Number of samples per microbatch, if samples are not packed.
         replicas: Number of data-parallel replicas.
         varies: Whether samples differ in length.
-        pack_to: Largest number of tokens per packed microbatch; ``None`` if samples are not packed,
-            or if ``slice_tokens`` is given.
-        slice_tokens: Number of tokens per slice of a packed microbatch; ``None`` to pack as
-            ``pack_to`` says.
+        pack_to: Maximum number of tokens per packed microbatch, or ``None`` if samples are not
+            packed or ``slice_tokens`` is given.
+        slice_tokens: Number of tokens per slice of a packed microbatch, or ``None`` to pack up to
+            ``pack_to`` tokens.
         varies_slices: Whether microbatches of a step may have different numbers of slices.
-        multiple: Number of tokens to a multiple of which each row is padded.
-        shortest: Smallest number of tokens in a row. Shorter rows are padded.
-        group: Number that must divide the number of microbatches per replica and step.
-        least: Smallest number of microbatches per replica and step.
+        multiple: Number of tokens. Each row is padded to a multiple of it.
+        shortest: Minimum number of tokens in a row. Shorter rows are padded.
+        group: Divisor of the number of microbatches per replica and step.
+        least: Minimum number of microbatches per replica and step.
     """
 
     micro_batch_size: int
@@ -166,7 +166,7 @@ class Batching:
     least: int = 1
 
     def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the settings for one step, in which the length of the longest sample is known.
+        """Returns the settings for one step, given the lengths of the step's samples.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -183,7 +183,7 @@ class Batching:
         return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, each a list of indices of samples.
+        """Returns the microbatches of all replicas, each as a list of sample indices.
 
         Args:
             lengths: Number of tokens of each of the step's samples.
@@ -216,18 +216,18 @@ class Batching:
         return self.row_tokens(sum(lengths))
 
     def row_tokens(self, tokens: int) -> int:
-        """Returns the padded length of a row that has this number of tokens."""
+        """Returns the length of a row with this number of tokens, including padding."""
         return -(-max(tokens, self.shortest) // self.multiple) * self.multiple
 
 
 def most_slices(needed: int) -> int:
-    """Returns the largest number of slices of a row if the longest sample needs ``needed``."""
+    """Returns the maximum number of slices of a row whose longest sample needs ``needed``."""
     return needed + needed // _LONGER
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Holds statistics on the microbatches of a step, over all data-parallel replicas.
+    """Statistics on the microbatches of a step, over all data-parallel replicas.
 
     Attributes:
         tokens: Total number of tokens in the step, without padding.
@@ -262,20 +262,20 @@ def length_of(dataset: Any, index: int) -> int:
 class MicrobatchLoader:
     """Provides the microbatches of one data-parallel rank, step by step.
 
-    Without workers, a microbatch is read when it is requested. Workers prefetch this rank's part of
-    each block in order, also for later steps. The loader is not thread-safe.
+    Without workers, a microbatch is read when it is requested. With workers, this rank's part of
+    each block is prefetched in order, also for later steps. The loader is not thread-safe.
 
     Args:
         dataset: Samples as dicts, from :func:`megatron.adaptive.data.datasets.build_datasets`.
         consumed_samples: Number of samples that all ranks together have consumed so far in the run.
         batching: Object that decides which samples share a microbatch.
         dp_rank: Index of this rank among the data-parallel ranks.
-        reads: Whether this rank needs the tokens. Without the tokens, it uses only the lengths of
+        reads: Whether this rank needs the tokens. A rank without tokens uses only the lengths of
             samples.
-        num_workers: Number of processes that prefetch. With 0, this process reads. Samples of
+        num_workers: Number of processes that prefetch, or 0 to read in this process. Samples of
             different lengths are always read in this process.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
-        on_read: Callback after each microbatch that was read.
+        on_read: Callback after each read of a microbatch.
 
     Attributes:
         consumed_samples: Number of samples that all ranks together have consumed in the whole run.
@@ -306,7 +306,7 @@ class MicrobatchLoader:
             left = len(dataset) - consumed_samples
             replicas = batching.replicas
             blocks = max(0, left) // (batching.micro_batch_size * replicas)
-            # torch declares the type of batch_sampler as Sampler, but takes any iterable of lists.
+            # torch declares batch_sampler as a Sampler, but accepts any iterable of lists.
             order: Any = map(self._samples, range(dp_rank, blocks * replicas, replicas))
             self._read_ahead = iter(
                 DataLoader(
@@ -316,23 +316,25 @@ class MicrobatchLoader:
                     prefetch_factor=_PREFETCH,
                     collate_fn=_collate,
                     worker_init_fn=functools.partial(_start_worker, os.getpid()),
-                    # A forked worker inherits mapped files and indices. A worker that is started in
-                    # another way would have to read them again.
+                    # A forked worker inherits mapped files and indices. Any other worker would have
+                    # to read them again.
                     multiprocessing_context="fork",
                 )
             )
 
     def step(self, num_microbatches: int, deal: Deal | None = None) -> StepMicrobatches:
-        """Takes the next ``num_microbatches * micro_batch_size * replicas`` samples.
+        """Returns this rank's microbatches of the next step.
+
+        The step consumes ``num_microbatches * micro_batch_size * replicas`` samples.
 
         Args:
             num_microbatches: Mean number of microbatches per data-parallel rank in this step,
                 before packing. It may differ between steps.
-            deal: Function that assigns microbatches to data-parallel ranks; ``None`` assigns them
+            deal: Function that distributes microbatches over data-parallel ranks, or ``None`` for
                 round-robin.
 
         Returns:
-            Microbatches of this rank, which can be read until the next call of :meth:`step`.
+            Microbatches of this rank, which can be read until the next call of this method.
 
         Raises:
             DataError: The dataset ends within the step.
@@ -344,7 +346,7 @@ class MicrobatchLoader:
         end = first + count * batching.micro_batch_size
         if end > len(dataset):
             raise DataError(
-                f"the data ends after {len(dataset)} samples, but this step takes samples "
+                f"the data ends after {len(dataset)} samples, but this step needs samples "
                 f"{first} to {end - 1}; build the data for more iterations"
             )
         self.consumed_samples = end
@@ -366,14 +368,15 @@ class MicrobatchLoader:
         return StepMicrobatches(fetch, len(numbers), **options)
 
     def close(self) -> None:
-        """Stops the data workers, if there are any; the loader then reads in this process."""
+        """Stops the data workers, if there are any. Later reads are done in this process."""
         self._read_ahead = None
 
     def _samples(self, number: int) -> range:
         """Returns the indices of the samples in a microbatch.
 
         Args:
-            number: Index of the microbatch over all ranks; 0 has the first sample of this loader.
+            number: Index of the microbatch over all ranks. Microbatch 0 begins with this loader's
+                first sample.
         """
         size = self._batching.micro_batch_size
         start = self._first_sample + number * size
@@ -394,7 +397,7 @@ class MicrobatchLoader:
         return tensors
 
     def _draw(self, read_ahead: Iterator[Arrays], block: int) -> Arrays:
-        """Returns this rank's part of a block from the workers; skips parts of earlier blocks."""
+        """Returns this rank's part of a block from the workers. Skips parts of earlier blocks."""
         try:
             while self._read_block < block:
                 next(read_ahead)
@@ -411,18 +414,18 @@ class MicrobatchLoader:
 
 
 class StepMicrobatches:
-    """Provides the microbatches of one step and rank; each may be requested several times.
+    """Provides the microbatches of one step and rank. Each may be requested several times.
 
-    A request reads the requested microbatch, and all earlier ones that were not read yet. Each
-    microbatch is read once and kept. It is a dict with ``tokens``, ``labels``, ``position_ids``
-    ``[b, s] int64``, ``loss_mask [b, s] float32`` and, if the dataset provides it,
-    ``attention_mask [b, 1, s, s] bool`` (true for tokens that are hidden).
+    A request reads the requested microbatch and all earlier microbatches that have not been read
+    yet. Each microbatch is read once and kept. It is a dict with ``tokens``, ``labels``,
+    ``position_ids`` ``[b, s] int64``, ``loss_mask [b, s] float32`` and, if the dataset provides it,
+    ``attention_mask [b, 1, s, s] bool`` (true for masked tokens).
 
     Args:
         read: Function that reads a microbatch, given its index in the step.
         count: Number of microbatches of this rank in the step.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
-        on_read: Callback after each microbatch that was read.
+        on_read: Callback after each read of a microbatch.
     """
 
     def __init__(
@@ -460,25 +463,26 @@ class LengthMicrobatches(StepMicrobatches):
     """Provides the microbatches of one step and rank, from samples of different lengths.
 
     A microbatch is a dict with ``tokens``, ``labels``, ``position_ids`` ``[b, s] int64`` and
-    ``loss_mask [b, s] float32``. If documents are packed, ``b`` is 1, and ``lengths [n] int32`` has
-    the length of each document in the row and, if there is padding, the length of the padding. On a
-    rank that reads no tokens, a microbatch has only ``lengths``, or is empty.
+    ``loss_mask [b, s] float32``. If documents are packed, ``b`` is 1, and ``lengths [n] int32``
+    contains the length of each document in the row and, if there is padding, the length of the
+    padding. On a rank that does not read tokens, a microbatch contains only ``lengths``, or
+    nothing.
 
     Attributes:
         sizes: Number of token positions of each microbatch, including padding.
-        contents: For each microbatch, a tuple of its number of token positions with padding,
+        contents: Tuple for each microbatch: its number of token positions including padding,
             followed by the number of tokens of each of its documents.
         load: Statistics on the microbatches of all data-parallel replicas.
 
     Args:
         lengths: Number of tokens of each of the step's samples.
-        batching: Object that decides which samples share a microbatch in any step.
+        batching: Settings that determine which samples share a microbatch in any step.
         dp_rank: Index of this rank's data-parallel replica.
-        read: Function that reads a sample, given its index in the step; ``None`` on a rank that
-            needs no tokens.
-        deal: Function that assigns microbatches to replicas; ``None`` assigns them round-robin.
+        read: Function that reads a sample, given its index in the step, or ``None`` on a rank that
+            does not need tokens.
+        deal: Function that distributes microbatches over replicas, or ``None`` for round-robin.
         pin_memory: Whether tensors are page-locked, for asynchronous copies to a GPU.
-        on_read: Callback after each microbatch that was read.
+        on_read: Callback after each read of a microbatch.
     """
 
     def __init__(

@@ -5,11 +5,11 @@
     files ──> batches of lines ──> worker processes ──> in order ──> a builder per key ──> rename
               (parent)             parse, tokenize      (parent)     hidden temporary files
 
-The output files appear only once everything is converted. The parent process reads and writes
-files, worker processes parse and tokenize. Only a few batches are in progress at a time, so memory
-use does not grow with the input. The output does not depend on the number of workers. The parent
-imports torch and megatron-core only when it writes the first result. So workers start without these
-packages, and tokenize while the parent imports them.
+The output files appear only after all input has been converted. The parent process reads and writes
+files, and worker processes parse and tokenize. Only a few batches are in progress at a time, so
+memory use does not grow with the input. The output does not depend on the number of workers. The
+parent imports torch and megatron-core only when it writes the first result. So workers start
+without these packages, and tokenize while the parent imports them.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSpec(TokenizerConfig):
-    """Holds the settings of a conversion to token files: input, keys, tokenizer and output.
+    """Settings of a conversion to token files: input, keys, tokenizer and output.
 
     Attributes:
-        inputs: Paths of the input files, which have one JSON object per line. The output keeps
-            their order.
+        inputs: Paths of the input files, which have one JSON object per line. The output has the
+            same order.
         output_prefix: Prefix of the output files, ``<output_prefix>_<key>_document.bin`` and
             ``.idx``.
-        json_keys: Keys of a JSON object whose text becomes a document. Each key gets its own pair
+        json_keys: Keys of a JSON object whose values become documents. Each key gets its own pair
             of output files.
         append_eod: Whether the end-of-document id is appended to each document.
-        workers: Number of processes that tokenize in parallel; 1 tokenizes in the calling process.
+        workers: Number of processes that tokenize in parallel. With 1, the calling process
+            tokenizes.
     """
 
     inputs: tuple[Path, ...]
@@ -75,7 +76,7 @@ class PreprocessSpec(TokenizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSummary:
-    """Holds the output paths of a conversion to token files, and statistics on it.
+    """Output paths and statistics of a conversion to token files.
 
     Attributes:
         prefixes: Path of each key's token files, without suffix.
@@ -100,11 +101,11 @@ _Batch = tuple[Path, int, list[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Holds the tokens of a batch of lines.
+    """Tokens of a batch of lines.
 
     Attributes:
-        ids: For each key, the token ids of the batch's documents, concatenated.
-        lengths: For each key, the number of tokens in each document.
+        ids: Token ids of the batch's documents for each key, concatenated.
+        lengths: Number of tokens in each document, for each key.
         num_documents: Number of JSON objects in the batch.
         num_bytes: Number of input bytes of the batch.
     """
@@ -116,9 +117,9 @@ class _Encoded:
 
 
 def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the files that match file names and glob patterns, each file once.
+    """Returns the files that match file names and glob patterns, each file only once.
 
-    The files of a pattern are sorted by name.
+    The files that match a pattern are sorted by name.
 
     Raises:
         DataError: A file name or pattern matches no readable file.
@@ -130,7 +131,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
         paths = [Path(name) for name in names if Path(name).is_file()]
         if not paths:
             reason = "is not a regular file" if names else "no such file"
-            raise DataError(f"{pattern}: {reason}; --input takes JSON lines files or a pattern")
+            raise DataError(f"{pattern}: {reason}; --input requires JSON lines files or a pattern")
         for path in paths:
             if not os.access(path, os.R_OK):
                 raise DataError(f"cannot read {path}; check its permissions")
@@ -141,21 +142,21 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
 def preprocess(spec: PreprocessSpec, *, progress: Progress | None = None) -> PreprocessSummary:
     """Tokenizes JSON lines into a ``.bin/.idx`` pair for each key.
 
-    Existing output files are replaced only after everything is tokenized. An error leaves no new
-    files. Blank lines are skipped.
+    Existing output files are replaced only after all input has been tokenized. If an error occurs,
+    no new files remain. Blank lines are skipped.
 
     Args:
         spec: Input files, JSON keys, tokenizer and output path.
         progress: Function that is called in this process after each batch, with the number of
-            documents and of input bytes so far.
+            documents and the number of input bytes so far.
 
     Returns:
-        Paths of the output files, and numbers of documents, tokens and bytes.
+        Paths of the output files, and the numbers of documents, tokens and bytes.
 
     Raises:
         ConfigError: A setting is invalid.
-        DataError: A line is not JSON or lacks a key (the message names file and line), the input
-            has no documents, a vocabulary is broken, or the output cannot be written.
+        DataError: A line is not JSON or lacks a key (the message states the file and the line), the
+            input contains no documents, a vocabulary is damaged, or the output cannot be written.
     """
     _check(spec)
     try:
@@ -187,8 +188,8 @@ def _write(spec: PreprocessSpec, progress: Progress | None) -> PreprocessSummary
         for key, output in zip(spec.json_keys, outputs, strict=True):
             if not output.num_documents:
                 raise DataError(
-                    f"{_names(spec.inputs)}: there is no text under {key!r}; give a file with at "
-                    "least one filled JSON line"
+                    f"{_names(spec.inputs)}: no text under key {key!r}; use a file with at least "
+                    "one non-empty text"
                 )
         for output in outputs:
             output.finish()
@@ -209,7 +210,7 @@ def _check(spec: PreprocessSpec) -> None:
         raise ConfigError(f"--workers must be at least 1, got {spec.workers}")
     if not spec.json_keys or len(set(spec.json_keys)) != len(spec.json_keys):
         raise ConfigError(
-            f"--json-keys must contain each key once, got {' '.join(spec.json_keys)!r}"
+            f"--json-keys must not contain a key twice, got {' '.join(spec.json_keys)!r}"
         )
     if not spec.inputs:
         raise ConfigError("no input; give at least one file with --input")
@@ -235,7 +236,7 @@ class _Encoder:
     """Parses and tokenizes batches of lines, in a worker process or in the parent process."""
 
     def __init__(self, spec: PreprocessSpec) -> None:
-        # Turn the library's threads off. It would start a thread per core in each worker process.
+        # Turn off the library's threads. It would start one thread per core in each worker process.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = build_tokenizer(spec)
         self._keys = spec.json_keys
@@ -264,7 +265,7 @@ class _Encoder:
         return _Encoded(ids, lengths, len(rows), sum(map(len, lines)))
 
     def _parse(self, line: bytes) -> list[str]:
-        """Returns the text of each key in a JSON line; raises ``ValueError`` if one is missing."""
+        """Returns the text of each key in a JSON line. Raises an error if a key is missing."""
         try:
             document = parse_json(line, strict=False)
         except ValueError as error:
@@ -276,12 +277,13 @@ class _Encoder:
         for key in self._keys:
             if key not in document:
                 raise ValueError(
-                    f"has no key {key!r} (it has {', '.join(document) or 'none'}); name the key "
-                    "that holds the text with --json-keys"
+                    f"has no key {key!r} (it has {', '.join(document) or 'none'}); set "
+                    "--json-keys to the key of the text"
                 )
             if not isinstance(document[key], str):
                 raise ValueError(
-                    f"the value of {key!r} is a {type(document[key]).__name__}, not text"
+                    f"the value of {key!r} is a {type(document[key]).__name__}, but must be a "
+                    "string"
                 )
         return [document[key] for key in self._keys]
 
@@ -297,7 +299,7 @@ def _start_worker(spec: PreprocessSpec) -> None:
 
 
 def _end_with_parent() -> None:
-    """Stops this worker if the parent dies; otherwise the worker would wait forever for work."""
+    """Makes this worker exit if the parent dies. Otherwise it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
@@ -309,7 +311,7 @@ def _encode_in_worker(batch: _Batch) -> _Encoded:
 
 
 def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
-    """Yields tokenized batches in input order; stops the workers when the generator is closed."""
+    """Yields tokenized batches in input order. Stops the workers when the generator is closed."""
     if spec.workers == 1:
         yield from map(_Encoder(spec), _batches(spec.inputs))
         return
@@ -338,7 +340,7 @@ def _encoded_batches(spec: PreprocessSpec) -> Generator[_Encoded]:
 
 
 class _Output:
-    """Writes a ``.bin/.idx`` pair under temporary names; :meth:`publish` renames both files."""
+    """Writes a ``.bin/.idx`` pair under temporary names, which :meth:`publish` replaces."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
         self.prefix = prefix
@@ -348,14 +350,14 @@ class _Output:
         self._temporary = str(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         self._builder: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Create the file now, so that an unwritable folder is noticed before text is tokenized.
+        # Create the file now, so that an unwritable folder is detected before text is tokenized.
         Path(f"{self._temporary}.bin").touch()
 
     def __enter__(self) -> _Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the files and removes those that still have a temporary name."""
+        """Closes the files, and removes files that still have a temporary name."""
         if self._builder is not None:
             with suppress(OSError):
                 self._builder.data_file.close()
@@ -379,11 +381,11 @@ class _Output:
         self.num_tokens += len(ids)
 
     def finish(self) -> None:
-        """Writes the index, and flushes the tokens; both files keep their temporary names."""
+        """Writes the index and flushes the tokens. Both files keep their temporary names."""
         self._builder.finalize(f"{self._temporary}.idx")
 
     def publish(self) -> None:
-        """Renames both files; the index is last, because it marks the data as complete."""
+        """Renames both files. The index is renamed last, because it marks the data as complete."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(f"{self._temporary}{suffix}", f"{self.prefix}{suffix}")

@@ -1,15 +1,15 @@
 """Converts text to token ids and back, and computes the size of the vocabulary.
 
-This module reads and checks a GPT-2 vocabulary (``vocab.json`` and ``merges.txt``), the folder of a
-Hugging Face tokenizer with its chat template, and the files of SentencePiece and tiktoken. All
-files are local. No code in them is executed except chat templates, which run in a sandbox. Only
-``TikTokenizer`` imports torch and megatron-core, so that worker processes start quickly. Tokenizers
-have the attributes that megatron-core's dataset configuration reads (``vocab_size``, ``eod``,
-``unique_identifiers``, ``tokenize``, ...).
+This module reads and checks three kinds of tokenizers: a GPT-2 vocabulary (``vocab.json`` and
+``merges.txt``), the folder of a Hugging Face tokenizer with its chat template, and the files of
+SentencePiece and tiktoken. All files are local. Their content is not executed, except chat
+templates, which run in a sandbox. Only ``TikTokenizer`` imports torch and megatron-core, so that
+worker processes start quickly. Tokenizers have the attributes that megatron-core's dataset
+configuration reads (``vocab_size``, ``eod``, ``unique_identifiers``, ``tokenize``, ...).
 
 megatron-core's GPT-2 tokenizer is not used, because it needs ``transformers`` and may download
 files. megatron-core's ``NullTokenizer`` is not used, because its identifiers do not contain the
-vocabulary size, so that caches of different vocabularies would be confused.
+vocabulary size, so caches of different vocabularies would be confused.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TEMPLATE_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _CHAT_VERSION = 2
-"""Version of the code that chooses the tokens on which the loss is computed.
+"""Version of the code that selects the tokens on which the loss is computed.
 
-The version is part of the key of cached tokens, so increase it if that code changes.
+The version is part of the key of cached tokens. Increase it when that code changes.
 """
 _MODEL = "check --tokenizer-model"
 _IDS_OF_TIKTOKEN = 1 << 17
@@ -49,17 +49,17 @@ _IDS_OF_TIKTOKEN = 1 << 17
 
 
 def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rounds the vocabulary size up, so that tensor-parallel ranks get equal parts of it.
+    """Rounds the vocabulary size up, so that tensor-parallel ranks get parts of equal size.
 
     Args:
         vocab_size: Number of token ids of the tokenizer.
-        make_divisible_by: Number of which the size per rank must be a multiple, the value of
+        make_divisible_by: Divisor of the size per rank, the value of
             ``--make-vocab-size-divisible-by``.
         tensor_parallel_size: Number of ranks over which the embedding is split.
 
     Returns:
-        The smallest multiple of ``make_divisible_by * tensor_parallel_size`` that is not less
-        than ``vocab_size``, as in Megatron-LM.
+        The smallest multiple of ``make_divisible_by * tensor_parallel_size`` that is at least
+        ``vocab_size``, as in Megatron-LM.
     """
     multiple = make_divisible_by * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
@@ -69,10 +69,10 @@ class Tokenizer(ABC):
     """Converts text to ids and back, with the interface that megatron-core's datasets expect.
 
     Attributes:
-        vocab_size: Number of token ids, including the end-of-document id; all ids are smaller.
+        vocab_size: Number of token ids, including the end-of-document id. All ids are smaller.
         eod: End-of-document id.
-        unique_identifiers: Values that distinguish this tokenizer from others. The keys of cached
-            dataset indices contain them.
+        unique_identifiers: Values that distinguish this tokenizer from others. They are part of the
+            keys of cached dataset indices.
     """
 
     def __init__(self, vocab_size: int, eod: int, **identity: str) -> None:
@@ -92,13 +92,13 @@ class Tokenizer(ABC):
     def conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """Returns the token ids of a conversation, and whether each token is taught.
 
-        Taught tokens are those on which the loss is computed, that is, the assistant's text.
+        Taught tokens are the tokens on which the loss is computed, that is, the assistant's text.
         Without a chat template, a message is tokenized as the heading of its role, its content, and
         the end-of-document id.
 
         Raises:
-            DataError: The chat template raises an error. If there is no template: a message is not
-                text, or its role is unknown.
+            DataError: The chat template raises an error. Or, if there is no template, a message is
+                not text or its role is unknown.
         """
         ids: list[int] = []
         taught: list[bool] = []
@@ -107,9 +107,9 @@ class Tokenizer(ABC):
             content = message.get("content")
             if role not in _ROLES or not isinstance(content, str):
                 raise DataError(
-                    "without a chat template a message must be text of "
-                    f"{', '.join(_ROLES)}, but one is a {type(content).__name__} of {role!r}; "
-                    "give a tokenizer with a template"
+                    "without a chat template, a message must be text with role "
+                    f"{', '.join(_ROLES)}, but a message is a {type(content).__name__} with role "
+                    f"{role!r}; use a tokenizer with a chat template"
                 )
             head = self.heading(role)
             body = [*self.tokenize(content), self.eod]
@@ -118,7 +118,7 @@ class Tokenizer(ABC):
         return ids, taught
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text; faster than calling :meth:`tokenize` for each."""
+        """Returns the token ids of each text, faster than :meth:`tokenize` for each text."""
         return [self.tokenize(text) for text in texts]
 
     @abstractmethod
@@ -136,7 +136,8 @@ class _LibraryTokenizer(Tokenizer):
     """
 
     def __init__(self, encoder: FastTokenizer, eod: int, digest: str) -> None:
-        # Use the highest id, not the number of ids: ids may have gaps if tokens were added.
+        # Use the highest id instead of the number of ids, because ids may have gaps if tokens were
+        # added.
         super().__init__(max(encoder.get_vocab().values()) + 1, eod, digest=digest)
         self._encoder = encoder
 
@@ -160,8 +161,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
     Args:
         vocab_file: Path of a JSON file that maps each token to its id.
-        merge_file: Path of a text file with one merge rule per line, the most frequent rule first.
-            A rule is two tokens separated by a space.
+        merge_file: Path of a text file with one merge rule per line, most frequent rule first. A
+            rule is two tokens separated by a space.
 
     Raises:
         DataError: A file is missing or malformed, or the two files do not belong together.
@@ -182,8 +183,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         if missing := needed - vocab.keys():
             raise DataError(
                 f"{vocab_file} lacks {max(missing, key=len)!r} ({len(missing)} of the 256 byte "
-                f"symbols and {END_OF_DOCUMENT}, which ends documents), so text would be lost; "
-                "use a GPT-2 vocabulary that contains all of them"
+                f"symbols and the end-of-document token {END_OF_DOCUMENT}), so text would be "
+                "lost; use a GPT-2 vocabulary that contains all of them"
             )
         _check_merges(vocab, merges, Path(vocab_file), Path(merge_file))
         digest = hashlib.sha256(f"{vocab_text}\0{merge_text}".encode()).hexdigest()[:16]
@@ -202,22 +203,25 @@ def _check_merges(
     """Checks that a vocabulary and its merges belong together.
 
     Every token of several bytes is the result of a merge rule. So if a token or a rule was changed,
-    some token has no rule. In most vocabularies, ids are in the order of the rules. In such
-    vocabularies, the check also finds rules that are out of order.
+    some token has no rule. In most vocabularies, ids are in the order of the rules. For these
+    vocabularies, the check also detects rules that are out of order.
 
     Raises:
-        DataError: An id occurs twice, ids have gaps, a rule occurs twice, a token has no rule, or a
-            few rules are out of order.
+        DataError: An id or a rule is duplicated, ids have gaps, a token has no rule, or a few rules
+            are out of order.
     """
     ids = sorted(vocab.values())
     if len(set(ids)) != len(ids):
         raise DataError(f"{vocab_file}: two tokens have the same id; ids must be unique")
     if ids[0] != 0 or ids[-1] != len(ids) - 1:
         lacking = next(expected for expected, number in enumerate([*ids, -1]) if expected != number)
-        raise DataError(f"{vocab_file}: no token has the id {lacking}, but others have larger ids")
+        raise DataError(
+            f"{vocab_file}: no token has the id {lacking}, but other tokens have larger ids"
+        )
     merged_ids = [vocab.get(left + right, -1) for left, right in merges]
-    if len(set(merges)) != len(merges):  # compares rules, because two rules may give the same token
-        raise DataError(f"{merge_file}: a rule occurs twice; the files are damaged")
+    # compares rules, because two rules may produce the same token
+    if len(set(merges)) != len(merges):
+        raise DataError(f"{merge_file}: a rule is duplicated; the files are damaged")
     has_rule = set(merged_ids)
     alone = [
         token
@@ -226,29 +230,29 @@ def _check_merges(
     ]
     if alone:
         raise DataError(
-            f"{vocab_file} has {alone[0]!r} ({len(alone)} such), which no rule of {merge_file} "
-            "makes; the files are damaged, or do not belong together"
+            f"{vocab_file} has {alone[0]!r} ({len(alone)} such tokens), which no rule of "
+            f"{merge_file} produces; the files are damaged, or do not belong together"
         )
     rising = sum(after > before for before, after in itertools.pairwise(merged_ids))
     if _MOSTLY * (len(merged_ids) - 1) <= rising < len(merged_ids) - 1:
         index = next(n for n in range(1, len(merged_ids)) if merged_ids[n] < merged_ids[n - 1])
         raise DataError(
-            f"{merge_file}: rule {index + 1} ({' '.join(merges[index])}) is out of place, as ids of"
-            f" {vocab_file} follow the other rules; the files are damaged"
+            f"{merge_file}: rule {index + 1} ({' '.join(merges[index])}) is out of order, "
+            f"although ids of {vocab_file} follow the other rules; the files are damaged"
         )
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """Uses a tokenizer folder that ``transformers`` wrote, with special tokens and chat template.
+    """Uses a tokenizer folder of ``transformers``, with its special tokens and chat template.
 
-    Special tokens inside a document are recognized, as in ``transformers``, but none are added. The
-    end-of-document token is the folder's ``eos_token``.
+    Special tokens inside a document are recognized, as in ``transformers``, but no special tokens
+    are added. The end-of-document token is the folder's ``eos_token``.
 
     Args:
         folder: Path of the folder with ``tokenizer.json``, the value of ``--tokenizer-model``.
 
     Raises:
-        DataError: A file is missing or broken, or no file names the token that ends a document.
+        DataError: A file is missing or damaged, or no file sets the end-of-document token.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -314,8 +318,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if type(token_id) is not int:
             fault = "no file sets the eos_token" if token is None else f"{token!r} is not a token"
             raise DataError(
-                f"{self._folder}: {fault}, which ends documents; set eos_token in "
-                "tokenizer_config.json"
+                f"{self._folder}: {fault}, but it is needed as the end-of-document token; set "
+                "eos_token in tokenizer_config.json"
             )
         return token_id
 
@@ -324,7 +328,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         if not path.is_file():
             return {}
         try:
-            # Parse leniently: transformers writes the integer 10^30 for an unlimited length.
+            # Parse leniently, because transformers writes the integer 10^30 for an unlimited
+            # length.
             content = parse_json(read_text(path, _MODEL, DataError), strict=False)
         except ValueError as error:
             raise DataError(f"{path} is not JSON ({error})") from None
@@ -336,12 +341,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     Args:
         file: Path of the model file, the value of ``--tokenizer-model``.
-        begins: Whether a beginning-of-sequence token is put before each text; used for
+        begins: Whether a beginning-of-sequence token is added before each text, as for
             ``Llama2Tokenizer``.
 
     Raises:
         ConfigError: The package sentencepiece is missing.
-        DataError: The file is missing or broken, or has no end-of-sequence token.
+        DataError: The file is missing or damaged, or has no end-of-sequence token.
     """
 
     def __init__(self, file: str | Path, *, begins: bool = False) -> None:
@@ -351,10 +356,10 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = package.SentencePieceProcessor(model_proto=content, add_bos=begins)
         except RuntimeError:
             raise DataError(
-                f"{file} is not a model of SentencePiece; check --tokenizer-model"
+                f"{file} is not a SentencePiece model; check --tokenizer-model"
             ) from None
         if self._model.eos_id() < 0:
-            raise DataError(f"{file} has no token for the end; train it with an eos_id")
+            raise DataError(f"{file} has no end-of-sequence token; train the model with an eos_id")
         digest = hashlib.sha256(content + bytes([begins])).hexdigest()[:16]
         super().__init__(self._model.get_piece_size(), self._model.eos_id(), digest=digest)
 
@@ -380,7 +385,7 @@ class TikTokenizer(Tokenizer):
 
     Raises:
         ConfigError: The package tiktoken is missing.
-        DataError: The file is missing or broken, or the sizes do not fit.
+        DataError: The file is missing or damaged, or the sizes do not match.
     """
 
     def __init__(self, file: str | Path, vocab_size: int, num_special: int, pattern: str) -> None:
@@ -395,9 +400,10 @@ class TikTokenizer(Tokenizer):
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             raise DataError(
-                f"{file} must be a .json list of objects with rank, token_bytes and token_str "
-                f"whose first --vocab-size {vocab_size} less --tiktoken-num-special-tokens "
-                f"{num_special} have ranks from 0 on; check --tokenizer-model and both numbers"
+                f"{file} must be a .json list of objects with rank, token_bytes and token_str; "
+                f"the first (--vocab-size {vocab_size} minus --tiktoken-num-special-tokens "
+                f"{num_special}) objects must have ranks 0, 1, 2, ...; check --tokenizer-model "
+                "and both numbers"
             ) from None
         self._model = built.tokenizer
         digest = hashlib.sha256(f"{num_special} {pattern} ".encode() + content).hexdigest()[:16]
@@ -411,10 +417,10 @@ class TikTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Reads token ids as decimal numbers separated by spaces; for mock data and measurements.
+    """Reads token ids as decimal numbers separated by spaces. Used for mock data and measurements.
 
-    As in Megatron-LM, ids ``0..vocab_size-1`` are ordinary tokens, and the end-of-document id
-    follows them as ``vocab_size``.
+    As in Megatron-LM, the ids ``0..vocab_size-1`` are ordinary tokens, and ``vocab_size`` is the
+    end-of-document id.
 
     Args:
         vocab_size: Number of ordinary token ids, the value of ``--vocab-size``.
@@ -439,8 +445,8 @@ class NullTokenizer(Tokenizer):
             index = int(digits)
         except ValueError:
             raise DataError(
-                f"NullTokenizer reads numbers separated by spaces, but found {digits[:60]!r}; "
-                "use GPT2BPETokenizer for text"
+                f"NullTokenizer requires numbers separated by spaces, got {digits[:60]!r}; use "
+                "GPT2BPETokenizer for text"
             ) from None
         if not 0 <= index <= self.eod:
             raise DataError(
@@ -456,15 +462,15 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Builds the tokenizer of ``--tokenizer-type``.
 
     Raises:
-        ConfigError: A flag or a package that the tokenizer needs is missing, or ``--vocab-size`` is
-            less than the tokenizer's number of ids.
-        DataError: A file is missing or broken.
+        ConfigError: A required flag or package is missing, or ``--vocab-size`` is less than the
+            tokenizer's number of ids.
+        DataError: A file is missing or damaged.
     """
     kind = config.tokenizer_type
     size = config.vocab_size
     model = config.tokenizer_model or ""
     if config.missing:
-        raise ConfigError(f"{kind} needs {' and '.join(config.missing)}; add it")
+        raise ConfigError(f"{kind} requires {' and '.join(config.missing)}; add this flag")
     built: Tokenizer
     if kind == "NullTokenizer":
         return NullTokenizer(size or 0)
@@ -481,8 +487,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if size is not None and built.vocab_size > size:
         raise ConfigError(
             f"--vocab-size {size} is less than the {built.vocab_size} ids of the tokenizer "
-            f"({kind}), so the model would have no row for the last ones; give the tokenizer of "
-            "the model, or remove --vocab-size"
+            f"({kind}), so the model would have no embedding row for the last ids; use the "
+            "model's tokenizer, or remove --vocab-size"
         )
     return built
 
@@ -500,7 +506,7 @@ def need_package(name: str, flag: str, extra: str) -> Any:
 
     Args:
         name: Name of the package to import.
-        flag: Flag or value that needs the package; the error message names it.
+        flag: Flag or value that needs the package, for the error message.
         extra: Name of this project's pip extra that installs the package.
 
     Raises:
@@ -511,20 +517,20 @@ def need_package(name: str, flag: str, extra: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"{flag} needs the package {name}, which is not installed; install "
-            f"megatron-adaptive[{extra}], or remove it"
+            f"megatron-adaptive[{extra}], or remove the flag"
         ) from None
 
 
 def _teach(taught: list[bool], encoding: Any, start: int, stop: int, *, are_marked: bool) -> None:
-    """Marks all tokens in a range of characters as taught, even if they only overlap it.
+    """Marks all tokens in a range of characters as taught, including tokens that only overlap it.
 
     Args:
         taught: Whether the loss is computed on each token; changed in place.
         encoding: Tokens of the text with their offsets, from the ``tokenizers`` library.
         start: Offset of the first taught character in the text.
         stop: Offset after the last taught character.
-        are_marked: Whether the chat template marks the taught text. If so, and if the last
-            character consists of several tokens, only the first of these is taught, as with
+        are_marked: Whether the chat template marks the taught text. If it does, and if the last
+            character consists of several tokens, only the first of them is taught, as with
             ``return_assistant_tokens_mask`` of ``transformers``.
     """
     if start == stop:

@@ -1,14 +1,14 @@
 """Runs the pipeline steps of a user's own Megatron-LM on this package's engine.
 
-While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``.
-Megatron-LM calls that function to get the function that runs a step. With the plugin, it gets a
-step function that uses this package's executor. If stages are placed in a V, the plugin also
+While the plugin is installed, it replaces megatron-core's ``get_forward_backward_func``, which
+Megatron-LM calls to get the function that runs a step. With the plugin, Megatron-LM gets a step
+function that uses this package's executor. If stages have a V-shaped placement, the plugin also
 replaces megatron-core's functions that return the position of a stage::
 
     Megatron-LM ── get_forward_backward_func() ──> Seam ── one pipeline rank ──> megatron-core's own
                                                      └──── several ───────────> Engine ─> executor
 
-Model, data, optimizer, checkpoints and logging remain those of Megatron-LM. The trainer in
+Megatron-LM still provides the model, data, optimizer, checkpoints and logging. The trainer in
 ``megatron.adaptive.training`` is not used.
 """
 
@@ -58,11 +58,12 @@ def install(
 
     Must be called on every rank before the first step, and on a machine without CUDA before
     megatron-core is imported. Flags of :func:`add_arguments` on the command line override the
-    arguments. A second call with the same settings does nothing. Before the first step, a call with
-    other settings changes the settings.
+    arguments. A second call with the same settings does nothing. A second call with other settings
+    changes them, but only before the first step.
 
-    With ``model``, the settings are for one of several models of the process. Flags do not override
-    these settings, and a second call with other settings for the same model is an error.
+    With ``model``, the settings apply to one of several models of the process. Flags do not
+    override these settings, and a second call with other settings for the same model raises an
+    error.
 
     Args:
         schedule: Scheduling rule that chooses actions at run time (``adaptive``, ``hinted``,
@@ -71,18 +72,19 @@ def install(
             chooses the schedule that is fastest in simulations. ``megatron`` runs megatron-core's
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
-            megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
-            ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
+            megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
+            groups are created. ``None`` means ``v`` with ``zb-v`` and ``v-half``, and ``loop`` with
+            all other schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
-        activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
-            is one microbatch in all chunks of the rank. ``None`` takes a default for the numbers of
-            stages and microbatches.
+        activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
+            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
-            backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
-            the split costs nothing (see docs/reference/plugin.md).
+            backward pass. ``None`` means true with ``zb-h1``, and with ``adaptive`` and ``hinted``
+            if the split costs nothing (see docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
@@ -90,39 +92,41 @@ def install(
             the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
             draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
-            weights in a loop, in a V and for every number of stages. It must be set before the
+            weights with both placements and with every number of stages. It must be set before the
             model is built.
-        trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
-        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each transformer layer, ``collectives`` to add each collective too, and
-            ``kernels`` to add operators (CPU) or kernels (GPU) of single steps on single ranks.
-        profile_ranks: Global ranks that record kernels; ``None`` for Megatron-LM's
+        trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
+        trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
+            forward and backward of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
+            single ranks.
+        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded; ``None`` for Megatron-LM's
-            ``--profile-step-start``, or 10.
-        profile_step_end: Iteration after the last one whose kernels are recorded; ``None`` for
-            Megatron-LM's ``--profile-step-end``, or 12.
-        trace_otlp: URL of a collector that also gets the spans while the job runs (OpenTelemetry,
-            OTLP over HTTP); ``None`` for none. Needs ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
-            diagnoses off. Needs ``trace_dir``. Each cause is reported once.
+        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
+            Megatron-LM's ``--profile-step-start``, or 10.
+        profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
+            for Megatron-LM's ``--profile-step-end``, or 12.
+        trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
+            runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
+            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
             ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
-        transport_silence_s: Time without any message or heartbeat after which a rank counts as
-            lost, in seconds.
-        timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
-        hang_after_s: Time without progress after which the job counts as hanging and the rank that
-            other ranks wait for is reported, in seconds. 0 turns this off; ``None`` for 10 times
-            the median step time, but at least 30 s.
-        on_hang: ``report`` to write a report page and print a line, ``end`` to also stop the job.
-        model: Model that the settings are for, as it is passed to the schedule: a module, or the
-            list of its chunks on this rank. ``None`` for all models without separate settings.
-            If ``install`` is only called with ``model``, all other models run on megatron-core's
-            own code.
+        transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
+            a rank is considered lost.
+        timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
+        hang_after_s: Time without progress in seconds, after which the job is considered hanging
+            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
+            10 times the median step time, but at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
+            job.
+        model: Model that the settings apply to, as it is passed to the schedule: a module, or the
+            list of its chunks on this rank. ``None`` for all models without separate settings. If
+            ``install`` is only called with ``model``, all other models run on megatron-core's own
+            code.
 
     Raises:
-        ConfigError: A setting is invalid, or differs from the settings of steps that have already
-            run or of an earlier call for the same model.
+        ConfigError: A setting is invalid. Or it differs from the settings of steps that have
+            already run, or of an earlier call for the same model.
         SetupError: The installed megatron-core is not compatible with the engine, or was imported
             too early on a machine without CUDA.
     """
@@ -163,21 +167,21 @@ def _put(
 
     Args:
         settings: Settings of the plugin.
-        model: Model that the settings are for; ``None`` for all models.
-        caller: Names of the module that calls :func:`install`.
+        model: Model that the settings apply to, or ``None`` for all models.
+        caller: Global names of the module that calls :func:`install`.
     """
-    # The order of these imports matters: megatron-core needs a device (or its substitute) when it
+    # The order of these imports matters. megatron-core needs a device (or its substitute) when it
     # is imported, and the engine must only be imported after megatron-core has passed the check.
     from megatron.adaptive import accelerator, without_cuda
 
     accelerator.install()
-    # The calling module uses torch, so it too needs the substitutes for CUDA functions.
+    # The calling module uses torch, so it also needs the substitutes for CUDA functions.
     without_cuda.include_program(caller)
     from megatron.adaptive.engine import core_version
 
     core_version.check(
         oldest=(0, 15),
-        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1) or leave install() out",
+        remedy="use megatron-core 0.15 to 0.20 (tested most with 0.16.1), or remove install()",
     )
     from megatron.adaptive.plugin import patch
 
@@ -187,8 +191,7 @@ def _put(
 def uninstall() -> None:
     """Restores megatron-core's own functions and closes the engine's channels.
 
-    Must be called on all ranks, between two steps. Does nothing if :func:`install` was not called
-    before.
+    Must be called on all ranks, between two steps. Does nothing if :func:`install` was not called.
 
     Raises:
         TransportError: Another rank did not close its channels in time.

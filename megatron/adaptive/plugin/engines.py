@@ -1,8 +1,8 @@
-"""Contains an engine for each model of a process, and the settings given for single models.
+"""Manages the engines of a process, one per model, and the settings of single models.
 
 A program may train several models, for example an actor and a critic. Each model has its own
-engine, channels, schedule and trace, so steps of different models may run in any order.
-A model is recognized by its chunks, without the wrappers around them.
+engine, channels, schedule and trace, so steps of different models may run in any order. A model is
+identified by its chunks, without the wrappers around them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OwnSettings:
-    """Contains a model and the settings that were given only for this model.
+    """Model and the settings that were given only for this model.
 
     Attributes:
         chunks: Chunks of the model, without wrappers.
@@ -40,7 +40,7 @@ class _OwnSettings:
 
 
 class Engines:
-    """Makes an engine at the first step of each model.
+    """Creates an engine at the first step of each model.
 
     Args:
         placed: Replacements of megatron-core's functions that return the position of a stage.
@@ -60,12 +60,12 @@ class Engines:
 
     @property
     def has_shared_settings(self) -> bool:
-        """Returns whether a model that uses the shared settings has run a step."""
+        """Returns whether any model with shared settings has run a step."""
         return any(self._settings_of(engine.modules) is None for engine in self._engines)
 
     @property
     def left_open(self) -> bool:
-        """Returns whether channels were left open, because a step has failed."""
+        """Returns whether channels were left open because a step failed."""
         return any(engine.left_open for engine in self._engines)
 
     def give(self, model: Model, settings: Settings) -> None:
@@ -78,8 +78,8 @@ class Engines:
         parts = [model] if isinstance(model, torch.nn.Module) else list(model)
         if not parts or not all(isinstance(part, torch.nn.Module) for part in parts):
             raise ConfigError(
-                f"install() was given {model!r} as model: give a module or the list of the model's "
-                "chunks on this rank, as it is passed to the schedule"
+                "model must be a module, or the list of the model's chunks on this rank as "
+                f"passed to the schedule, got {model!r}"
             )
         chunks = _bare(parts)
         for entry in self._own:
@@ -87,30 +87,31 @@ class Engines:
                 return
             if _share_chunks(chunks, entry.chunks):
                 raise ConfigError(
-                    f"install() was called twice for {_name(chunks)}, {_change(entry, settings)}: "
-                    "call it once for each model, with the whole list of its chunks"
+                    f"install() was called twice for {_name(chunks)}, "
+                    f"{_change(entry, settings)}; call it once for each model, with the complete "
+                    "list of its chunks"
                 )
         if any(_share_chunks(chunks, engine.modules) for engine in self._engines):
             raise ConfigError(
-                f"install() was called for {_name(chunks)} after steps of it have run: call it "
-                "before the model's first step"
+                f"install() was called for {_name(chunks)} after the model has run steps; call "
+                "it before the model's first step"
             )
         self._own.append(_OwnSettings(chunks=chunks, settings=settings))
 
     def settings_of(self, model: Model) -> Settings | None:
-        """Returns the settings that were given only for this model; ``None`` if there are none."""
+        """Returns the settings that were given only for this model, or ``None``."""
         return self._settings_of(_bare(model)) if self._own else None
 
     def engine_of(
         self, model: Model, shared: Settings, traced: Callable[..., Any] | None
     ) -> Engine:
-        """Returns the engine of a model, and makes the engine at the model's first step.
+        """Returns the engine of a model. Creates the engine at the model's first step.
 
         Args:
             model: Chunks of the model, as the caller passes them to the schedule.
             shared: Settings of models without separate settings.
-            traced: Step function of megatron-core that the engine calls and only traces; ``None``
-                to run the steps on the executor.
+            traced: Step function of megatron-core that the engine calls and only traces, or
+                ``None`` to run the steps on the executor.
         """
         chunks = _bare(model)
         for engine in self._engines:
@@ -123,7 +124,7 @@ class Engines:
         if folder is not None:
             self._trace_folders.append(folder)
             if (models := self._trace_folders.count(folder)) > 1:
-                # Two models would write to the same files.
+                # Two models must not write to the same files.
                 settings = dataclasses.replace(settings, trace_dir=f"{folder}-model-{models}")
         engine = Engine(
             settings, self._placed, traced, modules=chunks, number=number, watch=self._watch
@@ -132,7 +133,7 @@ class Engines:
         return engine
 
     def close(self) -> None:
-        """Closes all engines, the last engine first. Must be called on all ranks.
+        """Closes all engines in reverse order. Must be called on all ranks.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -140,13 +141,13 @@ class Engines:
         self._watch.close()
         is_orderly = not any(engine.has_failed for engine in self._engines)
         # Each trace wraps functions of megatron-core that earlier traces have already wrapped, so
-        # the last engine closes first.
+        # the last engine must be closed first.
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
                 stack.callback(engine.close, is_orderly=is_orderly)
 
     def _close_at_exit(self) -> None:
-        # Do not wait for other ranks after an uncaught error, because they do not close their
+        # After an uncaught error, do not wait for other ranks, because they do not close their
         # channels.
         if getattr(sys, "last_value", None) is not None:
             for engine in self._engines:

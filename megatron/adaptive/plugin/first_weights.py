@@ -1,7 +1,7 @@
 """Draws each layer's initial weights by layer number, in an unmodified Megatron-LM.
 
-Megatron-LM seeds the random generators by pipeline rank, and a rank draws its layers one after the
-other. So the initial weights of a model change if a layer moves to another rank. With
+Megatron-LM seeds the random generators by pipeline rank, and each rank draws its layers in
+sequence. So a layer's initial weights change if the layer moves to another rank. With
 ``first_weights by-layer``, the generators are seeded separately for each part of a GPT, and
 restored after the part is built::
 
@@ -42,7 +42,7 @@ _MARK = "first_weights_by_layer"
 
 
 class FirstWeights:
-    """Seeds the random generators for each part of a model while the part is built.
+    """Seeds the random generators while each part of a model is built.
 
     Args:
         is_on: Function that returns whether initial weights are drawn by layer.
@@ -114,7 +114,7 @@ class FirstWeights:
 
     @contextlib.contextmanager
     def _seeded(self, part: str, *, is_layer: bool = False) -> Iterator[None]:
-        """Seeds all random generators for a part of the model; restores them after the block."""
+        """Seeds all random generators for a part of the model, and restores them afterwards."""
         # A layer inside another layer uses the outer layer's seed.
         if self._is_in_layer or not self._is_on():
             yield
@@ -142,7 +142,7 @@ class FirstWeights:
 
 
 def is_by_layer(model: Any) -> bool:
-    """Returns whether the initial weights of a model were drawn by layer."""
+    """Returns whether a model's initial weights were drawn by layer."""
     return bool(getattr(model, _MARK, False))
 
 
@@ -153,7 +153,7 @@ def _number(key: str) -> int:
 
 
 def _place(name: str) -> str:
-    """Returns this rank's positions in the parallel groups that affect a generator's seed."""
+    """Returns this rank's indices in the parallel groups that affect a generator's seed."""
     if "data-parallel" in name:
         return ""
     if "expert" in name:

@@ -2,10 +2,9 @@
 
 megatron-core defines this function in ``pipeline_parallel.schedules`` and exports it from its
 package, and modules of Megatron-LM import it by name. In all these modules, the plugin replaces the
-function by the same object, which holds the plugin's whole state. Uninstalling the plugin restores
-the function.
-:mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that return the position of
-a stage.
+function by the same object, which contains the plugin's whole state. Uninstalling the plugin
+restores the function. :mod:`~megatron.adaptive.plugin.placement_patch` replaces the functions that
+return the position of a stage.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from megatron.adaptive.without_cuda import renew_program
 
 _NAME = "get_forward_backward_func"
 _INTERRUPTED = 130
-"""Exit status of a process that was killed by SIGINT."""
+"""Exit status of a process that is killed by SIGINT."""
 StepFunction = Callable[..., Any]
 
 
 class Seam:
-    """Replaces ``get_forward_backward_func``: returns functions that run steps on the engine.
+    """Replaces ``get_forward_backward_func`` and returns functions that run steps on the engine.
 
     Args:
         original: Function ``get_forward_backward_func`` of megatron-core.
-        settings: Settings given to ``install``. Flags of the command line are applied when
-            Megatron-LM first calls this object.
+        settings: Settings given to ``install``. Command-line flags are applied when Megatron-LM
+            first calls this object.
 
     Attributes:
         original: Function ``get_forward_backward_func`` of megatron-core.
@@ -73,23 +72,23 @@ class Seam:
         """Changes the settings of all models without separate settings.
 
         Raises:
-            ConfigError: A step has already run with the former settings, which differ.
+            ConfigError: The settings differ, and a step has already run with the previous settings.
         """
         if settings == self._settings:
             return
         if self.engines.has_shared_settings:
             raise ConfigError(
-                f"install() was called with {settings} after steps have run with {self._settings}:"
-                " call uninstall() on all ranks first"
+                f"install() was called with {settings} after steps have run with "
+                f"{self._settings}; call uninstall() on all ranks first"
             )
         self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepFunction:
-        """Returns the function that runs a step. Arguments are those of megatron-core's function.
+        """Returns the function that runs a step. Takes the arguments of megatron-core's function.
 
         Raises:
-            ConfigError: A setting is invalid, or megatron-core returns a step function that the
-                plugin does not know.
+            ConfigError: A setting is invalid, or the plugin does not support the step function that
+                megatron-core returns.
         """
         if not self._is_asked:
             self._is_asked = True
@@ -118,7 +117,7 @@ class Seam:
         return step
 
     def end(self) -> None:
-        """Closes the engines. Later calls of this object return megatron-core's own functions."""
+        """Closes the engines. After that, this object returns megatron-core's own functions."""
         self._in_force = False
         atexit.unregister(self.leave_at_once)
         engines = self.engines
@@ -128,8 +127,8 @@ class Seam:
     def leave_at_once(self) -> None:
         """Exits the process after an uncaught error, with the exit status that Python would use.
 
-        The method is registered early, so it is one of the last exit functions to run. At that
-        point the engine's threads still wait for messages. If a message arrived while Python shuts
+        This method is registered early, so it is one of the last exit functions to run. At that
+        time, the engine's threads still wait for messages. If a message arrived while Python shuts
         down, the process would abort.
         """
         error = getattr(sys, "last_value", None)
@@ -153,7 +152,7 @@ class Seam:
     def _settings_of_model(self) -> Settings:
         """Returns the shared settings, overridden by flags of the command line.
 
-        The result is computed once for each set of parsed arguments.
+        The result is cached for each set of parsed arguments.
         """
         arguments = megatron_arguments()
         cached = self._cached
@@ -164,7 +163,7 @@ class Seam:
 
 
 def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunction | None:
-    """Returns the step function if megatron-core runs the steps; ``None`` if the engine runs them.
+    """Returns the step function if megatron-core runs the steps, or ``None`` for the engine.
 
     Args:
         chosen: Step function that megatron-core has chosen.
@@ -183,16 +182,16 @@ def _run_by_megatron_core(chosen: StepFunction, settings: Settings) -> StepFunct
         schedules.forward_backward_pipelining_with_interleaving,
     ):
         raise ConfigError(
-            f"megatron-core would run a step with {getattr(chosen, '__name__', chosen)}, which "
-            "the engine cannot replace; use schedule megatron"
+            f"megatron-core would run the step with {getattr(chosen, '__name__', chosen)}, which "
+            "the engine cannot replace; use --pipeline-schedule megatron"
         )
     return None
 
 
 def _keeping_outputs(run_step: StepFunction) -> StepFunction:
-    """Wraps megatron-core's own loop so that it keeps outputs until they have been sent.
+    """Wraps megatron-core's own loop so that outputs are kept until they have been sent.
 
-    megatron-core frees an output as soon as sending it has begun. On a GPU this is safe, because
+    megatron-core frees an output as soon as its send has started. On a GPU this is safe, because
     the stream keeps the memory in use. But gloo sends directly from the output's memory, and a new
     tensor could overwrite it.
     """
@@ -219,11 +218,12 @@ def put(settings: Settings, model: Model | None = None) -> None:
 
     Args:
         settings: Settings of the plugin.
-        model: Chunks of the model, if the settings are for one model only; ``None`` for all models
-            without separate settings.
+        model: Chunks of the model, if the settings apply to only one model, or ``None`` for all
+            models without separate settings.
 
     Raises:
-        ConfigError: Steps have already run with other settings, or the model has other settings.
+        ConfigError: Steps have already run with other settings, or the model already has other
+            settings.
     """
     present = getattr(schedules, _NAME)
     if isinstance(present, Seam):
@@ -232,7 +232,7 @@ def put(settings: Settings, model: Model | None = None) -> None:
         else:
             present.engines.give(model, settings)
         return
-    # If the settings are for one model only, megatron-core runs the other models of the process.
+    # If the settings apply to only one model, megatron-core runs the other models of the process.
     seam = Seam(present, settings if model is None else Settings(schedule="megatron"))
     if model is not None:
         seam.engines.give(model, settings)

@@ -1,7 +1,8 @@
-"""Assigns the stages of an unmodified Megatron-LM to ranks in a V.
+"""Assigns the stages of an unmodified Megatron-LM to ranks with a V-shaped placement.
 
-A few functions of megatron-core return the position of a stage. The plugin replaces them while it
-is installed. The replacements change results only if the placement is a V::
+A few functions of megatron-core return the position of a stage. While the plugin is installed, it
+replaces these functions. The replacements return different results only if the placement is
+V-shaped::
 
     4 ranks, 2 chunks    megatron-core's loop    V
     rank 0               E: 0   4                   3   4
@@ -9,17 +10,18 @@ is installed. The replacements change results only if the placement is a V::
     rank 2                  2   6                   1   6
     rank 3                  3   7 :L             E: 0   7 :L
 
-In the drawing, E is the embedding and L the loss. The first and the last stage are on the *last*
-rank, because Megatron-LM reads losses and numbers of tokens on that rank, and writes its logs
-there. So the last stage stays where it is, and only the first stage moves. The engine counts
-positions from the last rank, so that the V begins at position 0, as everywhere in this package.
+In the drawing, E is the embedding and L the loss. The first and the last stage are both on the
+*last* rank, because Megatron-LM reads losses and numbers of tokens on that rank, and writes its
+logs there. So only the first stage moves. The engine counts positions from the last rank, so that
+the V begins at position 0, as everywhere in this package.
 
 - Each stage has the same layers as in megatron-core's loop. :class:`PlacedLayout` determines layer
   numbers and names in checkpoints.
-- Both copies of a tied embedding are on one rank; :mod:`megatron.adaptive.gpt.model_placement`
+- Both copies of a tied embedding are on one rank. :mod:`megatron.adaptive.gpt.model_placement`
   handles this. In a checkpoint, the rank has one tensor with two names.
 - A forward step may query whether its rank is the first without specifying a chunk. The result is
-  for the running chunk: the first chunk needs a batch's tokens, the second chunk its labels.
+  then for the running chunk, because the first chunk needs a batch's tokens, and the second chunk
+  its labels.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ _CHUNKS = 2
 
 
 class TurnedLayout(PlacedLayout):
-    """Contains the layers of each stage, with positions counted from the pipeline's last rank.
+    """Layers of each stage, with positions counted from the pipeline's last rank.
 
     Args:
         placement: Assignment of pipeline stages to positions.
         stages: Names of the layers in each stage, in pipeline order.
-        original: Layout that the model's configuration had before; ``None`` if it had no layout.
+        original: Previous layout of the model's configuration, or ``None`` if it had no layout.
     """
 
     def __init__(self, placement: Placement, stages: Sequence[list[str]], original: Any) -> None:
@@ -108,8 +110,8 @@ class Placed:
                 self.take_back()
                 raise SetupError(
                     f"megatron-core {megatron.core.__version__}: {owner.__name__} has no {name}, "
-                    "by which stages are placed; use megatron-core 0.15 to 0.20 or leave install() "
-                    "out"
+                    "which is needed to place stages; use megatron-core 0.15 to 0.20, or remove "
+                    "install()"
                 )
             self._replaced.append((owner, name, original, standing_for(original, replacement)))
         for owner, name, original, replacement in self._replaced:
@@ -123,11 +125,11 @@ class Placed:
 
     @property
     def is_v(self) -> bool:
-        """Returns whether the current placement is a V."""
+        """Returns whether the current placement is V-shaped."""
         return self._kind() == "v"
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes process groups. In a V, embedding groups contain the rank with the first stage."""
+        """Creates process groups. For a V, embedding groups include the rank of the first stage."""
         renew_program()  # the program has imported all its modules by now
         if self.is_v:
             bound = inspect.signature(original).bind(*args, **kwargs)
@@ -154,7 +156,7 @@ class Placed:
             or parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
         ):
             return self.running in (None, 0)
-        assert vp_stage is not None, "vp_stage must be passed where a rank has several chunks"
+        assert vp_stage is not None, "vp_stage must be passed if a rank has several chunks"
         return vp_stage == 0
 
     def _is_first_of(self, original: Callable[..., bool], pp_group: Any) -> bool:
@@ -165,10 +167,10 @@ class Placed:
     def _build_data(
         self, original: Callable[..., None], builder: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Makes rank 0 build data sets in a V, where it has neither the first nor the last stage.
+        """Makes rank 0 build datasets for a V, although it lacks the first and the last stage.
 
-        Rank 0 builds the indices of the data set, which other ranks then read. If rank 0 had no
-        data, Megatron-LM would not train on any rank.
+        Rank 0 builds the dataset's indices, which other ranks then read. If rank 0 had no data,
+        Megatron-LM would not train on any rank.
         """
         bound = inspect.signature(original).bind(builder, *args, **kwargs)
         builds_here = bound.arguments["is_built_on_rank"]
@@ -178,8 +180,8 @@ class Placed:
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         """Sets the layout of a V-shaped placement in a model's configuration."""
-        # This function may already have changed this configuration, or the configuration from
-        # which it was copied. So restore the original layout first.
+        # This function may already have changed this configuration, or the configuration from which
+        # it was copied. So restore the original layout first.
         if isinstance(config.pipeline_model_parallel_layout, TurnedLayout):
             config.pipeline_model_parallel_layout = config.pipeline_model_parallel_layout.original
         original(config)
@@ -194,7 +196,7 @@ class Placed:
     def _set_up_embeddings(self, original: Callable[..., None], model: Any) -> None:
         """Makes both copies of a tied embedding equal.
 
-        megatron-core itself sets one of the copies to zero.
+        megatron-core sets one of the copies to zero.
         """
         original(model)
         if not self.is_v or model.config.pipeline_model_parallel_size == 1:
@@ -224,7 +226,7 @@ class Placed:
 
 
 def exchange(owner: Any, name: str, old: Any, new: Any) -> None:
-    """Replaces an attribute of ``owner``, also in every module that has imported it by name."""
+    """Replaces an attribute of ``owner``, and of every module that has imported it by name."""
     setattr(owner, name, new)
     for module in list(sys.modules.values()):
         # Read the module's dictionary, because getattr would trigger imports in lazy modules.
@@ -239,9 +241,9 @@ def kind_of(config: Any) -> PlacementKind:
 
 
 def standing_for(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the name of ``original``, which stands in for it.
+    """Returns a replacement for ``original`` that calls ``function`` and has the original's name.
 
-    The returned function calls ``function`` with ``original``, followed by all its own arguments.
+    The returned function calls ``function`` with ``original``, followed by its own arguments.
     """
 
     @functools.wraps(original)
@@ -257,25 +259,27 @@ def _first_moved(choose: Callable[..., list[int]], pp_ranks: list[int], *rest: A
 
 
 def _check(config: Any) -> None:
-    """Raises an error for a configuration that cannot run in a V."""
+    """Raises an error if a configuration does not support a V-shaped placement."""
     chunks = config.virtual_pipeline_model_parallel_size or 1
     if chunks != _CHUNKS:
         raise ConfigError(
-            f"placement v with {chunks} model chunk{'s' * (chunks > 1)} on a pipeline rank: it has "
-            f"{_CHUNKS}; give --num-virtual-stages-per-pipeline-rank {_CHUNKS} or use placement "
-            "loop with another schedule"
+            f"placement v requires {_CHUNKS} model chunks on each pipeline rank, got {chunks} "
+            f"model chunk{'s' * (chunks > 1)}; set --num-virtual-stages-per-pipeline-rank "
+            f"{_CHUNKS}, or use placement loop with another schedule"
         )
     if getattr(config, "mtp_standalone", False):
         raise ConfigError(
-            "pipeline_model_parallel_layout of the model has multi-token prediction on a separate "
-            "stage: a V has it on the last stage; move its layers there or use placement loop"
+            "pipeline_model_parallel_layout of the model has multi-token prediction on a "
+            "separate stage, but a V requires it on the last stage; move its layers there, or "
+            "use placement loop"
         )
     holders = parallel_state.get_embedding_group(check_initialized=False)
     if holders is not None and holders.size() > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(holders)))
         raise ConfigError(
-            f"ranks {ranks} share an embedding, as in a loop; in a V it is on one rank: "
-            "call install() with placement v before megatron-core's process groups are made"
+            f"ranks {ranks} share an embedding, as in a loop, but in a V both copies are on one "
+            "rank; call install() with placement v before megatron-core's process groups are "
+            "created"
         )
     arguments = megatron_arguments()
     if arguments is None or not (
@@ -284,15 +288,16 @@ def _check(config: Any) -> None:
         return
     if getattr(arguments, "ckpt_format", None) == "torch":
         raise ConfigError(
-            "checkpoints of --ckpt-format torch with placement v: they name layers by their "
-            "position on a rank, which a loop would read wrongly; use torch_dist"
+            "placement v does not support checkpoints with --ckpt-format torch, because they "
+            "name layers by their position on a rank and a loop would misread them; use "
+            "torch_dist"
         )
     if getattr(arguments, "use_distributed_optimizer", False) and not getattr(
         arguments, "dist_ckpt_optim_fully_reshardable", True
     ):
         raise ConfigError(
-            "checkpoints of the distributed optimizer by buckets with placement v: a loop would "
-            "read them wrongly; give --dist-ckpt-optim-fully-reshardable"
+            "placement v does not support checkpoints of the distributed optimizer by buckets, "
+            "because a loop would misread them; add --dist-ckpt-optim-fully-reshardable"
         )
 
 
@@ -310,7 +315,7 @@ def _stages_in_loop(config: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, stages_of(layers, config.mtp_num_layers or 0)))
 
 
-# Cache layouts, because Megatron-LM makes a configuration object for every batch that it reads.
+# Cache layouts, because Megatron-LM creates a configuration object for every batch that it reads.
 @functools.lru_cache(maxsize=8)
 def _turned(ranks: int, stages: Sequence[Sequence[str]], original: Any) -> TurnedLayout:
     placement = Placement(num_ranks=ranks, num_chunks=_CHUNKS, kind="v")

@@ -2,8 +2,8 @@
 
 The executor traces actions, waits and messages, as in the trainer of this package. Other work is
 traced without changes to Megatron-LM, as spans of these kinds: ``data`` for reads of its data
-iterator, ``reduce`` for the function that finishes gradients, ``optimizer`` for optimizer steps (by
-torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
+iterator, ``reduce`` for the function that completes gradients, ``optimizer`` for optimizer steps
+(by torch's hooks), ``evaluate`` for evaluation steps, and ``checkpoint`` for
 ``dist_checkpointing.save``. Losses are read from the result of a step.
 """
 
@@ -42,12 +42,12 @@ _ENDED = "the program ended"
 
 @dataclass(frozen=True, kw_only=True)
 class _Begun:
-    """Describes the current training step.
+    """Current training step.
 
     Attributes:
-        iteration: Step number, from 1.
+        iteration: Index of the step, from 1.
         begin_s: Start of the step, as a value of :func:`time.perf_counter`.
-        samples: Number of samples in the step, of all replicas together.
+        samples: Number of samples in the step, over all replicas.
         tokens: Number of tokens in these samples.
     """
 
@@ -60,15 +60,15 @@ class _Begun:
 class StepTrace:
     """Traces this rank's steps. One rank also writes the progress of the run.
 
-    If the trace cannot be written, a message is printed once and tracing ends, but training
+    If the trace cannot be written, a message is printed once and tracing stops, but training
     continues.
 
     Args:
         tracing: Trace to which spans are added.
         settings: Settings of the plugin.
         accelerator: CPU or GPU of this rank.
-        iteration: Number of training steps that were done before this process started.
-        finish_step: Function that ends the current step; called before a checkpoint is saved.
+        iteration: Number of training steps that were completed before this process started.
+        finish_step: Function that ends the current step. It is called before a checkpoint is saved.
         model_groups: Process groups of the model.
     """
 
@@ -90,7 +90,7 @@ class StepTrace:
         self._rate: float | None = None
         self._done = iteration
         self._total = int(getattr(megatron_arguments(), "train_iters", None) or 0)
-        self._optimizers = 0  # nesting depth of the optimizer steps that are running
+        self._optimizers = 0  # nesting depth of the running optimizer steps
         self._update: AbstractContextManager[None] | None = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._update_begins),
@@ -98,8 +98,8 @@ class StepTrace:
         ]
         self._save = dist_checkpointing.save
         dist_checkpointing.save = self._saving(self._save)
-        # The rank that writes Megatron-LM's log also writes the progress, because only it has the
-        # losses.
+        # The rank that writes Megatron-LM's log also writes the progress, because only that rank
+        # has the losses.
         is_writer = dist.get_rank() == dist.get_world_size() - 1
         folder = settings.trace_dir if is_writer else None
         self._progress = ProgressFile(folder)
@@ -117,8 +117,8 @@ class StepTrace:
         """Starts to trace a training step.
 
         Args:
-            iteration: Step number in Megatron-LM's log. If Megatron-LM runs a step again,
-                the trace uses the next number.
+            iteration: Index of the step in Megatron-LM's log. If Megatron-LM repeats a step, the
+                trace uses the next index.
             arguments: Arguments of megatron-core's function that runs a step.
         """
         iteration = max(iteration, self._done + 1)
@@ -138,14 +138,14 @@ class StepTrace:
     def returned(self, reported: Sequence[Any]) -> None:
         """Stores the loss from the result of a training step.
 
-        Collective over replicas. On a GPU, it does not wait for the result of the all-reduce.
+        Collective over replicas. On a GPU, this method does not wait for the all-reduce.
         """
         self._loss = _summed_over_replicas(reported, self._groups.dp_cp)
 
     def end(self) -> None:
         """Ends the current step, if there is one, and writes its measurements.
 
-        The device must have finished the step.
+        The device must have completed the step.
         """
         begun = self._begun
         self._begun = None
@@ -171,7 +171,7 @@ class StepTrace:
         self._diagnosis.after_iteration(begun.iteration)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Returns a context that traces the block as an evaluation."""
+        """Returns a context manager that traces its block as an evaluation."""
         return self.tracing.host_span("evaluate")
 
     def close(self, *, is_orderly: bool) -> None:
@@ -196,7 +196,7 @@ class StepTrace:
     def timed(self, iterators: Any) -> Any:
         """Wraps the data iterators of a training step so that reads are traced.
 
-        Returns ``None`` in place of an iterator that is ``None``.
+        An iterator that is ``None`` remains ``None``.
         """
         if isinstance(iterators, list):
             return [self.timed(iterator) for iterator in iterators]
@@ -237,8 +237,8 @@ class _Timed:
 
     Args:
         iterator: Iterator over microbatches.
-        was_read: Function that is called after each read, with the index of the read, and its start
-            and end in nanoseconds.
+        was_read: Function that is called after each read with the index of the read, and the start
+            and end of the read in nanoseconds.
     """
 
     def __init__(self, iterator: Iterator[Any], was_read: Callable[[int, int, int], None]) -> None:
@@ -265,9 +265,9 @@ def stage_sizes(
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Returns each stage's number of layers, and its compute cost in units of one layer.
 
-    Collective over all ranks. The cost is the stage's number of multiply-adds divided by that of
-    one layer, as in the trainer of this package. Both results are empty if a chunk has no list of
-    layers.
+    Collective over all ranks. The cost is the stage's number of multiply-adds divided by the number
+    for one layer, as in the trainer of this package. Both results are empty if a chunk has no list
+    of layers.
     """
     local = {
         placement.stage_of(pp_rank, chunk): _sizes_of(model, seq_length)
@@ -287,7 +287,7 @@ def stage_sizes(
 def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, float] | None:
     """Returns a chunk's number of layers, and two costs in multiply-adds per token.
 
-    The first cost is that of one layer, the second cost that of computing logits.
+    The first cost is that of one layer, the second cost that of the logits.
     """
     model = unwrap_model([chunk])[0]
     config = get_model_config(chunk)
@@ -303,13 +303,13 @@ def _sizes_of(chunk: torch.nn.Module, seq_length: int) -> tuple[int, float, floa
 
 
 def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> torch.Tensor | None:
-    """Returns the sum of :func:`_summed_loss` over replicas; ``None`` unless on the last stage.
+    """Returns the sum of :func:`_summed_loss` over replicas, or ``None`` before the last stage.
 
     Collective over the replicas of the last stage. A replica without a loss contributes zeros,
     because other replicas may have a loss and wait for the all-reduce.
 
     Args:
-        reported: Results of the loss function; empty on all stages but the last.
+        reported: Results of the loss function. Empty on all stages except the last.
         group: Process group of the replicas.
     """
     if not reported:
@@ -323,7 +323,7 @@ def _summed_over_replicas(reported: Sequence[Any], group: dist.ProcessGroup) -> 
 
 
 def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
-    """Returns the mean loss; ``None`` if a replica reported no loss. Waits for the device."""
+    """Returns the mean loss, or ``None`` if a replica reported no loss. Waits for the device."""
     if total is None:
         return None
     loss, count, replicas = total.tolist()
@@ -331,7 +331,7 @@ def _mean_loss(total: torch.Tensor | None, num_replicas: int) -> float | None:
 
 
 def _summed_loss(reported: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a tensor with a replica's loss, the number to divide the loss by, and 1.
+    """Returns a tensor with a replica's loss, the divisor of the loss, and 1.
 
     The sum of the last element over replicas counts the replicas that have a loss. Returns ``None``
     if the results do not have the form of Megatron-LM's losses.

@@ -26,16 +26,16 @@ from megatron.adaptive.config.schedule_specs import PlacementKind, schedule_spec
 from megatron.adaptive.errors import ConfigError
 
 OF_PROCESS = {
-    "placement": "process groups are made for it",
+    "placement": "process groups depend on the placement",
     "first_weights": "weights are drawn when the model is built",
-    "hang_after_s": "one watch looks at all models",
-    "on_hang": "one watch looks at all models",
+    "hang_after_s": "all models share one hang detector",
+    "on_hang": "all models share one hang detector",
 }
 """Maps the name of each setting that all models of a process share to the reason for this."""
 
 
 OF_MEGATRON = ("profile_ranks", "profile_step_start", "profile_step_end")
-"""Names of the settings whose flags are Megatron-LM's own."""
+"""Names of the settings for which Megatron-LM has its own flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +69,19 @@ class Settings:
             chooses the schedule that is fastest in simulations. ``megatron`` runs megatron-core's
             own code.
         placement: Assignment of stages to ranks that have two chunks each: ``loop``, as in
-            megatron-core, or ``v``. A V must be set before megatron-core's process groups are made.
-            ``None`` for a V with ``zb-v`` and ``v-half``, and a loop with all other schedules.
+            megatron-core, or ``v``. A V-shaped placement must be set before megatron-core's process
+            groups are created. ``None`` means ``v`` with ``zb-v`` and ``v-half``, and ``loop`` with
+            all other schedules.
         auto_candidates: Names of the user's own schedules that ``auto`` also tries, in the form
             ``package.module:name``.
         schedule_file: Path of the file for schedule ``file``: JSON, or the CSV of
             ``torch.distributed.pipelining``.
-        activation_cap: Limit on the activations that a rank holds under a run-time rule. One unit
-            is one microbatch in all chunks of the rank. ``None`` takes a default for the numbers of
-            stages and microbatches.
+        activation_cap: Maximum number of activations that a rank keeps under a run-time rule. The
+            unit is one microbatch in all chunks of the rank. ``None`` uses a default for the
+            numbers of stages and microbatches.
         split_backward: Whether weight gradients are separate actions, instead of part of the
-            backward pass. ``None`` for True with ``zb-h1``, and with ``adaptive`` and ``hinted`` if
-            the split costs nothing (see docs/reference/plugin.md).
+            backward pass. ``None`` means true with ``zb-h1``, and with ``adaptive`` and ``hinted``
+            if the split costs nothing (see docs/reference/plugin.md).
         weight_pieces: Maximum number of parts of each weight gradient under a run-time rule, if
             weight gradients are separate actions.
         keyed_dropout: Whether dropout's random numbers depend only on step, microbatch and layer,
@@ -88,31 +89,33 @@ class Settings:
             the order of actions if a rank has several chunks.
         first_weights: ``by-rank`` to draw initial weights as Megatron-LM does, or ``by-layer`` to
             draw them by seed and layer number. With ``by-layer``, a new GPT has the same initial
-            weights in a loop, in a V and for every number of stages. It must be set before the
+            weights with both placements and with every number of stages. It must be set before the
             model is built.
-        trace_dir: Folder for the trace files of all ranks; ``None`` to turn tracing off.
-        trace_detail: Events in a trace: ``actions`` for actions only, ``layers`` to add the forward
-            and backward of each transformer layer, ``collectives`` to add each collective too, and
-            ``kernels`` to add operators (CPU) or kernels (GPU) of single steps on single ranks.
-        profile_ranks: Global ranks that record kernels; ``None`` for Megatron-LM's
+        trace_dir: Folder for the trace files of all ranks, or ``None`` to turn tracing off.
+        trace_detail: Events in a trace. ``actions`` records only actions. ``layers`` adds the
+            forward and backward of each transformer layer. ``collectives`` also adds each
+            collective. ``kernels`` also adds operators (CPU) or kernels (GPU) of single steps on
+            single ranks.
+        profile_ranks: Global ranks that record kernels, or ``None`` for Megatron-LM's
             ``--profile-ranks``, or rank 0 in a program without Megatron-LM's flags.
-        profile_step_start: First iteration whose kernels are recorded; ``None`` for Megatron-LM's
-            ``--profile-step-start``, or 10.
-        profile_step_end: Iteration after the last one whose kernels are recorded; ``None`` for
-            Megatron-LM's ``--profile-step-end``, or 12.
-        trace_otlp: URL of a collector that also gets the spans while the job runs (OpenTelemetry,
-            OTLP over HTTP); ``None`` for none. Needs ``trace_dir``.
-        diagnose_interval: Number of steps between two diagnoses of what slows the run; 0 turns
-            diagnoses off. Needs ``trace_dir``. Each cause is reported once.
+        profile_step_start: First iteration whose kernels are recorded, or ``None`` for
+            Megatron-LM's ``--profile-step-start``, or 10.
+        profile_step_end: Iteration after the last iteration whose kernels are recorded, or ``None``
+            for Megatron-LM's ``--profile-step-end``, or 12.
+        trace_otlp: URL of an OpenTelemetry collector that also receives the spans while the job
+            runs (OTLP over HTTP), or ``None``. Requires ``trace_dir``.
+        diagnose_interval: Number of steps between two diagnoses of what slows the run, or 0 to turn
+            diagnoses off. Requires ``trace_dir``. Each cause is reported once.
         transport: Transport between neighbouring ranks of the pipeline: ``shm``, ``rdma``,
             ``tcp``, ``gloo``, ``nccl``, or ``auto``, which chooses one for each pair of ranks.
-        transport_silence_s: Time without any message or heartbeat after which a rank counts as
-            lost, in seconds.
-        timeout_s: Maximum time of a wait for a message of the pipeline, in seconds.
-        hang_after_s: Time without progress after which the job counts as hanging and the rank that
-            other ranks wait for is reported, in seconds. 0 turns this off; ``None`` for 10 times
-            the median step time, but at least 30 s.
-        on_hang: ``report`` to write a report page and print a line, ``end`` to also stop the job.
+        transport_silence_s: Maximum time without any message or heartbeat, in seconds. After that,
+            a rank is considered lost.
+        timeout_s: Maximum time to wait for a message of the pipeline, in seconds.
+        hang_after_s: Time without progress in seconds, after which the job is considered hanging
+            and the rank that other ranks wait for is reported. 0 turns this off, and ``None`` means
+            10 times the median step time, but at least 30 s.
+        on_hang: ``report`` to write a report page and print a line, or ``end`` to also stop the
+            job.
 
     Raises:
         ConfigError: A value is invalid, or contradicts another setting.
@@ -167,12 +170,14 @@ class Settings:
         """Checks the ranks and iterations whose kernels are recorded.
 
         Raises:
-            ConfigError: A number is not a non-negative integer, or no iteration is chosen.
+            ConfigError: A value is not a non-negative integer, or the range of iterations is empty.
         """
         ranks = self.profile_ranks
         if ranks is not None:
             if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-                raise ConfigError(f"profile_ranks: {ranks!r} is not a list of ranks, such as [0]")
+                raise ConfigError(
+                    f"profile_ranks must be a list of ranks such as [0], got {ranks!r}"
+                )
             assign(self, "profile_ranks", tuple(ranks))
         numbers = [("profile_ranks", rank) for rank in self.profile_ranks or ()]
         for name in ("profile_step_start", "profile_step_end"):
@@ -180,21 +185,21 @@ class Settings:
                 numbers.append((name, step))
         for name, number in numbers:
             if type(number) is not int or number < 0:
-                raise ConfigError(f"{name}: {number!r} is not a whole number from 0")
+                raise ConfigError(f"{name} must be a non-negative integer, got {number!r}")
         if self.profile_step_start is not None and self.profile_step_end is not None:
             _require_iterations(self.profile_step_start, self.profile_step_end)
 
     def kernel_iterations(self, rank: int, arguments: Any) -> range:
-        """Returns the iterations whose kernels a rank records; empty for none.
+        """Returns the iterations whose kernels a rank records, or an empty range.
 
         Args:
             rank: Global rank.
-            arguments: Parsed arguments of Megatron-LM, or ``None``. They apply where the settings
-                are ``None``.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. They replace settings that are
+                ``None``.
 
         Raises:
-            ConfigError: Megatron-LM's own profiler is to record too, or no iteration is chosen. All
-                ranks raise it, so that none waits for another.
+            ConfigError: Megatron-LM's own profiler is also enabled, or the range of iterations is
+                empty. All ranks raise this error, so no rank waits for another.
         """
 
         def chosen(name: str, default: Any) -> Any:
@@ -208,8 +213,8 @@ class Settings:
         uses_torch = getattr(arguments, "use_pytorch_profiler", False)
         if getattr(arguments, "profile", False) and uses_torch:
             raise ConfigError(
-                "trace_detail='kernels' and --profile --use-pytorch-profiler use the same profiler:"
-                " leave one of them out"
+                "trace_detail='kernels' and --profile --use-pytorch-profiler use the same "
+                "profiler; remove one of them"
             )
         _require_iterations(first, end)
         is_chosen = rank in chosen("profile_ranks", RunConfig.profile_ranks)
@@ -234,7 +239,7 @@ class Settings:
 
     @property
     def splits(self) -> bool | None:
-        """Returns whether weight gradients are separate actions; ``None`` if the model decides."""
+        """Returns whether weight gradients are separate actions, or ``None`` if undecided."""
         splits = schedule_spec(self.schedule).splits_backward
         if self.split_backward is None and splits == "by default":
             return None
@@ -253,7 +258,7 @@ class Settings:
         return dataclasses.replace(self, **common)
 
     def require_of_model(self) -> None:
-        """Checks that these settings can be given for a single model.
+        """Checks that these settings are allowed for a single model.
 
         Raises:
             ConfigError: A setting that all models of the process share differs from its default.
@@ -262,16 +267,16 @@ class Settings:
             value = getattr(self, name)
             if value != getattr(Settings, name):
                 raise ConfigError(
-                    f"{name}={value} was given to install() for one model: {reason}; give it to "
-                    "install() without model"
+                    f"{name}={value} was given to install() for one model, but {reason}; pass it "
+                    "to install() without model"
                 )
 
     def overridden(self, arguments: Any) -> Settings:
         """Returns these settings, overridden by the flags on the command line.
 
         Args:
-            arguments: Parsed arguments of Megatron-LM, or ``None``. A setting whose attribute is
-                missing or ``None`` does not change.
+            arguments: Parsed arguments of Megatron-LM, or ``None``. If an attribute is missing or
+                ``None``, the setting does not change.
 
         Raises:
             ConfigError: The resulting settings are invalid.
@@ -286,8 +291,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     Pass this function as ``extra_args_provider`` to Megatron-LM's ``pretrain``.
 
-    For flags that are not on the command line, the settings of
-    :func:`~megatron.adaptive.plugin.install` apply.
+    If a flag is not on the command line, the setting of :func:`~megatron.adaptive.plugin.install`
+    applies.
 
     Returns:
         The same ``parser``.
@@ -299,11 +304,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _require_iterations(first: int, end: int) -> None:
-    """Raises ``ConfigError`` if no iteration is from ``first`` on and before ``end``."""
+    """Raises ``ConfigError`` if the range from ``first`` up to ``end``, exclusive, is empty."""
     if first >= end:
         raise ConfigError(
-            f"profile_step_start={first} and profile_step_end={end} choose no iteration: give "
-            "an end after the start"
+            "profile_step_end must be greater than profile_step_start, got "
+            f"profile_step_start={first} and profile_step_end={end}"
         )
 
 
@@ -327,14 +332,14 @@ def _specs() -> dict[str, FieldSpec]:
 
 
 def megatron_arguments() -> Any:
-    """Returns Megatron-LM's parsed arguments; ``None`` if no arguments have been parsed."""
+    """Returns Megatron-LM's parsed arguments, or ``None`` if it has not parsed any arguments."""
     training = sys.modules.get("megatron.training")
     get_args = getattr(training, "get_args", None)
     if get_args is None:
         return None
     try:
         return get_args()
-    except AssertionError:  # Megatron-LM raises this if it has not parsed its arguments yet
+    except AssertionError:  # Megatron-LM has not parsed its arguments yet
         return None
 
 
@@ -342,8 +347,8 @@ def timeout_of_groups(arguments: Any) -> datetime.timedelta:
     """Returns the timeout of a rank that waits for the other ranks of the job.
 
     Args:
-        arguments: Megatron-LM's parsed arguments. ``None``, for a program without them, gives 10
-            minutes.
+        arguments: Megatron-LM's parsed arguments, or ``None`` for a program without them. The
+            timeout is then 10 minutes.
     """
     seconds = getattr(arguments, "distributed_timeout_seconds_after_init", None)
     if seconds:

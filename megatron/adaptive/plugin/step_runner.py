@@ -2,7 +2,7 @@
 
 All ranks build the executor together at the model's first step.
 
-This module makes and closes the channels between ranks, the tuner for ``auto``, the seeds for
+This module creates and closes the channels between ranks, the tuner for ``auto``, the seeds for
 dropout and the trace. :class:`~megatron.adaptive.engine.stages.ForwardBackward` runs a step, and
 :mod:`~megatron.adaptive.plugin.run_trace` traces Megatron-LM's work outside of steps.
 """
@@ -71,9 +71,9 @@ class Watch:
         self._guard: HangGuard | None = None
 
     def begin(self, job: Job, settings: Settings) -> None:
-        """Starts to watch a model that has just been connected. Collective over all ranks."""
-        # Python runs exit functions in reverse order of registration. Registering this function
-        # after those of the model's channels and trace makes it run before them.
+        """Starts the hang detector when a model has been connected. Collective over all ranks."""
+        # Python runs exit functions in reverse order of registration. So register this function
+        # after those of the model's channels and trace, to make it run before them.
         atexit.unregister(self._close)
         atexit.register(self._close)
         if self._guard is None:
@@ -85,12 +85,12 @@ class Watch:
             )
 
     def look_at(self, evidence: Callable[[], Mapping[str, Any]]) -> None:
-        """Watches the model whose activity ``evidence`` returns, until another model runs."""
+        """Monitors the model whose activity ``evidence`` returns, until another model runs."""
         if self._guard is not None:
             self._guard.snapshot = evidence
 
     def close(self) -> None:
-        """Stops the watch. Idempotent."""
+        """Stops the hang detector. Safe to call more than once."""
         atexit.unregister(self._close)
         if self._guard is not None:
             self._guard.close()
@@ -100,20 +100,20 @@ class Engine:
     """Runs the training and evaluation steps of one model on this rank.
 
     Args:
-        settings: Settings of the model, with flags of the command line applied.
+        settings: Settings of the model, with command-line flags applied.
         placed: Replacements of megatron-core's functions that return the position of a stage.
-        traced: Step function of megatron-core that the engine calls and only traces; ``None`` to
+        traced: Step function of megatron-core that the engine calls and only traces, or ``None`` to
             run the steps on the executor.
         modules: Chunks of the model, without wrappers.
-        number: Number of the model in the process, from 1.
+        number: Index of the model in the process, from 1.
         watch: Hang detector of the process.
 
     Attributes:
         modules: Chunks of the model, without wrappers.
         has_failed: Whether a step has raised an error. After an error, other ranks may not take
             part in an orderly close.
-        left_open: Whether :meth:`close` left channels open, because a step has failed. The threads
-            of these channels still wait for messages.
+        left_open: Whether :meth:`close` left channels open because a step failed. The threads of
+            these channels still wait for messages.
     """
 
     # The first step sets these attributes.
@@ -148,8 +148,8 @@ class Engine:
         self._tuner: Tuner | None = None
         self._trace: StepTrace | None = None
         self._iteration = 0
-        self._step: int | None = None  # number of microbatches of the current training step.
-        # Times of the last training step, with the step's number of microbatches.
+        self._step: int | None = None  # number of microbatches of the current training step
+        # Times of the last training step, and the step's number of microbatches.
         self._done: tuple[RankTimes, int] | None = None
         self._runs = False  # True while a step is running
         self.left_open = False
@@ -210,10 +210,10 @@ class Engine:
             self._runs = False
 
     def _begin_training_step(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Counts the step; adds keyed dropout and traced data reads to its arguments."""
+        """Counts the step, and adds keyed dropout and traced data reads to its arguments."""
         current = getattr(megatron_arguments(), "curr_iteration", None)
-        # Use Megatron-LM's step number if there is one, because Megatron-LM may repeat a step to
-        # check that the results are the same.
+        # Use Megatron-LM's iteration if it exists, because Megatron-LM may repeat a step to check
+        # that the results are the same.
         self._iteration = (self._iteration if current is None else current) + 1
         if self._dropout is not None:
             keyed = self._dropout.keyed(
@@ -245,7 +245,7 @@ class Engine:
         """Closes the trace and the channels.
 
         Args:
-            is_orderly: Whether all ranks close this engine. If not, channels are left open.
+            is_orderly: Whether all ranks close this engine. Otherwise, channels are left open.
 
         Raises:
             TransportError: Another rank did not close its channels in time.
@@ -265,22 +265,22 @@ class Engine:
             self.left_open = True
 
     def _check_same_pipeline(self, groups: ModelGroups, num_chunks: int) -> None:
-        """Raises an error if a step has other ranks or chunks than the model's first step."""
+        """Raises an error if ranks or chunks differ from those of the model's first step."""
         placement = self._orders.placement
         num_ranks = groups.pp.size()
         if num_ranks == placement.num_ranks and num_chunks == placement.num_chunks:
             if groups.connect_same_ranks(self._groups):
                 return
-            change = "other process groups than the model's first step"
+            change = "process groups that differ from those of the model's first step"
         else:
             change = (
-                f"{num_ranks} pipeline ranks with {num_chunks} chunks each, but the model's first "
-                f"step had {placement.num_ranks} with {placement.num_chunks}"
+                f"{num_ranks} pipeline ranks with {num_chunks} chunks each, but the model's "
+                f"first step had {placement.num_ranks} ranks with {placement.num_chunks} chunks "
+                "each"
             )
         raise ConfigError(
-            f"a step has {change}, which the engine is connected for: give all chunks of the model "
-            "in every step, or call megatron.adaptive.uninstall() and install() on all ranks in "
-            "between"
+            f"a step has {change}; pass all chunks of the model in every step, or call "
+            "megatron.adaptive.uninstall() and install() on all ranks between the steps"
         )
 
     def _connect(self, config: Any, arguments: Mapping[str, Any]) -> None:
@@ -326,14 +326,14 @@ class Engine:
         self._watch.begin(self._job, settings)
 
     def _evidence(self) -> dict[str, Any]:
-        """Returns this rank's current activity. The thread of the hang guard calls it."""
+        """Returns this rank's current activity. The hang detector's thread calls this method."""
         activity = {} if self._trace is None else self._trace.tracing.now()
         if self._wiring is not None:
             activity |= self._wiring.executor.evidence()
         elif isinstance(self._forward_backward, OutsideTrace):
             activity |= self._forward_backward.snapshot()
         # A program with its own loop may pause between two calls, for example to generate samples.
-        # Megatron-LM's loop, which counts its iterations in its arguments, does not.
+        # Megatron-LM's loop, which counts iterations in its arguments, does not pause.
         may_pause = getattr(megatron_arguments(), "curr_iteration", None) is None
         return {
             "doing": "",
@@ -384,16 +384,17 @@ class Engine:
         )
 
     def _make_keys(self, config: Any) -> DropoutKeys | None:
-        """Returns the keys for drawing dropout's random numbers; ``None`` without keyed dropout.
+        """Returns the keys for dropout's random numbers, or ``None`` without keyed dropout.
 
-        Prints a line if dropout will differ from run to run without keyed dropout.
+        Prints a warning if dropout will differ between runs without keyed dropout.
         """
         has_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         if not has_dropout or not self._settings.keyed_dropout:
             if has_dropout and len(self._chunks) > 1 and self._settings.is_rule:
                 self._say(
-                    "dropout's numbers follow the order of forwards, which a rule with several "
-                    "chunks chooses again in each run: give --keyed-dropout True to repeat a run"
+                    "dropout's random numbers depend on the order of forwards, which a rule "
+                    "with several chunks chooses differently in each run; set --keyed-dropout "
+                    "True for reproducible runs"
                 )
             return None
         seed = getattr(megatron_arguments(), "seed", None)
@@ -404,7 +405,7 @@ class Engine:
         return keys
 
     def _make_tuner(self, config: Any, arguments: Mapping[str, Any]) -> Tuner | None:
-        """Returns the tuner of schedule ``auto``; ``None`` for other schedules.
+        """Returns the tuner of schedule ``auto``, or ``None`` for other schedules.
 
         Collective over all ranks.
         """
@@ -424,7 +425,8 @@ class Engine:
             loads=None,
             gain=None,
             cap=settings.activation_cap,
-            can_turn=False,  # Megatron-LM has built the model, so its placement cannot change
+            # Megatron-LM has already built the model, so its placement cannot change
+            can_turn=False,
             timeout_s=settings.timeout_s,
             say=self._say,
         )
@@ -441,7 +443,7 @@ class Engine:
             self._tuner = None
 
     def _choose_split(self, config: Any) -> bool:
-        """Returns whether weight gradients are separate actions. All ranks get the same result.
+        """Returns whether weight gradients are separate actions. The result is equal on all ranks.
 
         Collective over all ranks.
         """
@@ -457,8 +459,8 @@ class Engine:
         reasons = [each for each in gather(reason) if each is not None]
         if requested and reasons:
             raise ConfigError(
-                f"backwards cannot be split: {reasons[0]}; choose a schedule with whole backwards "
-                "such as 1f1b, or drop split_backward"
+                f"backward passes cannot be split: {reasons[0]}; choose a schedule with whole "
+                "backward passes such as 1f1b, or remove split_backward"
             )
         return requested is not False and not reasons
 
@@ -472,7 +474,7 @@ class Engine:
             places=self._job.places,
             payload_shape=self._payload_shape(config, arguments),
             payload_dtype=torch.float32 if dtype is None else dtype,
-            # A caller may change the shape in any step, and on one replica only. Ranks could not
+            # A caller may change the shape in any step, even on only one replica. Ranks could not
             # agree to reconnect in such a step, so the channels accept all shapes from the start.
             payload_varies=True,
             timeout_s=self._settings.timeout_s,
@@ -492,7 +494,7 @@ class Engine:
         )
 
     def _payload_shape(self, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Returns the shape ``[s, b, h]`` of tensors between stages; ``None`` if shapes differ."""
+        """Returns the shape ``[s, b, h]`` of tensors between stages, or ``None`` if they vary."""
         varying = ("variable_seq_lengths", "mtp_num_layers", "fp32_residual_connection")
         if config.pipeline_dtype is None or any(getattr(config, name, None) for name in varying):
             return None
@@ -529,7 +531,7 @@ class Engine:
         )
 
     def _finish_step(self) -> None:
-        """Ends the current training step, if any. Waits until the device has finished it."""
+        """Waits until the device has completed the current training step, if any, and ends it."""
         step = self._step
         self._step = None
         waits = self._trace is not None or self._tuner is not None

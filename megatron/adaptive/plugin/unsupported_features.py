@@ -1,7 +1,8 @@
 """Rejects features of Megatron-LM that the engine does not support, before the first step.
 
 megatron-core's own loop does more than run forward and backward passes. Each check rejects a
-feature of that loop that the engine lacks, or a model that relies on the loop's order of passes.
+feature of that loop that the engine does not support, or a model that relies on the loop's order of
+passes.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from megatron.adaptive.plugin.first_weights import is_by_layer
 from megatron.adaptive.plugin.placement_patch import kind_of
 from megatron.adaptive.plugin.settings import Settings
 
-_GRAPHS = "a CUDA graph replays the order it was captured in"
+_GRAPHS = "a CUDA graph replays the order in which it was captured"
 _CONFIG = {
-    "delay_wgrad_compute": "the engine itself delays weight gradients, see split_backward",
+    "delay_wgrad_compute": "the engine itself delays weight gradients (see split_backward)",
     "defer_embedding_wgrad_compute": "only megatron-core's own loop computes deferred gradients",
     "num_microbatches_with_partial_activation_checkpoints": (
         "it relies on the order of megatron-core's own loop"
     ),
     "fine_grained_activation_offloading": "it relies on the order of megatron-core's own loop",
     "moe_paged_stash": "only megatron-core's own loop resets the stash",
-    "hybrid_context_parallel": "it needs a special loop",
-    "dynamic_context_parallel": "the context-parallel group changes from microbatch to microbatch",
-    "sequence_packing_scheduler": "it deals documents to microbatches anew in each step",
+    "hybrid_context_parallel": "it requires a special loop",
+    "dynamic_context_parallel": "the context-parallel group changes between microbatches",
+    "sequence_packing_scheduler": "it reassigns documents to microbatches in each step",
     "cuda_graph_impl": _GRAPHS,
     "enable_cuda_graph": _GRAPHS,
     "external_cuda_graph": _GRAPHS,
 }
 _OFF = (None, False, "none")
-_INSTEAD = "or use schedule megatron"
+_INSTEAD = "or use --pipeline-schedule megatron"
 _SEVERAL_INPUTS = {
     "add_encoder": "an encoder with a decoder",
     "modality_submodules": "a model of several modalities",
 }
-"""Maps the name of an attribute that only models with several inputs have to the kind of model."""
+"""Maps an attribute that only models with several inputs have to the kind of model."""
 
 
 def check_call(arguments: Mapping[str, Any]) -> None:
-    """Raises an error for arguments of a step that the engine does not support.
+    """Raises an error if the engine does not support the arguments of a step.
 
     Args:
         arguments: Arguments for megatron-core's function that runs a step.
@@ -56,16 +57,16 @@ def check_call(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise ConfigError(
-            "adjust_tensor_shapes_fn was given (distillation does): stages exchange one "
-            f"tensor with its shape; leave it out {_INSTEAD}"
+            "adjust_tensor_shapes_fn is not supported, because stages exchange one tensor and "
+            f"its shape (distillation uses this argument); remove it {_INSTEAD}"
         )
     communicator = arguments.get("p2p_communicator")
     if communicator is not None:
         groups = ModelGroups(arguments.get("pg_collection"))
         if not has_same_ranks(getattr(communicator, "pp_group", None), groups.pp):
             raise ConfigError(
-                "p2p_communicator was given with another pipeline than the step's process groups: "
-                "the engine connects the ranks of these groups; make it with their pp group "
+                "p2p_communicator has a different pipeline than the step's process groups, but "
+                "the engine connects the ranks of these groups; create it with their pp group "
                 f"{_INSTEAD}"
             )
 
@@ -73,7 +74,7 @@ def check_call(arguments: Mapping[str, Any]) -> None:
 def check_model(
     config: Any, chunks: Sequence[torch.nn.Module], settings: Settings, groups: ModelGroups
 ) -> None:
-    """Raises an error for a model that the engine would train wrongly or not at all.
+    """Raises an error if the engine would train a model incorrectly or not at all.
 
     Args:
         config: Configuration of the model in megatron-core.
@@ -82,42 +83,44 @@ def check_model(
         groups: Process groups of the step.
 
     Raises:
-        ConfigError: A setting or chunk of the model is not supported.
+        ConfigError: The engine does not support a setting or chunk of the model.
     """
     for name, reason in _CONFIG.items():
         value = getattr(config, name, None)
         if value not in _OFF:
-            raise ConfigError(f"{name}={value} of the model: {reason}; turn it off {_INSTEAD}")
+            raise ConfigError(
+                f"the model's {name}={value} is not supported: {reason}; turn it off {_INSTEAD}"
+            )
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (parts := getattr(config, name, 1)) > 1:
             raise ConfigError(
-                f"{name}={parts} of the model: parts of weights are gathered in the order of "
-                f"megatron-core's own loop; set it to 1 {_INSTEAD}"
+                f"the model's {name}={parts} is not supported, because parts of weights are "
+                f"gathered in the order of megatron-core's own loop; set it to 1 {_INSTEAD}"
             )
     _check_fp8(config, settings, groups)
     _check_groups(config, settings, groups)
     overlaps = getattr(config, "overlap_moe_expert_parallel_comm", False)
     if overlaps and "moe" in (config.recompute_modules or ()):
         raise ConfigError(
-            "overlap_moe_expert_parallel_comm of the model with recomputed layers of experts: a "
-            "recomputation would change a layer whose forward is still under way; turn one of the "
-            f"two off {_INSTEAD}"
+            "the model's overlap_moe_expert_parallel_comm does not support recomputed expert "
+            "layers, because recomputation would change a layer whose forward pass is still "
+            f"running; turn off one of them {_INSTEAD}"
         )
     built = kind_of(config)
     if built != settings.kind and config.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            f"the model's chunks are placed in a {built}, and schedule {settings.schedule} was "
-            f"given with placement {settings.kind}: call install() with it before the model is "
-            "built"
+            f"the model's chunks have placement {built}, but schedule {settings.schedule} "
+            f"requires placement {settings.kind}; call install() with this schedule before the "
+            "model is built"
         )
     for number, chunk in enumerate(chunks):
         _check_chunk(number, chunk, groups)
         model = unwrap_model([chunk])[0]
         if settings.first_weights == "by-layer" and not is_by_layer(model):
             raise ConfigError(
-                f"first_weights by-layer with chunk {number}, a {type(model).__name__}: only a "
-                "GPTModel that is built after install() draws weights by layer; call install() "
-                "before, or leave first_weights out"
+                f"first_weights by-layer does not support chunk {number}, a "
+                f"{type(model).__name__}: only a GPTModel that is built after install() draws "
+                "weights by layer; call install() earlier, or remove first_weights"
             )
     names = ("moe_token_dispatcher_type", "recompute_granularity")
     settings.require(
@@ -128,20 +131,21 @@ def check_model(
 
 
 def _check_groups(config: Any, settings: Settings, groups: ModelGroups) -> None:
-    """Raises an error if the caller's process groups do not suit the placement or the model.
+    """Raises an error if the caller's process groups do not match the placement or the model.
 
-    In a V, the caller's groups would have no effect, because the functions of megatron-core that
-    the plugin replaces use the groups of ``parallel_state``.
+    In a V-shaped placement, the caller's groups would have no effect, because the replaced
+    functions of megatron-core use the groups of ``parallel_state``.
     """
     if not groups.is_of_parallel_state and settings.kind == "v":
         raise ConfigError(
-            "pg_collection was given with stages in a V: a V is made of parallel_state's groups; "
-            "leave pg_collection out, or choose placement loop"
+            "pg_collection is not supported for stages in a V, because a V uses "
+            "parallel_state's groups; remove pg_collection, or choose placement loop"
         )
     if getattr(config, "num_moe_experts", None) and not groups.experts:
         raise ConfigError(
-            "pg_collection was given without ep, expt_tp and tp_ep for a model with experts: ranks "
-            "that exchange tokens run the same actions; set these groups"
+            "pg_collection has no ep, expt_tp and tp_ep groups, but a model with experts "
+            "requires them, because ranks that exchange tokens run the same actions; set these "
+            "groups"
         )
 
 
@@ -159,39 +163,43 @@ def _check_fp8(config: Any, settings: Settings, groups: ModelGroups) -> None:
         return
     if settings.is_rule:
         raise ConfigError(
-            f"fp8_recipe=delayed of the model with schedule {settings.schedule} and {replicas} "
-            "data-parallel replicas: each forward reduces over replicas that choose different "
-            "orders; use another recipe, tp_only_amax_red, or a fixed order such as 1f1b"
+            f"the model's fp8_recipe=delayed does not support schedule {settings.schedule} with "
+            f"{replicas} data-parallel replicas, because each forward pass reduces over replicas "
+            "that may choose different orders; use another recipe, tp_only_amax_red, or a fixed "
+            "order such as 1f1b"
         )
 
 
 def _check_chunk(number: int, chunk: torch.nn.Module, groups: ModelGroups) -> None:
     kind = get_model_type(chunk)
-    # Compare names, because megatron-core has two enumerations called ModelType: its models use
-    # one, Megatron-LM uses the other.
+    # Compare names, because megatron-core has two enumerations called ModelType. Its models use one
+    # of them, and Megatron-LM uses the other.
     if getattr(kind, "name", kind) != ModelType.encoder_or_decoder.name:
         raise ConfigError(
-            f"model type {getattr(kind, 'name', kind)} of chunk {number}: one tensor goes from "
-            f"stage to stage here; use a model of type encoder_or_decoder {_INSTEAD}"
+            f"model type {getattr(kind, 'name', kind)} of chunk {number} is not supported, "
+            "because stages exchange only one tensor; use a model of type encoder_or_decoder "
+            f"{_INSTEAD}"
         )
     model = unwrap_model([chunk])[0]
     for attribute, model_kind in _SEVERAL_INPUTS.items():
         if hasattr(model, attribute):
             raise ConfigError(
-                f"chunk {number} is a {type(model).__name__}, {model_kind}: one tensor goes from "
-                f"stage to stage here; use a model with one input {_INSTEAD}"
+                f"chunk {number} is a {type(model).__name__}, {model_kind}, which is not "
+                "supported, because stages exchange only one tensor; use a model with one input "
+                f"{_INSTEAD}"
             )
     built_with = getattr(model, "pg_collection", None)
     if built_with is not None and not has_same_ranks(getattr(built_with, "pp", None), groups.pp):
         raise ConfigError(
-            f"chunk {number} was built with another pipeline than the step's process groups: the "
-            "engine connects the ranks of these groups; give the step the pg_collection that the "
-            f"model was built with {_INSTEAD}"
+            f"chunk {number} was built with a different pipeline than the step's process groups, "
+            "but the engine connects the ranks of these groups; pass the pg_collection with "
+            f"which the model was built {_INSTEAD}"
         )
     if "FullyShardedDataParallel" in type(chunk).__name__:
         raise ConfigError(
-            f"chunk {number} is a {type(chunk).__name__}: replicas gather parameters in the order "
-            f"of megatron-core's own loop; use DistributedDataParallel {_INSTEAD}"
+            f"chunk {number} is a {type(chunk).__name__}, which is not supported, because "
+            "replicas gather parameters in the order of megatron-core's own loop; use "
+            f"DistributedDataParallel {_INSTEAD}"
         )
 
 
@@ -201,14 +209,14 @@ def why_not_by_default(
     """Returns the reason why separate weight gradients may not pay off, or ``None`` if they do.
 
     Usually, a backward by inputs (B) frees more memory than it keeps for the later backward by
-    weights (W), so the limit on activations still holds. In the cases that this function finds, B
+    weights (W), so the limit on activations still holds. In the cases that this function detects, B
     keeps more memory than it frees, or reductions of gradients no longer overlap with backward
     passes.
     """
     if getattr(config, "recompute_granularity", None) == "full":
-        return "full recomputation keeps less than weight gradients need"
+        return "full recomputation keeps less memory than weight gradients need"
     if replicas > 1 and config.no_sync_func is not None:
-        return "gradients are reduced while the last backward still runs"
+        return "gradients are reduced while the last backward pass is still running"
     if delays_by_itself(chunks):
         return "layers of Transformer Engine may keep gathered inputs"
     return None

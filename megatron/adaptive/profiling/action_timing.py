@@ -1,4 +1,4 @@
-"""Times actions of one stage, with the same clock, warm-up and statistics for all callers.
+"""Times the actions of one stage, with the same clock, warm-up and statistics for all callers.
 
 Actions are the forward pass (F), the backward pass (B) and weight gradients as a separate pass
 (W)::
@@ -7,7 +7,7 @@ Actions are the forward pass (F), the backward pass (B) and weight gradients as 
     └── warmup ─┘   └───── count: their medians ─────
 
 :func:`time_microbatches` runs both kinds of stages: layers of megatron-core's GPT, built by
-``training``, and segments of a recorded module of the user, built by ``modules``.
+``training``, and segments of a user's recorded module, built by ``modules``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 WARM_UP = 1
-"""Number of runs at the beginning whose times are discarded (warm-up)."""
+"""Number of runs at the beginning that are discarded (warm-up)."""
 
 _LEAST_LOGS = 4
 _QUARTILES_OF_SIGMA = 1.349
-"""Distance between the quartiles of a normal distribution in standard deviations."""
+"""Interquartile range of a normal distribution, in standard deviations."""
 
 
 def now(device: torch.device) -> float:
-    """Waits until the device has finished all work, then reads a monotonic clock, in seconds."""
+    """Waits until the device has completed all work, then reads a monotonic clock, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -62,24 +62,24 @@ def time_microbatches(
     split: bool,
     enough_s: float = math.inf,
 ) -> tuple[list[list[float]], torch.Tensor | None]:
-    """Runs and times microbatches on chunk 0 of a rank's stages, one after the other.
+    """Runs and times microbatches on chunk 0 of a rank's stages, one after another.
 
     Args:
         stages: Object that runs the actions of a rank's stages, with the methods that the executor
-            calls. It must be made for ``WARM_UP + repeats`` microbatches. Its ``finish`` is called
-            at the end in any case.
-        received: Function that makes the input of a forward pass. It returns ``None`` for the first
-            stage.
-        gradient: Function that makes the input of a backward pass. It returns ``None`` for the last
-            stage.
+            calls. It must be created for ``WARM_UP + repeats`` microbatches. Its ``finish`` method
+            is always called at the end.
+        received: Function that creates the input of a forward pass, or returns ``None`` for the
+            first stage.
+        gradient: Function that creates the input of a backward pass, or returns ``None`` for the
+            last stage.
         device: Device on which the stages run.
         repeats: Maximum number of microbatches to time, after the warm-up.
         split: Whether weight gradients are computed as a separate action W.
         enough_s: Duration of a microbatch in seconds from which nothing is repeated.
 
     Returns:
-        Three lists of durations in seconds: forward passes, backward passes, and weight-gradient
-        passes (0 if these are not separate). Then the output of the last forward pass.
+        Three lists of durations in seconds (forward passes, backward passes, and weight-gradient
+        passes, 0 if these are not separate), and the output of the last forward pass.
     """
     rows: list[list[float]] = [[], [], []]
     output = None
@@ -110,8 +110,8 @@ def spread(lanes: Iterable[Sequence[float]]) -> float:
     """Returns the relative standard deviation of durations.
 
     Each duration is divided by the median of its own sequence. The result is the standard deviation
-    of the logarithms, computed from quartiles, so that a few actions that the operating system
-    interrupted do not matter.
+    of the logarithms. It is computed from quartiles, so that a few actions that the operating
+    system interrupted do not matter.
 
     Args:
         lanes: Sequences of durations in any unit, one for each kind of work.

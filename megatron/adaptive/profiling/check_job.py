@@ -17,19 +17,19 @@ _LIMIT_S = 30.0
 
 
 class CheckJob:
-    """Holds this rank's part of a job that only checks the cluster.
+    """This rank's part of a job that only checks the cluster.
 
     Args:
-        environment: Rank of this process, number of ranks, and address where ranks meet.
-        timeout: Maximum time to wait until all ranks have met.
-        backend: Backend of torch's default process group, ``nccl`` or ``gloo``; ``None`` for the
+        environment: Rank of this process, number of ranks, and address of the rendezvous.
+        timeout: Maximum time to wait for the rendezvous.
+        backend: Backend of torch's default process group, ``nccl`` or ``gloo``, or ``None`` for the
             backend that training would use.
 
     Attributes:
         job: Environment of this process: ranks, device, process groups.
 
     Raises:
-        TransportError: The ranks could not find each other.
+        TransportError: The rendezvous failed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CheckJob:
         )
 
     def close(self) -> None:
-        """Disconnects from the other ranks; rank 0 is the last, because it serves the store."""
+        """Disconnects from the other ranks. Rank 0 is last, because it serves the store."""
         environment = self.job.environment
         dist.barrier(group=self.job.control_group)
         dist.destroy_process_group()

@@ -1,12 +1,12 @@
-"""Finds the nodes that a probe measured as slow, and the figures they need to pass again.
+"""Finds the nodes that a probe measured as slow, and the figures with which they pass again.
 
-A slow rank, link or group within a node is the fault of the node. A slow link between two nodes is
-the fault of the node that has the larger share of slow links::
+A slow rank, link or group within a node is the fault of that node. A slow link between two nodes is
+the fault of the node with the larger share of slow links::
 
     a ── b ── c ══ d ══ e      slow: c-d, d-e      d: 2 of 2 links,  c and e: 1 of 2 and 1 of 1
 
-If both nodes have the same share of slow links, or a group of several nodes is slow, no node is
-named.
+If both nodes have the same share of slow links, or if a group of several nodes is slow, no node is
+reported.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.adaptive.profiling.probe_findings import MEASURES, OF_DEVICE, OF_L
 
 @dataclass(frozen=True, kw_only=True)
 class FailedNode:
-    """Describes a node that failed a probe.
+    """Node that failed a probe.
 
     Attributes:
         node: Name of the node.
-        text: Worst outlier of the node: subject, quantity, figure, and the median of other
-            subjects.
+        text: Description of the node's worst outlier: subject, quantity, figure, and the median of
+            other subjects.
         limits: Minimum figure of each quantity with which the node passes again, in bytes/s, FLOP/s
-            or Hz. Empty if the node cannot measure the quantity alone, as with a slow link.
+            or Hz. Empty if the node cannot measure the quantity alone, as for a slow link.
     """
 
     node: str
@@ -41,7 +41,7 @@ class FailedNode:
 
     @classmethod
     def from_dict(cls, entry: Any) -> FailedNode | None:
-        """Reads an entry of ``progress.jsonl``; returns ``None`` if it is damaged."""
+        """Reads an entry of ``progress.jsonl``. Returns ``None`` if the entry is damaged."""
         if not isinstance(entry, dict):
             return None
         node = entry.get("node")
@@ -58,12 +58,12 @@ class FailedNode:
 def find_failed_nodes(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> list[FailedNode]:
-    """Returns the nodes at fault for the outliers of a probe.
+    """Returns the nodes that caused the outliers of a probe.
 
     Args:
         outliers: Outliers of the probe.
         figures: All figures of the probe.
-        nodes: Name of each global rank's node.
+        nodes: Name of the node of each global rank.
     """
     shares = _slow_shares(outliers, figures, nodes)
     by_node: dict[str, list[Outlier]] = {}
@@ -82,7 +82,7 @@ def find_failed_nodes(
 def _slow_shares(
     outliers: Sequence[Outlier], figures: Sequence[Figure], nodes: Sequence[str]
 ) -> dict[str, float]:
-    """Returns the share of each node's links to other nodes that are slow."""
+    """Returns each node's fraction of slow links, among its links to other nodes."""
 
     def links_of(ranks: set[tuple[int, ...]]) -> Counter[str]:
         pairs = ({nodes[rank] for rank in link} for link in ranks)
@@ -94,7 +94,7 @@ def _slow_shares(
 
 
 def _at_fault(outlier: Outlier, shares: Mapping[str, float], nodes: Sequence[str]) -> str | None:
-    """Returns the node at fault for an outlier, ``None`` if it is not known."""
+    """Returns the node that caused an outlier, or ``None`` if it is unknown."""
     involved = list(dict.fromkeys(nodes[rank] for rank in outlier.ranks))
     if len(involved) == 1:
         return involved[0]

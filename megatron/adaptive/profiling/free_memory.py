@@ -8,7 +8,8 @@
            divided by the number of ranks that share the device;
            plus unused memory in the cache of this rank's allocator
 
-Importing this module does not import torch, because processes without torch measure host memory.
+This module does not import torch at import time, because processes without torch measure host
+memory.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ _LIMIT_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Names of the files with limit and usage in version 2 and version 1 of control groups."""
+"""Names of the limit and usage files in version 2 and version 1 of control groups."""
 
 _V1_UNLIMITED = 1 << 60
-"""Smallest value that means "no limit" in control groups (cgroups) of version 1.
+"""Smallest value that means "no limit" in version 1 of control groups (cgroups).
 
-The kernel writes almost 2**63 there.
+The kernel writes a value of almost 2**63 in this case.
 """
 
 
 def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
-    """Returns how much memory, in bytes, this process may allocate beyond its current tensors.
+    """Returns the size in bytes that this process may allocate beyond its current tensors.
 
     Args:
         accelerator: Device of this process.
@@ -60,18 +61,18 @@ def free_memory_bytes(accelerator: Accelerator, ranks_here: int) -> int:
 
     device = accelerator.device
     free, _ = torch.cuda.mem_get_info(device)
-    # Local rank r uses device r modulo the number of devices (accelerator.detect). This is the
-    # number of local ranks with the same device.
+    # Local rank r uses device r modulo the number of devices (see accelerator.detect). So this is
+    # the number of local ranks that use the same device.
     sharing = -(-(ranks_here - (device.index or 0)) // max(1, torch.cuda.device_count()))
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free // max(1, sharing) + cached)
 
 
 def available_host_bytes() -> int:
-    """Returns how much host memory, in bytes, all ranks of this machine may still allocate.
+    """Returns the host memory in bytes that all ranks of this machine may still allocate.
 
-    This is the minimum of the machine's available memory and of what each control group's limit
-    leaves. Page cache that the kernel can reclaim is treated as free.
+    The result is the minimum of the machine's available memory and the remaining memory of each
+    control group. Page cache that the kernel can reclaim is treated as free.
     """
     candidates = [*_meminfo("MemAvailable")]
     for limit, usage, cached in _groups():
@@ -80,11 +81,11 @@ def available_host_bytes() -> int:
 
 
 def process_bytes(accelerator: Accelerator) -> int:
-    """Returns how much memory, in bytes, this process uses besides tensors.
+    """Returns the memory in bytes that this process uses besides tensors.
 
-    On a GPU this is the CUDA context. Memory of other processes cannot be distinguished from it, so
-    no other process should use the GPU. On a CPU it is the resident memory of the process, so call
-    this before tensors are allocated.
+    On a GPU, this is the CUDA context. It cannot be distinguished from memory of other processes,
+    so no other process should use the GPU. On a CPU, it is the resident memory of the process, so
+    call this function before tensors are allocated.
     """
     if not accelerator.is_cuda:
         resident: int = psutil.Process().memory_info().rss
@@ -96,7 +97,7 @@ def process_bytes(accelerator: Accelerator) -> int:
 
 
 def total_host_bytes() -> int:
-    """Returns this machine's memory in bytes, or the limit of a control group if that is less."""
+    """Returns this machine's memory in bytes, or the limit of a control group if it is lower."""
     return min([*_meminfo("MemTotal"), *(limit for limit, _, _ in _groups())], default=0)
 
 
@@ -111,7 +112,7 @@ def _meminfo(name: str) -> list[int]:
 def _groups() -> list[tuple[int, int, int]]:
     """Returns (limit, usage, reclaimable page cache) in bytes for the process's control groups.
 
-    Only groups that have a memory limit are listed.
+    Groups without a memory limit are omitted.
     """
     groups = []
     for folder in control_groups.folders("memory"):
@@ -120,24 +121,24 @@ def _groups() -> list[tuple[int, int, int]]:
             used = "".join(lines_of(folder / usage))
             if most.isdecimal() and used.isdecimal() and int(most) < _V1_UNLIMITED:
                 stat = dict(line.split()[:2] for line in lines_of(folder / "memory.stat"))
-                # Version 1 of control groups includes descendants only in the total_ fields.
+                # Only the total_ fields include descendants in version 1 of control groups.
                 cached = stat.get("total_inactive_file", stat.get("inactive_file", "0"))
                 groups.append((int(most), int(used), int(cached)))
     return groups
 
 
 def gpu_name(accelerator: Accelerator) -> str:
-    """Returns the name by which profile files and cluster descriptions call the device."""
+    """Returns the device's name in profile files and cluster descriptions."""
     gpu = known_gpu(accelerator.name)
     return accelerator.name.lower().replace(" ", "-") if gpu is None else gpu.name
 
 
 def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
-    """Returns a description of this process's node: an entry of ``nodes`` in a profile file.
+    """Returns this process's node as an entry of ``nodes`` in a profile file.
 
     Args:
         accelerator: Device of this process.
-        ranks_here: Number of ranks on this node; on a CPU they share the host's memory evenly.
+        ranks_here: Number of ranks on this node. On a CPU, they share the host's memory evenly.
     """
     process: dict[str, float] = {"context_bytes": process_bytes(accelerator)}
     if accelerator.is_cuda:
@@ -145,7 +146,8 @@ def node_facts(accelerator: Accelerator, ranks_here: int) -> dict[str, Any]:
 
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
         if accelerator.backend == "nccl":
-            # NCCL channels of a job need GPU memory. None are open here, so their size is added.
+            # NCCL channels of a job need GPU memory. None of them are open yet, so their size is
+            # added.
             process["context_bytes"] += CHANNELS_BYTES
     else:
         memory = total_host_bytes() // ranks_here

@@ -1,7 +1,7 @@
 """Measures links between ranks, and all-reduces within nodes, as a training run would use them.
 
 ``auto``, profiles and ``transport --check`` all measure with :func:`measure_link`. It separates the
-latency of a message from the occupancy, the additional time for each further message::
+latency of a message from its occupancy, which is the additional time of each further message::
 
     round with a burst of 1      leader ──> follower ──> leader      2 (latency + occupancy)
     round with a burst of n      leader ══> follower ──> leader      (n - 1) occupancy more
@@ -35,21 +35,21 @@ from megatron.adaptive.transport.interface import Arrival, Label, Transport
 from megatron.adaptive.transport.kind import Payloads
 
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
-"""Sizes of messages to measure, in bytes; the time of the smallest size is the latency."""
+"""Message sizes to measure, in bytes. The time of the smallest message is the latency."""
 
 NO_STEP = -1
-"""Step number in the labels of messages that do not belong to a training step."""
+"""Index of the step in the labels of messages that do not belong to a training step."""
 
 _BURST = 4
 _GO = 0
-"""Chunk number in the label of a message, used as a signal that another round follows."""
+"""Index of the chunk in the label of a message, used as a signal that another round follows."""
 
 _STOP = 1
-"""Chunk number in the label of a message, used as a signal that this round is the last."""
+"""Index of the chunk in the label of a message, used as a signal that this round is the last."""
 
 _LONG_S = 0.2
 """Maximum time of a message in seconds. After a slower message, no larger message is sent, because
-the bandwidth is known by then."""
+the bandwidth is then known."""
 
 _LIMIT_S = 60.0
 _SLOT_BYTES = 4 << 20
@@ -62,16 +62,17 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Sets the number of warm-up and timed repetitions for measuring a link.
+    """Numbers of warm-up and timed repetitions for measuring a link.
 
-    A short round sends one message and gets an answer; a long round sends a burst of messages. The
-    first short round and the first long round are warm-up. The leader's values of ``least`` and
-    ``seconds`` are used.
+    A short round sends one message and gets an answer. A long round sends a burst of messages and
+    gets an answer. The first short round and the first long round are warm-up. The leader's values
+    of ``least`` and ``seconds`` are used.
 
     Attributes:
         burst: Number of messages in a long round, at least 2.
-        least: Minimum number of short rounds, and of long rounds, including warm-up; at least 2.
-        seconds: Minimum total time of the short rounds, and of the long rounds, in seconds.
+        least: Minimum number of short rounds, and also of long rounds, including warm-up. At least
+            2.
+        seconds: Minimum total time of the short rounds, and also of the long rounds, in seconds.
     """
 
     burst: int = _BURST
@@ -92,13 +93,13 @@ def measure_link(
     """Measures latency and occupancy of the link between two ranks that are otherwise idle.
 
     Args:
-        transport: Message channels of this rank; no message may be in flight on them.
+        transport: Message channels of this rank. No messages may be in flight.
         peer: Global rank of the peer, which must call this function at the same time.
-        leads: Whether this rank sends first and decides when to stop. Must be True on exactly one
+        leads: Whether this rank sends first and decides when to stop. Must be true on exactly one
             of the two ranks.
         payload: Tensor to send, with the size and dtype of the messages in a training step.
         timeout_s: Maximum time in seconds to wait for a message.
-        rounds: Number and length of the repetitions; ``burst`` must be equal on both ranks.
+        rounds: Number and length of the repetitions. ``burst`` must be equal on both ranks.
         clock: Function that returns the time in seconds.
 
     Raises:
@@ -155,7 +156,7 @@ def receive(transport: Transport, peer: int, timeout_s: float) -> Arrival:
 def make_connector(
     job: Job, *, in_flight: int = 2 * _BURST, timeout_s: float = _LIMIT_S
 ) -> Connector:
-    """Makes the object that connects ranks for a measurement, as in a training run.
+    """Creates the object that connects ranks for a measurement, as in a training run.
 
     Args:
         job: Environment of this process: ranks, device, process groups.
@@ -177,17 +178,17 @@ def make_connector(
 
 
 def pairings(machines: Sequence[str], names: Sequence[str]) -> list[tuple[bool, Pair, list[Pair]]]:
-    """Chooses which pairs of ranks send at the same time in each measurement of links.
+    """Chooses the pairs of ranks that send at the same time in each measurement of links.
 
-    Links between the same types of nodes are measured once.
+    Links between the same types of nodes are measured only once.
 
     Args:
-        machines: Id of each rank's machine.
+        machines: ID of each rank's machine.
         names: Type of each rank's node.
 
     Returns:
-        For each measurement: whether the link is within a node, an example pair of ranks whose
-        nodes have the two types, and the pairs that send at the same time.
+        Tuple for each measurement: whether the link is within a node, an example pair of ranks
+        whose nodes have the two types, and the pairs that send at the same time.
     """
     members: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):
@@ -248,7 +249,7 @@ def measure_links(
 
 
 def sizes_up_to(most_bytes: float) -> tuple[int, ...]:
-    """Returns the message sizes to measure if no message exceeds ``most_bytes``; at least two."""
+    """Returns at least two message sizes to measure, if no message exceeds ``most_bytes``."""
     needed = sum(size < most_bytes for size in SIZES) + 1
     return SIZES[: max(2, needed)]
 
@@ -328,10 +329,10 @@ def _reduce(job: Job, group: Any, sizes: Sequence[int]) -> Points:
 
 
 def as_curve(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Converts measured times of messages to the latency and bandwidths of a profile file.
+    """Converts measured message times to the latency and bandwidths of a profile file.
 
-    The time of the smallest message is taken as the latency. The bandwidth of a larger message is
-    its size divided by its time beyond the latency.
+    The time of the smallest message is used as the latency. The bandwidth of a larger message is
+    its size divided by the difference between its time and the latency.
 
     Args:
         points: (Size in bytes, time in seconds) of each message, in ascending order of sizes.

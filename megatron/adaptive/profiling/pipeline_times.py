@@ -3,8 +3,8 @@
 Each rank measures its stages. The measurements of all ranks are combined into a
 :class:`~megatron.adaptive.schedule.workload.StageProfile`, which the planner and
 ``schedule.choose_by_simulation`` use. The first stage also computes the embedding, and the last
-stage the loss, so the duration of an action there is more than the time of its layers. Therefore
-:class:`LayerShare` measures the layers with hooks on the modules.
+stage the loss, so their actions take longer than their layers. Therefore :class:`LayerShare`
+measures the layers with hooks on the modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.adaptive.schedule.workload import Link, StageProfile, StageTimes
 
 _FORWARDS = 16
 _ALIKE = 0.05
-"""Maximum relative spread of microbatch times at which the times are treated as equal."""
+"""Maximum relative spread of microbatch times at which they are treated as equal."""
 F = ActionKind.F
 B = ActionKind.B
 W = ActionKind.W
@@ -36,16 +36,16 @@ W = ActionKind.W
 
 @dataclass(kw_only=True)
 class Sample:
-    """Collects the measurements of one rank in some steps.
+    """Measurements of one rank in some steps.
 
     Attributes:
         pp_rank: Position of the rank in the pipeline.
         durations_ns: Durations of the actions on all microbatches, by kind and chunk. If a weight
-            gradient (W) was computed in several parts, or a microbatch in several slices, their
-            durations are added up.
-        free_bytes: Size in bytes of the memory that is free for activations.
-        kept_bytes: Size in bytes of the activations that a microbatch keeps, by chunk.
-        held_bytes: Size in bytes of weights, gradients and optimizer state, by chunk.
+            gradient (W) was computed in several parts, or a microbatch in several slices, the
+            durations of the parts are added up.
+        free_bytes: Memory that is free for activations, in bytes.
+        kept_bytes: Size of the activations that a microbatch keeps, in bytes, by chunk.
+        held_bytes: Size of weights, gradients and optimizer state, in bytes, by chunk.
         links: Measured links to neighbours, by the neighbour's position in the pipeline.
     """
 
@@ -61,7 +61,7 @@ class Sample:
 
         Args:
             actions: Pairs of an action and its duration in nanoseconds.
-            num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+            num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
         """
         totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
         for action, duration_ns in actions:
@@ -76,14 +76,14 @@ def profile_of(
     """Combines the measurements of all ranks into a profile of the pipeline's stages.
 
     Args:
-        samples: Measurements, at least one of every rank of the pipeline. Data-parallel replicas of
-            a stage get equal weight.
+        samples: Measurements, at least one from every rank of the pipeline. Data-parallel replicas
+            of a stage have equal weight.
         placement: Assignment of stages to ranks and chunks.
-        num_microbatches: Number of microbatches in each measured step, needed to find microbatches
-            of unequal length. 0 if the number is unknown.
+        num_microbatches: Number of microbatches in each measured step, or 0 if it is unknown. It is
+            needed to detect microbatches of unequal length.
 
     Returns:
-        Times of stages and links. A link that was not measured gets the times of the slowest
+        Times of stages and links. A link without a measurement gets the times of the slowest
         measured link.
     """
     times: dict[ActionKind, tuple[float, ...]] = {}
@@ -97,7 +97,8 @@ def profile_of(
                 if sample.pp_rank == pp_rank
                 for value in sample.durations_ns.get((kind, chunk), ())
             ]
-            # The median, because a few actions take long when the operating system interrupts them.
+            # Use the median, because a few actions take longer if the operating system interrupts
+            # them.
             means.append(statistics.median(lanes) / 1e9 if lanes else 0.0)
         times[kind] = tuple(means)
     links = {
@@ -129,14 +130,14 @@ def _microbatch_factors(
     """Separates the effect of microbatches' lengths from the random variation of actions.
 
     All ranks of a replica process the same microbatches. A longer microbatch takes longer on all of
-    them, while noise differs. Therefore a microbatch's factor is the median, over ranks, chunks and
-    kinds of action, of its time divided by the usual time. The n-th sample of each pipeline rank
-    belongs to the n-th replica.
+    them, while noise differs between ranks. Therefore a microbatch's factor is its time divided by
+    the usual time, as a median over ranks, chunks and kinds of action. The n-th sample of each
+    pipeline rank belongs to the n-th replica.
 
     Returns:
-        For each replica, the factor of each microbatch. An empty list if the factors vary no more
-        than noise, or if the number of microbatches was not constant. The second result is the
-        relative standard deviation of the actions without this effect.
+        Tuple of two results. The first is the factor of each microbatch for each replica. It is
+        empty if the factors do not vary more than noise, or if the number of microbatches was not
+        constant. The second is the relative standard deviation of the actions without this effect.
     """
     seen = [0] * placement.num_ranks
     replicas: dict[int, list[list[int]]] = defaultdict(list)
@@ -172,21 +173,21 @@ def most_of(
     layers: Sequence[int] = (),
     others: Sequence[int] = (),
 ) -> float:
-    """Returns the number of microbatches whose activations all ranks can hold in another layout.
+    """Returns how many microbatches' activations fit into memory on all ranks in another layout.
 
     Args:
-        samples: Measurements under ``present``, at least one of every rank.
+        samples: Measurements under ``present``, at least one from every rank.
         present: Current assignment of stages to ranks.
         target: Assignment of stages to ranks for which the result is computed.
-        layers: Current number of layers of each stage; needed with ``others``.
-        others: Number of layers of each stage for which the result is computed. Empty for the
-            current numbers. The estimate is cautious: a layer that leaves a stage frees the
-            smallest mean layer size of any stage, and one that arrives needs the largest mean of a
+        layers: Current number of layers of each stage. Required with ``others``.
+        others: Number of layers of each stage in the other layout, or empty for the current
+            numbers. The estimate is cautious: removing a layer from a stage frees the smallest mean
+            layer size of any stage, and adding a layer needs the largest mean layer size of a
             middle stage.
 
     Returns:
-        Number of microbatches on the rank with the least memory. Below 1, or even negative, if the
-        stages themselves do not fit.
+        Number of microbatches on the rank with the least memory. The number is below 1, or even
+        negative, if the stages themselves do not fit.
     """
     free = [math.inf] * present.num_ranks
     kept = [0.0] * present.num_stages
@@ -217,15 +218,15 @@ def most_of(
 
 
 class LayerShare:
-    """Measures which fraction of a forward pass the layers take, without embedding and loss.
+    """Measures the fraction of a forward pass that the layers take, without embedding and loss.
 
-    Hooks on the modules read the device's clock, in the first forward passes after each
+    Hooks on the modules read the device's clock during the first forward passes after each call of
     :meth:`begin`.
 
     Args:
         models: Model and its block of layers, for each chunk to measure.
-        clock: Clock of the device, which marks points in the device's queue of work.
-        layers: Layers to measure one by one, for each chunk in which that is wanted.
+        clock: Clock of the device, which records times in the device's queue of work.
+        layers: Layers to measure separately, for each chunk in which this is needed.
     """
 
     def __init__(
@@ -255,8 +256,8 @@ class LayerShare:
     def share(self, chunk: int) -> float:
         """Returns the median fraction of a forward pass that a chunk's layers take.
 
-        The result is 1 for a chunk that is not measured. The device must have finished the forward
-        passes, as it has between two steps.
+        The result is 1 for a chunk that is not measured. The device must have completed the forward
+        passes, as is the case between two steps.
         """
         shares = [
             (times[-2] - times[1]) / max(1, times[-1] - times[0]) for times in self._times(chunk)
@@ -264,9 +265,9 @@ class LayerShare:
         return statistics.median(shares) if shares else 1.0
 
     def parts(self, chunk: int) -> tuple[float, ...]:
-        """Returns each layer's fraction of the time of all layers of a chunk.
+        """Returns each layer's fraction of the time of all layers in a chunk.
 
-        Empty if the layers of the chunk are not measured one by one.
+        The result is empty if the chunk's layers are not measured separately.
         """
         forwards = [
             [end - start for start, end in pairwise(times[1:-2])] for times in self._times(chunk)
@@ -275,7 +276,7 @@ class LayerShare:
         return tuple(layer / max(1, sum(layers)) for layer in layers)
 
     def close(self) -> None:
-        """Stops measuring: removes the hooks from the modules."""
+        """Removes the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
 
@@ -283,10 +284,10 @@ class LayerShare:
         return 4 + len(self._layers.get(chunk, ()))
 
     def _times(self, chunk: int) -> list[list[int]]:
-        """Returns the times of each complete forward pass in ns.
+        """Returns the times of each complete forward pass, in nanoseconds.
 
-        In order: start of the model, start of the block of layers, end of each measured layer, end
-        of the block, end of the model.
+        The times are, in order: start of the model, start of the block of layers, end of each
+        measured layer, end of the block, end of the model.
         """
         resolve = self._clock.resolve_ns
         complete = self._complete(chunk)
@@ -294,15 +295,15 @@ class LayerShare:
         return [[*map(resolve, marks)] for marks in forwards if len(marks) == complete]
 
     def _marking(self, chunk: int, begins: bool = False) -> Any:
-        """Makes a hook that records the time. With ``begins``, it starts a new forward pass."""
+        """Creates a hook that records the time. With ``begins``, it starts a new forward pass."""
         complete = self._complete(chunk)
 
         def note(module: torch.nn.Module, *_: Any) -> None:
             marks = self._marks[chunk]
             if begins and module.training and len(marks) <= _FORWARDS:
                 marks.append([])
-            # Recomputation of activations calls the hooks again. By then the forward pass has all
-            # its marks, so further marks are ignored.
+            # Recomputation of activations calls the hooks again. At that time the forward pass
+            # already has all its marks, so further marks are ignored.
             if marks and len(marks) <= _FORWARDS and len(marks[-1]) < complete:
                 marks[-1].append(self._clock.mark())
 

@@ -1,6 +1,6 @@
 """Briefly measures every rank, link and group of a job, to find slow subjects before training.
 
-The measurements, and the classes of figures that are compared with each other:
+This table lists the measurements. Figures of the same class are compared with each other:
 
 =================  ==============================================  ============================
 figure             measurement                                     class
@@ -17,8 +17,8 @@ checkpoint folder  a file written, flushed and read again          all nodes
 =================  ==============================================  ============================
 
 Subjects are measured in batches (see ``probe_layout``). Each subject is measured twice, and the
-better figure counts. Outliers are measured again. ``doctor --probe`` connects the ranks itself. The
-trainer probes over its own channels and groups.
+better figure is used. Outliers are measured again. ``doctor --probe`` connects the ranks itself.
+The trainer probes over its own channels and groups.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _REDUCED_BYTES = {"cpu": 256 << 10, "cuda": 16 << 20}
 _FILE_BYTES = 16 << 20
 _LEAST_REPEATS = 3
 _ROUNDS = Rounds(burst=4, least=4)
-_MOST_IN_FLIGHT = 8  # messages in flight in one direction
+_MOST_IN_FLIGHT = 8  # maximum number of messages in flight in one direction
 _WAIT_S = 10.0
 _CONFIRMATIONS = 3
 
@@ -79,10 +79,10 @@ def _message_bytes(accelerator: Accelerator) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedGroup:
-    """Holds a process group of this rank.
+    """Process group of this rank.
 
     Attributes:
-        ranks: Global ranks of its members, in ascending order.
+        ranks: Global ranks of the group's members, in ascending order.
         group: Process group of torch.
     """
 
@@ -92,7 +92,7 @@ class ProbedGroup:
 
 @dataclass(frozen=True)
 class _Check:
-    """Holds subjects (ranks to measure), and the function that these ranks call to measure one."""
+    """Subjects (ranks to measure), and the function that these ranks call for each of them."""
 
     subjects: Sequence[Ranks]
     measure: Callable[[Ranks], list[Figure]]
@@ -100,12 +100,12 @@ class _Check:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """Holds the result of a probe.
+    """Result of a probe.
 
     Attributes:
-        figures: Figures of all subjects; each is the better of two measurements.
+        figures: Figures of all subjects, each the better of two measurements.
         outliers: Figures that are much worse than expected.
-        seconds: Time that the probe took, in seconds.
+        seconds: Duration of the probe in seconds.
     """
 
     figures: list[Figure]
@@ -119,14 +119,15 @@ class Probe:
     Args:
         job: Environment of this process: ranks, device, process groups.
         name: Name of the probe, unique in the job.
-        transport: Channels to the ranks with which this rank exchanges messages. No message may be
-            in flight. ``None`` if this rank has no channels.
-        message: Message of a training step, if the channels accept only such messages. ``None`` to
-            measure with a small and a large message.
+        transport: Channels to the ranks with which this rank exchanges messages, or ``None`` if
+            this rank has no channels. No messages may be in flight.
+        message: Message of a training step, if the channels accept only such messages, or ``None``
+            to measure with a small and a large message.
         groups: Groups of this rank with more than one member, by kind.
-        folder: Checkpoint folder to write to, ``None`` for none.
-        seconds: Time in seconds of each measurement of a rank. A few repetitions are always made.
-        nodes: Name of each global rank's node, ``None`` for the host names.
+        folder: Checkpoint folder to write to, or ``None`` to skip this measurement.
+        seconds: Duration of each measurement of a rank in seconds. A few repetitions are always
+            made.
+        nodes: Name of the node of each global rank, or ``None`` for the host names.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Probe:
         )
 
     def _checks(self) -> list[_Check]:
-        """Returns the measurements to make, with the subjects of each; equal on all ranks."""
+        """Returns the measurements to make and their subjects, which are equal on all ranks."""
         world = range(dist.get_world_size())
         links = {
             (min(rank, peer), max(rank, peer))
@@ -211,7 +212,7 @@ class Probe:
         return checks
 
     def _each(self, check: _Check) -> list[Figure]:
-        """Returns the figures of all subjects, measured in batches. All ranks must call it."""
+        """Measures all subjects in batches and returns their figures. Collective over all ranks."""
         most_busy = [facts["most_busy"] for facts in self._facts]
         turns = batches(check.subjects, self._machines, most_busy)
         measured = [figure for ranks in self._turns.each(turns) for figure in check.measure(ranks)]
@@ -235,7 +236,8 @@ class Probe:
         kind = self._facts[ranks[0]]["links"][ranks[1]]
         within = self._machines[ranks[0]] == self._machines[ranks[1]]
         peers = f"{kind} {'within' if within else 'between'} nodes"
-        # Skip a rank that did not answer: its late answer could be mistaken for another answer.
+        # Skip a rank that did not answer, because its late answer could be mistaken for another
+        # answer.
         if any(self._turns.is_noted(str(rank)) for rank in ranks):
             return []
         figures = []
@@ -259,7 +261,7 @@ class Probe:
         return figures
 
     def _payloads(self) -> dict[str, torch.Tensor]:
-        """Returns the messages to send over a link, by the figure that is measured with them."""
+        """Returns the messages to send over a link, by the figure that each message measures."""
         if self._message is not None:
             return {LARGE_MESSAGE: self._message}
         accelerator = self._job.accelerator
@@ -295,7 +297,7 @@ class Probe:
         return figures
 
     def _files(self, ranks: Ranks) -> list[Figure]:
-        """Writes a file to the checkpoint folder, reads it again, and removes it."""
+        """Writes a file to the checkpoint folder, reads it, and removes it."""
         assert self._folder is not None
         path = self._folder / f".probe-{self._job.rank}"
         try:
@@ -316,14 +318,15 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """Selects what to probe.
+    """Selects what a probe measures.
 
     Attributes:
         layout: Parallel sizes of the job.
         transport: Transport settings given by the user.
-        folder: Checkpoint folder to write to, ``None`` for none.
-        seconds: Time in seconds of each measurement of a rank. A few repetitions are always made.
-        timeout: Maximum time to wait until all ranks have met.
+        folder: Checkpoint folder to write to, or ``None`` to skip this measurement.
+        seconds: Duration of each measurement of a rank in seconds. A few repetitions are always
+            made.
+        timeout: Maximum time to wait for the rendezvous of all ranks.
     """
 
     layout: ProbeLayout
@@ -335,7 +338,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """Holds the result of probing a job.
+    """Result of probing a job.
 
     Attributes:
         report: Figures and outliers.
@@ -352,14 +355,14 @@ def probe_job(
     """Connects all ranks, probes them, and disconnects. Collective over all ranks.
 
     Args:
-        options: Selection of what to probe; equal on all ranks.
-        environment: Rank of this process, number of ranks, and address where ranks meet.
+        options: Measurements to make, equal on all ranks.
+        environment: Rank of this process, number of ranks, and address of the rendezvous.
         show: Function that rank 0 calls with the result before the ranks disconnect. A launcher may
             kill all ranks as soon as one rank exits with a status other than 0.
 
     Raises:
         SetupError: A pair of ranks cannot use the transport that the user forced.
-        TransportError: The ranks could not find each other, or a rank has exited.
+        TransportError: The rendezvous failed, or a rank has exited.
     """
     if environment.omp_num_threads is None:
         torch.set_num_threads(1)
@@ -395,7 +398,7 @@ def probe_job(
 
 
 def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
-    """Makes a layout's process groups; returns this rank's groups. All ranks must call it."""
+    """Creates a layout's process groups, and returns this rank's groups. Collective."""
     made: dict[str, ProbedGroup] = {}
     for kind, groups in layout.groups().items():
         for ranks in groups:
@@ -406,7 +409,7 @@ def _make_groups(layout: ProbeLayout, rank: int) -> dict[str, ProbedGroup]:
 
 
 class Turns:
-    """Lets ranks measure in turns. Ranks sleep until their turn comes.
+    """Makes ranks measure in turns. Ranks sleep until their turn.
 
     A barrier between turns would wake all ranks each time. With 64 ranks on two processors this
     takes longer than the measurements. Here the last rank of a turn wakes the ranks of the next
@@ -415,7 +418,7 @@ class Turns:
         turn 0      ranks 0, 1    each adds 1 to "0/done"; the one that makes it 2 sets "1/go"
         turn 1      ranks 2, 3    wait for "1/go", ...
 
-    All ranks must make this object, and call :meth:`each` equally often.
+    All ranks must create this object, and call :meth:`each` the same number of times.
 
     Args:
         job: Environment of this process.
@@ -429,13 +432,13 @@ class Turns:
         self._series = 0
 
     def each(self, batches: Sequence[Sequence[Ranks]]) -> Iterator[Ranks]:
-        """Iterates over this rank's subjects; yields each subject when its turn comes.
+        """Yields each of this rank's subjects when its turn comes.
 
         The turn of a subject ends when the caller requests the next subject. The caller must
         iterate to the end.
 
         Args:
-            batches: Subjects of each turn, with no rank in common; equal on all ranks.
+            batches: Subjects of each turn, which have no rank in common. Equal on all ranks.
         """
         self._series += 1
         for number, batch in enumerate(batches):
@@ -447,18 +450,18 @@ class Turns:
                     self._end(number, sum(map(len, batch)))
 
     def finish(self, batches: Sequence[Sequence[Ranks]]) -> None:
-        """Deletes the keys of the last series. The caller ensures that all its turns have ended."""
+        """Deletes the keys of the last series. All its turns must have ended."""
         if self._job.is_first:
             for number in range(len(batches)):
                 self._store.delete_key(self._key(number, "done"))
                 self._store.delete_key(self._key(number + 1, "go"))
 
     def note(self, text: str) -> None:
-        """Makes :meth:`is_noted` true on all ranks, in later turns."""
+        """Makes :meth:`is_noted` return true for this text on all ranks, in later turns."""
         self._store.set(f"noted/{text}", "")
 
     def is_noted(self, text: str) -> bool:
-        """Returns whether some rank has called :meth:`note` with this text in an earlier turn."""
+        """Returns whether any rank has called :meth:`note` with this text in an earlier turn."""
         return bool(self._store.check([f"noted/{text}"]))
 
     def _end(self, number: int, count: int) -> None:
@@ -470,7 +473,7 @@ class Turns:
 
 
 def _kinds_of(transport: Transport) -> dict[int, str]:
-    """Returns the kind of transport to each peer."""
+    """Returns the kind of transport that is used for each peer."""
     return {peer: str(link["kind"]) for peer, link in transport.describe_links().items()}
 
 

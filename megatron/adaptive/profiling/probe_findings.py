@@ -1,18 +1,18 @@
 """Compares the figures of a probe, and finds the ranks, links and groups that are outliers.
 
 A figure is compared with the median of the other figures of its class, for example of all links
-between two nodes. A figure is an outlier if it is worse
+between two nodes. A figure is an outlier if both conditions hold:
 
-- than the others' median by the factor of its measure (:data:`MEASURES`), and
-- by more than four times the usual distance from the median. This is 1.4826 times the median of the
-  absolute distances from the median, which is a standard deviation if figures are normally
-  distributed. Speeds are turned into times for this, because a slow rank's time is far from the
-  others, but its speed is never below 0.
+- It is worse than the others' median by at least the factor of its measure (:data:`MEASURES`).
+- Its distance from the median is more than four times the usual distance. The usual distance is
+  1.4826 times the median of the absolute distances from the median. For normally distributed
+  figures, it equals the standard deviation. Speeds are converted to times for this comparison,
+  because a slow rank's time may be far from the others, but its speed is never below 0.
 
-The first rule matters on quiet machines, whose figures hardly differ, the second on noisy ones. All
-other figures are compared with the data sheet, if there is one. Every figure is the better of two
-measurements at different times, because a program that ran for a moment disturbs at most one
-measurement.
+The first condition matters on quiet machines, where figures hardly differ, and the second on noisy
+machines. If there is a data sheet, all other figures are compared with it. Every figure is the
+better of two measurements at different times, because a program that runs briefly disturbs at most
+one measurement.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ _DEVIATIONS = 4.0
 _OF_NORMAL = 1.4826
 _LEAST = 1e-12
 _FEW = 100
-_SLOW_RANK = "look there for other programs, quotas, heat and power limits, or leave the node out"
-_SLOW_LINK = "check its cables, interfaces and counters of lost packets, or leave the node out"
-_SLOW_DISK = "check the mount of the folder there, and what else uses the disk"
+_SLOW_RANK = (
+    "check this rank for other programs, quotas, heat and power limits, or exclude the node"
+)
+_SLOW_LINK = "check the link's cables, interfaces and counters of lost packets, or exclude the node"
+_SLOW_DISK = "check the folder's mount on this node, and which other programs use the disk"
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Describes a quantity that a probe measures.
+    """Quantity that a probe measures.
 
     Attributes:
         unit: Unit in which figures are printed.
         scale: Factor that converts a figure from s, bytes/s, FLOP/s or Hz to ``unit``.
         least_factor: Minimum factor by which an outlier is worse than the median of its class.
-        least_sheet: Minimum value as a fraction of the data sheet's value; 0 without a data sheet.
+        least_sheet: Minimum value as a fraction of the data sheet's value, or 0 without a data
+            sheet.
         is_time: Whether smaller values are better.
         remedy: Advice about an outlier.
     """
@@ -78,26 +81,26 @@ MEASURES: Mapping[str, Measure] = {
     WRITE: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
     READ: Measure("MB/s", 1e-6, 2.5, _SLOW_DISK),
 }
-"""Describes each quantity by its name."""
+"""Maps the name of each quantity to its description."""
 
 _OF_RANK = (MATRIX_PRODUCT, MEMORY, CLOCK)
 OF_DEVICE = (MATRIX_PRODUCT, MEMORY, TO_DEVICE, FROM_DEVICE, CLOCK)
-"""Quantities of a device, which a rank measures alone."""
+"""Quantities of a device, which a rank measures without other ranks."""
 OF_LINK = (SMALL_MESSAGE, LARGE_MESSAGE)
 """Quantities of a link between two ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Holds the result of one measurement.
+    """Result of one measurement.
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
         peers: Class of subjects with which this subject is compared.
-        value: Measured value in seconds, bytes/s, FLOP/s or Hz; 0 if the measurement failed.
-        sheet: Value of the data sheet in the same unit, 0 if there is none.
-        error: Message of a measurement that failed, otherwise empty.
+        value: Measured value in seconds, bytes/s, FLOP/s or Hz, or 0 if the measurement failed.
+        sheet: Value of the data sheet in the same unit, or 0 if there is none.
+        error: Error message if the measurement failed, otherwise empty.
     """
 
     measure: str
@@ -110,15 +113,15 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlier:
-    """Describes a figure that is much worse than expected.
+    """Figure that is much worse than expected.
 
     Attributes:
         measure: Name of the quantity, a key of :data:`MEASURES`.
         ranks: Global ranks of the subject.
         nodes: Host name of each rank in ``ranks``, in the same order.
         peers: Class of subjects with which this subject was compared.
-        value: Measured value in ``unit``; 0 if the measurement failed.
-        median: Median of the class without this figure in ``unit``, or the data sheet's value. It
+        value: Measured value in ``unit``, or 0 if the measurement failed.
+        median: Median of the class without this figure, in ``unit``, or the data sheet's value. It
             is 0 if the measurement failed.
         unit: Unit of ``value`` and ``median``.
         is_against_sheet: Whether ``median`` is the data sheet's value.
@@ -139,15 +142,15 @@ class Outlier:
 
 
 def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]:
-    """Combines two measurements of the same subjects: keeps the better figure of each.
+    """Combines two measurements of the same subjects, and keeps the better figure of each.
 
     Args:
         first: Figures of the first measurement.
         second: Figures of the second measurement.
 
     Returns:
-        Figure of each subject, in the order of the first measurement. A measurement that failed
-        once stays failed.
+        Figure of each subject, in the order of the first measurement. If one of the two
+        measurements failed, the figure is the failed one.
     """
     again = {(figure.measure, figure.ranks, figure.peers): figure for figure in second}
     kept = []
@@ -164,8 +167,9 @@ def better_of(first: Iterable[Figure], second: Iterable[Figure]) -> list[Figure]
 def find_outliers(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
     """Returns the outliers among the figures of a probe, worst first within each quantity.
 
-    A slow rank also slows down its links and groups, and a slow link its groups. Such links and
-    groups are not outliers themselves, and other figures are not compared with theirs.
+    A slow rank also slows down its links and groups, and a slow link also slows down its groups.
+    Such links and groups are not reported as outliers, and other figures are not compared with
+    theirs.
 
     Args:
         figures: Figures of all subjects.
@@ -200,7 +204,7 @@ def _of_all(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
 
 
 def _of_class(figures: Sequence[Figure], hosts: Sequence[str]) -> list[Outlier]:
-    """Returns the outliers among figures that can be compared with each other."""
+    """Returns the outliers among figures that are comparable with each other."""
     outliers = [_failed(figure, hosts) for figure in figures if figure.error]
     valid = sorted((figure for figure in figures if not figure.error), key=lambda f: f.value)
     if not valid:
@@ -237,7 +241,7 @@ def _is_far(times: Sequence[float], index: int) -> bool:
 
 
 def _median_without(values: Sequence[float], left_out: int) -> float:
-    """Returns the median of sorted values without one value. Returns a single value unchanged."""
+    """Returns the median of sorted values without one of them. Returns a single value unchanged."""
     count = len(values) - 1
     if not count:
         return values[0]
@@ -255,7 +259,7 @@ def _times_slower(value: float, reference: float, measure: Measure) -> float:
 
 
 def _name(ranks: Ranks, hosts: Sequence[str]) -> str:
-    """Returns the name of a subject: its ranks and their nodes."""
+    """Returns the name of a subject, which consists of its ranks and their nodes."""
     nodes = list(dict.fromkeys(hosts[rank] for rank in ranks))
     label = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(nodes[:4])}"
     label += ", ..." if len(nodes) > 4 else ""

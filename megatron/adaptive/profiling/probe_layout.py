@@ -1,12 +1,13 @@
 """Lists the subjects of a probe: each rank, link and group of ranks that a job would use.
 
-A subject of a measurement is a tuple of global ranks: one rank for a device, two for a link, all
-members for a group. Ranks are numbered as in the trainer::
+The subject of a measurement is a tuple of global ranks: one rank for a device, two ranks for a
+link, or all members of a group. Ranks are numbered as in the trainer::
 
     rank = tensor + TP * (context + CP * (data + DP * stage))
 
-Subjects are measured in batches. The subjects of a batch have no rank in common. They keep at most
-as many ranks of a machine busy as it has processors, so that they do not slow each other down::
+Subjects are measured in batches. The subjects of a batch have no rank in common. A batch uses at
+most as many ranks of a machine as the machine has processors, so that subjects do not slow each
+other down::
 
     4 ranks on 2 processors     links  0-1, 1-2, 2-3      batches  [0-1]  [1-2]  [2-3]
     4 ranks on 4 processors     links  0-1, 1-2, 2-3      batches  [0-1, 2-3]  [1-2]
@@ -31,18 +32,18 @@ DATA = "data-parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeLayout:
-    """Holds the parallel sizes of the job to probe for.
+    """Parallel sizes of the job to probe.
 
     Attributes:
         world_size: Number of ranks.
-        tensor: Number of ranks that share each layer's matrices.
-        context: Number of ranks that share each sequence.
-        expert: Number of ranks that share the experts of each layer.
-        pipeline: Number of ranks that share the layers.
-        chunks: Number of model chunks of each pipeline rank.
+        tensor: Number of ranks that share each layer's matrices (tensor parallelism).
+        context: Number of ranks that share each sequence (context parallelism).
+        expert: Number of ranks that share the experts of each layer (expert parallelism).
+        pipeline: Number of ranks that share the layers (pipeline parallelism).
+        chunks: Number of model chunks per pipeline rank.
 
     Raises:
-        ConfigError: The sizes do not divide the number of ranks.
+        ConfigError: The number of ranks is not divisible by the sizes.
     """
 
     world_size: int
@@ -56,14 +57,14 @@ class ProbeLayout:
         width = self.tensor * self.context * self.pipeline
         if self.world_size % width:
             raise ConfigError(
-                f"{self.world_size} ranks do not divide by tensor {self.tensor} x context "
-                f"{self.context} x pipeline {self.pipeline} = {width}: give the parallel sizes of "
-                "the job, and start as many processes as it has"
+                f"the number of ranks must be a multiple of tensor {self.tensor} x context "
+                f"{self.context} x pipeline {self.pipeline} = {width}, got {self.world_size} "
+                "ranks; set the parallel sizes of the job, and start its number of processes"
             )
         if self.context * self.data % self.expert:
             raise ConfigError(
-                f"--expert-model-parallel-size {self.expert}: must divide the "
-                f"{self.context * self.data} ranks of a stage that share no matrices"
+                f"--expert-model-parallel-size must divide the {self.context * self.data} ranks "
+                f"of a stage that share no matrices, got {self.expert}"
             )
 
     @property
@@ -75,12 +76,12 @@ class ProbeLayout:
         """Returns the pairs of ranks that send each other activations and gradients."""
         width = self.world_size // self.pipeline
         pairs: list[Ranks] = [(rank, rank + width) for rank in range(self.world_size - width)]
-        if self.chunks > 1 and self.pipeline > 2:  # the last rank sends to the first rank, too
+        if self.chunks > 1 and self.pipeline > 2:  # the last rank also sends to the first rank
             pairs += [(rank, self.world_size - width + rank) for rank in range(width)]
         return pairs
 
     def groups(self) -> dict[str, list[Ranks]]:
-        """Returns the groups of more than one rank in which a job has collectives, by kind."""
+        """Returns the groups of several ranks in which a job runs collectives, by kind."""
         sizes = {TENSOR: self.tensor, CONTEXT: self.context, DATA: self.data}
         groups: dict[str, list[Ranks]] = {}
         stride = 1
@@ -92,7 +93,7 @@ class ProbeLayout:
 
 
 def _groups(world_size: int, stride: int, size: int) -> list[Ranks]:
-    """Returns the groups of ``size`` ranks whose numbers differ by ``stride``."""
+    """Returns the groups of ``size`` ranks whose indices differ by ``stride``."""
     block = stride * size
     return [
         tuple(range(first + offset, first + block, stride))
@@ -108,12 +109,12 @@ def batches(
 
     Args:
         subjects: Ranks of each subject.
-        machines: Id of each rank's machine.
+        machines: ID of each rank's machine.
         most_busy: Maximum number of busy ranks on each rank's machine. A subject with more ranks is
             measured alone on that machine.
 
     Returns:
-        All subjects, divided into batches. Within a batch, they keep their order.
+        All subjects, divided into batches. Within a batch, subjects keep their order.
     """
     left = list(subjects)
     done: list[list[Ranks]] = []

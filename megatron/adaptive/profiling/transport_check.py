@@ -1,7 +1,7 @@
 """Tests every transport between some pairs of a job's ranks, for ``transport --check``.
 
-The ranks first find each other (rendezvous), then pairs are chosen. All ranks go through the same
-tests even if a transport fails. The tests of each pair and transport are::
+After the rendezvous of the ranks, pairs are chosen. All ranks run the same tests even if a
+transport fails. The tests of each pair and transport are::
 
     contents     a message of each size in both directions, compared bit by bit
     latency      1 KiB back and forth for a quarter of the time
@@ -32,19 +32,19 @@ _LEAST_ROUNDS = 3  # low enough to hardly exceed the requested time on a slow ne
 _SMALL_BYTES = 1 << 10
 _LARGE_BYTES = 4 << 20
 _SIZES = (0, 1, 1000, _SMALL_BYTES, 1 << 20, _LARGE_BYTES + 1)
-_PATTERN = 251  # period of the test data; a prime, so that data shifted by a slot is detected
+_PATTERN = 251  # period of the test data: a prime, so that data shifted by a slot is detected
 
 
 class TransportCheck:
-    """Runs one rank's part of the test; all ranks must call the same methods in the same order.
+    """Runs one rank's part of the test. All ranks must call the same methods in the same order.
 
     Args:
-        options: Transport settings given by the user on the command line.
-        environment: Rank of this process, number of ranks, and address where ranks meet.
-        timeout: Maximum time to wait until all ranks have met.
+        options: Transport settings that the user set on the command line.
+        environment: Rank of this process, number of ranks, and address of the rendezvous.
+        timeout: Maximum time to wait for the rendezvous.
 
     Raises:
-        TransportError: The ranks could not find each other.
+        TransportError: The rendezvous failed.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class TransportCheck:
         self._endpoints: list[Endpoint] = gather(self._endpoint)
 
     def outcomes(self, seconds: float) -> list[dict[str, Any]]:
-        """Tests every transport between all chosen pairs of ranks. All ranks must call it together.
+        """Tests every transport between all chosen pairs of ranks. Collective over all ranks.
 
         A pair consists of rank 0 and the first other rank on each machine.
 
         Args:
-            seconds: Time in seconds for the measurements of each pair and transport.
+            seconds: Duration in seconds of the measurements for each pair and transport.
 
         Returns:
-            For each pair and transport, the fields of an ``Outcome`` of ``transport --check``;
-            equal on all ranks.
+            List with the fields of an ``Outcome`` of ``transport --check`` for each pair and
+            transport. The list is equal on all ranks.
 
         Raises:
             TransportError: A rank has exited.
@@ -103,7 +103,8 @@ class TransportCheck:
         """Connects a pair of ranks by a transport and measures. Collective over all ranks.
 
         Raises:
-            TransportError: The transport did not work. Raised on all ranks, also outside the pair.
+            TransportError: The transport did not work. All ranks raise this error, even those
+                outside the pair.
         """
         peers = [sum(pair) - self.rank] if self.rank in pair else []
         slot_bytes = self._options.transport_slot_bytes or _LARGE_BYTES
@@ -150,8 +151,8 @@ class TransportCheck:
             for size, part in ((_SMALL_BYTES, 0.25), (_LARGE_BYTES, 0.75))
         )
         transport.flush(_WAIT_S)
-        # A burst may take no longer than one message. Then the occupancy (time per further message)
-        # is 0, and only the latency is known.
+        # A burst may take no longer than one message. Then the occupancy (additional time per
+        # message) is 0, and only the latency is known.
         message_s = large.occupancy_s or large.latency_s
         return {
             "latency_us": (small.latency_s + small.occupancy_s) * 1e6,
@@ -159,24 +160,24 @@ class TransportCheck:
         }
 
     def close(self) -> None:
-        """Disconnects from the other ranks; rank 0 is the last, because it serves the store."""
+        """Disconnects from the other ranks. Rank 0 is last, because it serves the store."""
         self._check_job.close()
 
 
 def check_contents(transport: Transport, peer: int, device: torch.device) -> None:
-    """Exchanges messages of several sizes with a peer and compares what arrives bit by bit.
+    """Exchanges messages of several sizes with a peer, and compares each received message bitwise.
 
     The peer must call this function at the same time.
 
     Raises:
         DeadlineError: The peer did not answer in time.
-        TransportError: A message arrived changed, or the peer has exited.
+        TransportError: A message was corrupted, or the peer has exited.
     """
     for size in _SIZES:
         payload = (torch.arange(size, device=device) % _PATTERN).to(torch.uint8)
         transport.send(peer, Label(NO_STEP, Action(ActionKind.F, 0, 0)), payload)
         if not torch.equal(receive(transport, peer, _WAIT_S).take(), payload):
             raise TransportError(
-                f"{size} bytes from rank {peer} over {transport.name} arrived changed; try "
+                f"{size} bytes from rank {peer} over {transport.name} were corrupted; try "
                 "--transport-crc, and check the memory and the network of both nodes"
             )

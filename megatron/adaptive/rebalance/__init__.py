@@ -1,1 +1,1 @@
-"""Changes a running job: its schedule, the placement of stages on ranks, the layers per stage."""
+"""Changes the schedule, placement of stages, and number of layers per stage of a running job."""

@@ -1,15 +1,15 @@
 """Implements ``--pipeline-schedule auto``: measures the first steps and chooses by simulation.
 
-Steps 2 to 4 are measured; step 1 is warm-up. Before step 5, all ranks of all data-parallel replicas
-switch to the schedule with the shortest simulated step. Losses and gradients do not depend on the
-order of actions, so the switch does not change them.
+Steps 2 to 4 are measured, and step 1 is warm-up. Before step 5, all ranks of all data-parallel
+replicas switch to the schedule with the shortest simulated step. Losses and gradients do not depend
+on the order of actions, so the switch does not change them.
 
 With two chunks per rank, another placement (assignment of stages to ranks) may be chosen. If layers
-can move, another partition (layers per stage) may be chosen too. In these cases, the training loop
-moves the stages before the switch (``move_stages.py``).
+can move, another partition (number of layers per stage) may also be chosen. In these cases, the
+training loop moves the stages before the switch (``move_stages.py``).
 
-Rank 0 simulates while all other ranks wait, so there is a time limit. When it is reached, rank 0
-chooses the best schedule simulated so far. If there is none, the current schedule is kept.
+Rank 0 simulates while all other ranks wait, so there is a time limit. When the limit is reached,
+rank 0 chooses the best schedule simulated so far, or keeps the current schedule if there is none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron.adaptive.schedule.workload import Link
 from megatron.adaptive.transport.interface import Transport
 
 FIRST, LAST = 2, 4
-"""First and last measured step. The first step of this process has number 1."""
+"""First and last measured step. The first step of this process is step 1."""
 
 
 @dataclass(kw_only=True)
@@ -64,31 +64,31 @@ class Tuner:
 
     Attributes:
         job: Environment of this process: its ranks, device and process groups.
-        pp_ranks: Global ranks of this pipeline, ordered by the position to which the stage
-            placement assigns them.
+        pp_ranks: Global ranks of this pipeline, ordered by their position in the placement of
+            stages.
         chunks: Model chunks of this rank.
-        forward_backward: Engine that runs the steps, and switches to the chosen schedule.
-        transport: Message channels to the neighbours; ``None`` if this rank has no neighbours.
+        forward_backward: Engine that runs the steps and switches to the chosen schedule.
+        transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensors that are sent between stages.
         payload_dtype: Dtype of the tensors that are sent between stages.
-        loads: Function that takes the number of microbatches. It returns the loads of ranks and
+        loads: Function that takes the number of microbatches, and returns the loads of ranks and
             stages in all measured steps, in their first half and in their second half. Collective
             over all ranks. ``None`` if neither stages nor layers may move.
-        gain: Minimum fraction of the step time that moving layers must save; ``None`` to move no
-            layers.
-        cap: User's limit on the number of microbatches whose activations a rank holds; ``None`` for
-            as many as fit into memory.
+        gain: Minimum fraction of the step time that moving layers must save, or ``None`` if layers
+            must not move.
+        cap: User's limit on the number of microbatches whose activations a rank keeps, or ``None``
+            for as many as fit into memory.
         can_turn: Whether another placement of stages may be chosen.
         timeout_s: Maximum time in seconds to wait for a message from a neighbour.
-        attention_share: Attention's share of the time of a forward pass, from 0 to 1. Used only if
-            microbatches are cut into slices.
-        slice_cut: Way in which microbatches are cut into slices.
-        numbers: Numbers of slices to choose from; empty to keep the current number.
-        trial: Times measured earlier with another number of slices; ``None`` if there are none.
-        only_pace: Whether to keep the schedule, and to set only its pace (relative times of
-            messages, B and W) to the measured pace. ``hinted`` uses the pace to choose the order
-            that it follows.
-        say: Function that writes a line to the log; it is called on all ranks.
+        attention_share: Attention's fraction of the time of a forward pass, from 0 to 1. Used only
+            if microbatches are divided into slices.
+        slice_cut: Rule by which microbatches are divided into slices.
+        numbers: Numbers of slices to choose from. Empty to keep the current number.
+        trial: Earlier measurements with another number of slices, or ``None``.
+        only_pace: Whether to keep the schedule, and to change only its pace (the times of messages,
+            B and W relative to a forward) to the measured values. ``hinted`` uses the pace to
+            choose the order that it follows.
+        say: Function that writes a line to the log. It is called on all ranks.
     """
 
     job: Job
@@ -118,17 +118,17 @@ class Tuner:
     def after_step(self, times: RankTimes, num_microbatches: int) -> Decision | NextTrial | None:
         """Adds the times of a training step. After the last measured step, chooses a schedule.
 
-        The call after the last measured step is collective. If the chosen schedule needs no move of
-        stages or layers, the engine has switched to it when this method returns.
+        The call after the last measured step is collective. If the chosen schedule requires no move
+        of stages or layers, the engine switches to it before this method returns.
 
         Args:
             times: Durations of this rank's actions in the step.
             num_microbatches: Number of microbatches per step.
 
         Returns:
-            Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
-            If the number of slices is to be chosen, the first decision is to measure another number
-            of slices.
+            Decision after the last measured step, equal on all ranks, or ``None`` after other
+            steps. If the number of slices is to be chosen, the first decision is to measure another
+            number of slices.
 
         Raises:
             TransportError: A neighbour has exited or does not respond.
@@ -176,8 +176,10 @@ class Tuner:
         present = orders.candidate(num_microbatches)
         message, backward, weight = pace
         return Decision(
-            text=f"{present.name} follows an order for the measured times: relative to a forward, "
-            f"messages take {message:g}, B {backward:g} and W {weight:g}",
+            text=(
+                f"{present.name} follows an order for the measured times: relative to a "
+                f"forward, messages take {message:g}, B {backward:g} and W {weight:g}"
+            ),
             stay=replace(present, cap=self.cap, pace=pace),
         )
 
@@ -199,8 +201,10 @@ class Tuner:
             self._limit_s,
             lambda: self._choose(samples, loads, num_microbatches),
             Decision(
-                text=f"auto keeps {present}: no schedule was simulated within {self._limit_s:g} s, "
-                "as the processors are busy"
+                text=(
+                    f"auto keeps {present}, because no schedule was simulated within "
+                    f"{self._limit_s:g} s; the processors are busy"
+                )
             ),
         )
 
@@ -212,11 +216,11 @@ class Tuner:
         kind: PlacementKind,
         others: Sequence[int],
     ) -> float:
-        """Returns how many microbatches a rank may hold under another layout.
+        """Returns how many microbatches' activations a rank may keep under another layout.
 
         Args:
             samples: Measurements of all ranks.
-            partition: Current number of layers of each stage; empty if layers cannot move.
+            partition: Current number of layers of each stage. Empty if layers cannot move.
             number: Number of slices in the other layout.
             kind: Placement of the stages in the other layout.
             others: Number of layers of each stage in the other layout.
@@ -226,8 +230,8 @@ class Tuner:
         most = most_of(samples, present, replace(present, kind=kind), partition, others)
         most /= memory_factor(number, orders.num_slices)
         if (kind, others) == (present.kind, partition) and number >= orders.num_slices:
-            # The current layout is running, so it fits in memory with at least one microbatch, even
-            # if the estimate says otherwise.
+            # The current layout is running, so it fits into memory with at least one microbatch,
+            # even if the estimate is lower.
             most = max(1.0, most)
         return most if self.cap is None else min(most, self.cap)
 
@@ -288,7 +292,7 @@ class Tuner:
             return _recut(_without_more(chosen, error), num_slices)
 
     def _kinds(self, present: Placement) -> tuple[PlacementKind, ...]:
-        """Returns the placements to compare, the current placement first."""
+        """Returns the placements to compare, beginning with the current placement."""
         if self.can_turn and present.num_chunks == 2:
             return (present.kind, "loop" if present.kind == "v" else "v")
         return (present.kind,)
@@ -313,7 +317,7 @@ def measure_neighbours(
         job: Environment of this process.
         placement: Assignment of stages to ranks.
         pp_ranks: Global ranks of this pipeline, by pipeline rank.
-        transport: Message channels to the neighbours; ``None`` if this rank has no neighbours.
+        transport: Message channels to the neighbours, or ``None`` if this rank has no neighbours.
         payload_shape: Shape of the tensor to send.
         payload_dtype: Dtype of the tensor to send.
         timeout_s: Maximum time in seconds to wait for a message.
@@ -336,22 +340,22 @@ def measure_neighbours(
 
 
 def _without_more(chosen: SliceChoice | None, error: ScheduleError) -> Decision:
-    """Returns the decision if no schedule could be simulated for the chosen number of slices.
+    """Returns the decision if no schedule was simulated for the chosen number of slices.
 
     Args:
-        chosen: Chosen number of slices, with the fastest schedule that was simulated when it was
-            chosen; ``None`` if no number of slices was chosen.
+        chosen: Chosen number of slices, with the fastest schedule that was simulated for the
+            choice, or ``None`` if no number of slices was chosen.
         error: Reason why no schedule could be simulated.
     """
     if chosen is None:
         return Decision(text=f"auto keeps adaptive: {error}")
     best = chosen.schedule
-    text = f"{best.reason}; {chosen.text}; nothing else was compared: {error}"
+    text = f"{best.reason}; {chosen.text}; no other schedules were compared: {error}"
     return Decision(text=text, stay=best.best)
 
 
 def _recut(decision: Decision, present: int) -> Decision:
-    """Changes a decision so that the run is built again if the number of slices changes.
+    """Changes a decision so that the run is rebuilt if the number of slices changes.
 
     Args:
         decision: Decision about schedule, placement and layers.
@@ -370,8 +374,8 @@ def memory_of(
     """Measures the memory of this rank between two steps.
 
     Returns:
-        Memory that is free for activations; size of the activations that a microbatch keeps, by
-        chunk; size of weights, gradients and optimizer state, by chunk. All values are in bytes.
+        Tuple of three values in bytes: free memory for activations; size of the activations that a
+        microbatch keeps, by chunk; size of weights, gradients and optimizer state, by chunk.
     """
     free = free_memory_bytes(job.accelerator, job.environment.local_world_size)
     held = tuple(map(held_bytes, chunks))

@@ -1,12 +1,12 @@
 """Implements ``--slice-tokens auto``: measures slices of two lengths and chooses by simulation.
 
-Steps 2 to 4 are measured with the first length of slices; step 1 is warm-up. The same number of
-steps is measured with slices of the next longer length. Then rank 0 simulates the documents of the
+Steps 2 to 4 are measured with the first slice length, and step 1 is warm-up. The same number of
+steps is measured with the next longer slice length. Then rank 0 simulates the documents of the
 measured steps with each length (``schedule/choose_slice_tokens.py``), while all other ranks wait.
-Losses and gradients depend neither on the length of slices nor on the order of actions. If
+Losses and gradients depend neither on the slice length nor on the order of actions. If
 ``--slice-tokens`` is a number, only steps 2 to 4 are measured, and only this length is simulated.
 
-The training loop builds the run again with the length and the placement that were chosen.
+The training loop rebuilds the run with the chosen length and placement.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from megatron.adaptive.schedule.stage_placement import Placement
 
 @dataclass(kw_only=True)
 class LengthTrial:
-    """Holds the measurements of one rank with slices of one length.
+    """Measurements of one rank with slices of one length.
 
     Attributes:
-        tokens: Number of tokens of a slice.
+        tokens: Number of tokens per slice.
         sample: Memory and links of this rank. Times are in ``actions`` instead.
         actions: Measured actions by kind and pipeline stage.
         row_tokens: Mean number of tokens of this rank's microbatches in the last measured step.
-        lengths: Numbers of tokens of the documents of each measured step, on all replicas.
+        lengths: Number of tokens of each document in each measured step, over all replicas.
     """
 
     tokens: int
@@ -66,13 +66,13 @@ class LengthTrial:
 
 
 class LengthTuner:
-    """Measures the first steps, and chooses the length of slices. Every rank has a tuner.
+    """Measures the first steps, and chooses the slice length. Every rank has a tuner.
 
     Args:
         run: Run to measure.
-        before: Measurements of all ranks with another length. ``None`` for the first length, and
-            if the length is given.
-        say: Function that writes a line to the log; it is called on all ranks.
+        before: Measurements of all ranks with another length, or ``None`` for the first length or
+            if the user sets the length.
+        say: Function that writes a line to the log. It is called on all ranks.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class LengthTuner:
 
         Args:
             times: Durations of this rank's actions in the step.
-            lengths: Numbers of tokens of the step's documents, on all replicas.
+            lengths: Number of tokens of each document in the step, over all replicas.
 
         Returns:
-            Decision, equal on all ranks, after the last measured step; ``None`` after other steps.
-            The first decision is to measure another length, unless the length is given. ``trials``
-            then has the measurements of all ranks for the tuner of that length.
+            Decision after the last measured step, equal on all ranks, or ``None`` after other
+            steps. The first decision is to measure another length, unless the user sets the length.
+            ``trials`` then contains the measurements of all ranks for the tuner of that length.
         """
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
@@ -134,7 +134,7 @@ class LengthTuner:
         slices, placement = self._run.slices, self._run.placement
         assert slices is not None
         totals: dict[tuple[ActionKind, int, int], int] = defaultdict(int)
-        for action, nanoseconds in times.actions:  # a W may be in several pieces
+        for action, nanoseconds in times.actions:  # a W may be divided into several pieces
             totals[action.kind, action.chunk, action.microbatch] += nanoseconds
         trial = self._trial
         for (kind, chunk, item), nanoseconds in totals.items():
@@ -215,14 +215,15 @@ class LengthTuner:
         return [present]
 
     def _room(self, present: Placement, tokens: int, placement: Placement) -> float:
-        """Returns the number of tokens whose activations all ranks can hold."""
+        """Returns the number of tokens whose activations fit into memory on all ranks."""
         longest = self._run.job.config.model.seq_length
         counts = [-(-longest // length) for length in (tokens, self._trial.tokens)]
         most = most_of([trial.sample for trial in self.trials], present, placement)
         most /= memory_factor(*counts)
         row_tokens = max(trial.row_tokens for trial in self.trials)
         if placement == present and tokens <= self._trial.tokens:
-            # This layout needs no more memory than the current layout, so the longest row fits.
+            # This layout needs at most as much memory as the current layout, so the longest row
+            # fits.
             return max(most * row_tokens, float(longest + self._trial.tokens))
         return most * row_tokens
 
@@ -232,8 +233,8 @@ def costliest_replica(config: TrainerConfig, tokens: int, lengths: Sequence[int]
 
     Args:
         config: Settings of the run.
-        tokens: Number of tokens of a slice.
-        lengths: Numbers of tokens of the step's documents, on all replicas.
+        tokens: Number of tokens per slice.
+        lengths: Number of tokens of each document in the step, over all replicas.
     """
     schedule = replace(config.schedule, chosen_tokens=tokens)
     config = replace(config, schedule=schedule)

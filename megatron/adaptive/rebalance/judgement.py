@@ -1,7 +1,7 @@
-"""Decides from measured steps whether layers should move, and whether a move helped.
+"""Decides from measured steps whether layers should move, and whether a move has paid off.
 
 The trainer and ``Pipeline`` have their own code to measure steps and move layers. Both use the
-functions of this module to decide.
+functions of this module for their decisions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SLOW = 1.05
 _FITS = 32
 _LEAST_S = 1e-12
 _PAYS = 0.01
-"""Minimum fraction of the step time that a move must have saved. Otherwise the move is undone."""
+"""Minimum fraction of the step time that a move must save. Otherwise the move is undone."""
 
 Lanes = dict[tuple[ActionKind, int], float]
 """Maps (kind of action, chunk) to the median duration of a rank's actions in a step, in ns."""
@@ -49,20 +49,20 @@ Lanes = dict[tuple[ActionKind, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurements:
-    """Holds the measurements of a rank since the last decision.
+    """Measurements of a rank since the last decision.
 
     Attributes:
         pp_rank: Pipeline rank.
-        steps: Median durations of the rank's actions, one ``Lanes`` per step.
+        steps: Median durations of the rank's actions, as one ``Lanes`` per step.
         spans_s: Duration of each step in ``steps``, in seconds.
-        shares: Fraction of a forward pass that the chunk's layers take, without embedding and loss;
-            one per chunk.
-        free_bytes: Size of the memory that is free for activations, in bytes.
-        kept_bytes: Size in bytes of the activations that a microbatch keeps, per chunk.
-        held_bytes: Size in bytes of weights, gradients and optimizer state, per chunk.
-        layer_bytes: Size in bytes of each layer, per chunk. Layers of equal size count as the same
-            kind of layer. Empty if all layers of the model have the same size.
-        parts: Fraction of the layers' total time that each layer takes, per chunk; empty if all
+        shares: Fraction of a forward pass that the layers take, without embedding and loss, per
+            chunk.
+        free_bytes: Free memory for activations, in bytes.
+        kept_bytes: Size of the activations that a microbatch keeps, in bytes, per chunk.
+        held_bytes: Size of weights, gradients and optimizer state, in bytes, per chunk.
+        layer_bytes: Size of each layer in bytes, per chunk. Layers of equal size are treated as the
+            same kind of layer. Empty if all layers of the model have the same size.
+        parts: Fraction of the layers' total time that each layer takes, per chunk. Empty if all
             layers are equal.
     """
 
@@ -90,13 +90,13 @@ class StepMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PartitionMove):
-    """Describes a move of layers between ranks, which takes place before the next step.
+    """Move of layers between ranks, which takes place before the next step.
 
     Attributes:
         why: Reason for the move, printed in the log.
         before_s: Measured step time before the move, in seconds.
         former: Partition before the move.
-        is_return: Whether the move undoes the previous move, because that move gained nothing.
+        is_return: Whether the move undoes the previous move because that move gained nothing.
     """
 
     why: str
@@ -117,11 +117,11 @@ def trained_bytes(parameter: torch.Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOutcome:
-    """Holds the conclusions from the measured gain of a move.
+    """Conclusions from the measured gain of a move.
 
     Attributes:
         gain: Minimum predicted gain of the next move, as a fraction of the step time.
-        way_back: Move that takes the layers back; ``None`` if the layers stay.
+        way_back: Move that undoes the previous move, or ``None`` if the layers stay.
     """
 
     gain: float
@@ -134,7 +134,7 @@ def loads_over(
     partition: Partition,
     num_microbatches: int,
 ) -> list[Loads]:
-    """Computes the loads over all measured steps, over their first half, and their second half.
+    """Computes the loads over all measured steps, and over their first and second half.
 
     Args:
         measured: Measurements of each rank of the job.
@@ -178,8 +178,8 @@ def judge(
         limit_s: Maximum time of the search in seconds.
 
     Returns:
-        Layer move to make (``None`` for none), measured step time in seconds, and whether the
-        search exceeded its time limit.
+        Tuple of three values: move to make or ``None``, measured step time in seconds, and whether
+        the search exceeded its time limit.
     """
     count = min(len(of_rank.steps) for of_rank in measured)
     span_s = step_seconds([of_rank.spans_s for of_rank in measured])
@@ -198,8 +198,8 @@ def judge(
                 step_s = _with_least(step_s, least_layers)
             proposed = propose(whole, step_s, gain)
         except ScheduleError:
-            # The schedule cannot be simulated for this number of microbatches, so no gain can
-            # be predicted.
+            # The schedule cannot be simulated for this number of microbatches, so no gain can be
+            # predicted.
             return None, False
         if proposed is None or not all(promises(half, proposed.partition) for half in halves):
             # One half of the measured steps predicts a smaller gain, so the slowness may be
@@ -218,7 +218,7 @@ def judge(
 def _with_least(
     step_s: Callable[[Partition], float], least_layers: int
 ) -> Callable[[Partition], float]:
-    """Returns ``step_s``, changed to return infinity if a stage has too few layers."""
+    """Wraps ``step_s`` to return infinity if a stage has too few layers."""
 
     def limited(partition: Partition) -> float:
         return step_s(partition) if min(partition) >= least_layers else math.inf
@@ -241,9 +241,9 @@ def compare(
         promise: Move that was made, with its predicted gain.
         step_s: Step time in seconds, measured since the move.
         gain: Minimum predicted gain that was required of the move, as a fraction of the step time.
-        least_gain: Smallest required gain, from the settings.
+        least_gain: Minimum required gain, from the settings.
         message: Function that writes a line to the log.
-        step: Name of the compared step in this line.
+        step: Name of the compared step in the log line.
     """
     gained = 1 - step_s / promise.before_s
     message(
@@ -266,7 +266,7 @@ def compare(
 
 
 def step_seconds(spans_s: Sequence[Sequence[float]]) -> float:
-    """Returns the median time of a step in seconds. A step takes the time of its slowest rank.
+    """Returns the median step time in seconds. The time of a step is that of its slowest rank.
 
     Args:
         spans_s: Time of each step in seconds, by rank.
@@ -285,14 +285,14 @@ def loads_of(
 ) -> Loads:
     """Computes the time of a layer on each rank, and the time of embedding and loss on each stage.
 
-    If there are several data-parallel replicas, uses the slowest replica, because all replicas wait
-    for it. A rank without layers is assumed to be as fast as the median rank.
+    If there are several data-parallel replicas, the slowest replica is used, because all replicas
+    wait for it. A rank without layers is assumed to be as fast as the median rank.
 
     Args:
         measured: Measurements of each rank of the job.
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
-        units: Number of microbatches whose activations a rank holds at the same time.
+        units: Number of microbatches whose activations a rank keeps at the same time.
         steps: Slice that selects the measured steps to use.
     """
     ranks = placement.num_ranks
@@ -332,10 +332,11 @@ def loads_of(
 
 @dataclass(frozen=True)
 class _Stage:
-    """Holds the times of a stage on its slowest data-parallel replica.
+    """Times of a stage on its slowest data-parallel replica.
 
     Attributes:
-        times_s: Median time in seconds of the forward, backward and separate weight-gradient pass.
+        times_s: Median times of the forward, backward and separate weight-gradient pass, in
+            seconds.
         share: Fraction of a forward pass that the stage's layers take, without embedding and loss.
         layers: (Size in bytes, fraction of the layers' total time) of each layer.
     """
@@ -351,7 +352,7 @@ def _slowest_replicas(
     partition: Sequence[int],
     steps: slice,
 ) -> list[_Stage]:
-    """Returns for each stage the times on the slowest of the data-parallel ranks that run it."""
+    """Returns each stage's times on the slowest of the data-parallel ranks that run it."""
     stages = [_Stage()] * placement.num_stages
     for of_rank in measured:
         for chunk in range(placement.num_chunks):
@@ -366,12 +367,12 @@ def _slowest_replicas(
 def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     """Estimates the time of each kind of layer on each rank.
 
-    Also estimates times of kinds that were not measured on a rank. Layers of the same size are one
-    kind. The estimate is: time = (time of the kind) x (slowness of the rank). A rank that shares no
-    kind of layer with another rank is assumed to have slowness 1.
+    This includes kinds that were not measured on a rank. Layers of the same size are of one kind.
+    The estimate is: time = (time of the kind) x (slowness of the rank). A rank that has no kind of
+    layer in common with another rank is assumed to have slowness 1.
 
     Args:
-        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``; the last axis is
+        sums: Total time in seconds of the measured layers, ``[ranks, kinds, 3]``. The last axis is
             forward, backward and weight-gradient pass.
         counts: Number of measured layers, ``[ranks, kinds]``.
 
@@ -385,7 +386,7 @@ def _all_times(sums: Any, counts: Any) -> tuple[tuple[Times, ...], ...]:
     slowness = np.ones(ranks)
 
     def middle() -> Any:
-        """Returns, per kind of layer, the rank with the median time among ranks that have it."""
+        """Returns the rank with the median time for each kind, among ranks that have the kind."""
         usual = np.where(counts > 0, whole / slowness[:, None], np.inf)
         has = np.maximum((counts > 0).sum(axis=0) - 1, 0)
         return np.argsort(usual, axis=0, kind="stable")[has // 2, every]
@@ -425,11 +426,11 @@ def _most_layers(
         measured: Measurements of the rank.
         placement: Assignment of stages to ranks and chunks.
         partition: Number of layers per stage.
-        units: Number of microbatches whose activations a rank holds at the same time.
-        kinds: Size in bytes of a layer, per kind of layer.
+        units: Number of microbatches whose activations a rank keeps at the same time.
+        kinds: Size of a layer in bytes, per kind of layer.
 
     Returns:
-        Number of layers of the rank's mean layer size, and for each kind of layer its size as a
+        Number of layers of the rank's mean layer size, and the size of each kind of layer as a
         multiple of that mean.
     """
     chunks = range(placement.num_chunks)
@@ -446,7 +447,7 @@ def _most_layers(
 
 
 def reason_of(loads: Loads) -> str:
-    """Returns a clause for the log with the slow ranks, or the rank with the most work."""
+    """Returns a clause for the log that states the slow ranks, or the rank with the most work."""
     slow = [
         f"rank {rank} of the pipeline takes {factor:.2f} times as long for a layer"
         for rank, factor in enumerate(loads.slowness)

@@ -1,10 +1,10 @@
 """Names parameters and optimizer state by layer, and moves them between ranks.
 
-The name of a parameter contains the number of its layer in the model, or the number of its stage if
+The name of a parameter contains the index of its layer in the model, or the index of its stage if
 it belongs to no layer. The name also contains the tensor-parallel rank and, for experts, the
 expert-parallel rank. So the name stays the same when a layer moves to another stage.
 
-A "share" is a range of elements of a tensor that a rank holds. With the distributed optimizer, a
+A "share" is the range of a tensor's elements that a rank holds. With the distributed optimizer, a
 rank holds only a part of the optimizer state. Otherwise it holds the whole state. The range depends
 on the layout of the gradient buffers, which changes on every rank that gains or loses a layer::
 
@@ -37,7 +37,7 @@ _MESSAGE_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class Share:
-    """Holds the elements of a parameter or buffer, or of its optimizer state, that this rank has.
+    """This rank's elements of a parameter or buffer, or of its optimizer state.
 
     Attributes:
         start: Index of the first element.
@@ -53,7 +53,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Lists the state that a rank has before a move and needs after it. Every rank gets all tables.
+    """State that a rank has before a move and needs after it. Every rank gets all tables.
 
     Attributes:
         replica: Index of the rank among data- and context-parallel ranks.
@@ -70,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Describes a copy of a range of a share's elements from one rank to another.
+    """Copy of a range of a share's elements from one rank to another.
 
     Source and target may be the same rank.
 
@@ -94,7 +94,7 @@ def shares_of(
 ) -> dict[str, Share]:
     """Returns this rank's shares by name. Their tensors are views of the tensors in use.
 
-    There is a share for each parameter's weight, and another for its optimizer state if this rank
+    Each parameter has a share for its weight, and another for its optimizer state if this rank
     holds any part of it.
 
     Args:
@@ -108,7 +108,7 @@ def shares_of(
         shares[name] = Share(0, weight.numel(), [weight.detach().view(-1)])
         if not isinstance(weight, torch.nn.Parameter):
             continue  # a buffer, such as a router's bias, has no optimizer state
-        main = getattr(weight, "main_param", None)  # copy of a 16-bit weight in 32 bits
+        main = getattr(weight, "main_param", None)  # 32-bit copy of a 16-bit weight
         leaf = held_by.get(weight) or held_by.get(main)
         if leaf is None:
             continue  # the weight is frozen, or only other replicas update it
@@ -130,8 +130,8 @@ def shares_of(
 def _leaf_of_each(leaves: Sequence[Any]) -> dict[torch.Tensor | None, Any]:
     """Returns the chained optimizer that updates each parameter on this rank.
 
-    megatron-core uses one optimizer for experts that are distributed over ranks and another for all
-    other parameters. With muon, it uses one optimizer for matrices and another for all other
+    megatron-core uses one optimizer for experts that are distributed over ranks, and another for
+    all other parameters. With muon, it uses one optimizer for matrices, and another for all other
     parameters.
     """
     held_by: dict[torch.Tensor | None, Any] = {}
@@ -172,8 +172,8 @@ def _named(
                 number = model.decoder.layers[int(layer)].layer_number
                 yield f"layer {number} {rest} {part}", tensor
             elif name.startswith(_NORM):
-                # The name contains no stage: with multi-token prediction, this norm belongs to the
-                # stage of the last layer, which may change.
+                # The name does not contain the stage. With multi-token prediction, this norm
+                # belongs to the stage of the last layer, which may change.
                 yield f"{name} {part}", tensor
             else:
                 yield f"stage {stage} {name} {part}", tensor
@@ -201,7 +201,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def steps_of(optimizer: Any) -> float:
-    """Returns the number of updates that an optimizer has made; 0 if it does not count them."""
+    """Returns the number of updates that an optimizer has made, or 0 if it does not count them."""
     counted = []
     for leaf in optimizer.chained_optimizers:
         inner = leaf.optimizer
@@ -211,11 +211,11 @@ def steps_of(optimizer: Any) -> float:
 
 
 def passages(tables: Mapping[int, Table]) -> list[Passage]:
-    """Lists the elements that each rank must get, and the rank that sends them.
+    """Lists the elements that each rank needs, and the rank that sends them.
 
-    Every rank computes the same list from the same tables. Elements come from the target rank
-    itself if it holds them. Otherwise they come from a rank of the same replica if possible, and
-    else from any rank. Shares whose range does not change on a rank are not listed.
+    Every rank computes the same list from the same tables. If the target rank itself holds the
+    elements, it is the source. Otherwise a rank of the same replica is preferred as the source.
+    Shares whose range does not change on a rank are omitted.
 
     Args:
         tables: Tables of all ranks, by global rank.
@@ -266,7 +266,7 @@ def _cover(
             rest += [(first, begin)] if first < begin else []
             rest += [(stop, last)] if stop < last else []
         missing = rest
-    assert not missing, f"some elements of {name} are on no rank"
+    assert not missing, f"no rank has some elements of {name}"
 
 
 def exchange(
@@ -276,7 +276,7 @@ def exchange(
     new: Mapping[str, Share],
     group: dist.ProcessGroup,
 ) -> None:
-    """Sends and receives the elements of all passages. Must be called on all sources and targets.
+    """Sends and receives the elements of all passages. All sources and targets must call it.
 
     Blocks until all messages from and to this rank have been transferred.
 
@@ -285,10 +285,10 @@ def exchange(
         rank: Global rank of this process.
         old: Shares that this rank had before the move.
         new: Shares to fill. Their tensors must already be allocated.
-        group: Process group of all ranks, with the backend gloo.
+        group: Process group of all ranks, with backend gloo.
 
     Raises:
-        TransportError: A message was not transferred within the group's time limit.
+        TransportError: A message was not transferred within the group's timeout.
     """
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -320,13 +320,13 @@ def exchange(
         peers = ", ".join(map(str, sorted({*arrived, *leaving})))
         reason = str(error).splitlines()[0]
         raise TransportError(
-            f"rank {rank} could not pass layers from or to rank {peers}: {reason}; the job's state "
-            "is lost: resume it from its last checkpoint"
+            f"rank {rank} could not send or receive layers (peers: {peers}): {reason}; the job's "
+            "state is lost, so resume the job from its last checkpoint"
         ) from error
     for peer, tensors in incoming.items():
         for tensor, part in zip(tensors, arrived[peer].split(sizes[peer]), strict=True):
             # Bytes must be aligned to be viewed as another type. A part of the message may not be
-            # aligned, but a clone is.
+            # aligned, but its clone is.
             tensor.copy_(part.clone().view(tensor.dtype))
 
 

@@ -1,9 +1,10 @@
-"""Distributes each step's microbatches among the data-parallel replicas of a run.
+"""Distributes each step's microbatches over the data-parallel replicas of a run.
 
 Before a step, every rank computes the same assignment (``schedule/microbatch_assignment.py``) from
-the microbatches' lengths, which all ranks know, and from measured times. For this, three sums per
-rank are gathered after each step: the total time of the rank's actions, their times weighted by the
-microbatch's number of tokens, and their times weighted by the microbatch's squared lengths.
+the microbatches' lengths, which all ranks know, and from measured times. For this purpose, three
+sums per rank are gathered after each step: the total time of the rank's actions, their times
+weighted by the microbatch's number of tokens, and their times weighted by the microbatch's squared
+lengths.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Deal
 _TOKEN_PER_PAIR = 12
 """Factor in the estimated cost of a token.
 
-A token costs as much as attention between ``12 * hidden_size`` pairs of tokens.
+The cost of a token is that of attention between ``12 * hidden_size`` pairs of tokens.
 """
 
 
 def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that assigns microbatches to replicas according to the settings."""
+    """Returns an object that distributes microbatches over replicas according to the settings."""
     parallel = config.parallel
     # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
     has_one_chunk = config.varies_slices and parallel.num_chunks == 1
@@ -47,14 +48,14 @@ def make_dealer(config: TrainerConfig) -> Dealer:
 
 
 class ReplicaDealing:
-    """Assigns the microbatches of each step to replicas, and gathers the steps' times.
+    """Assigns the microbatches of each step to replicas, and gathers the step's times.
 
-    Every rank has such an object. Constructing it is collective over all ranks.
+    Every rank has such an object. Its constructor is collective over all ranks.
 
     Args:
         run: Run whose microbatches are assigned.
-        message: Function that writes a line to the log. It is called if the estimated speeds of the
-            replicas change.
+        message: Function that writes a line to the log. It is called when the estimated speeds of
+            the replicas change.
     """
 
     def __init__(self, run: Run, message: Callable[[str], None]) -> None:
@@ -82,12 +83,12 @@ class ReplicaDealing:
         self.shares: Shares = ()
 
     def take(self, loader: Any, num_microbatches: int, iteration: int) -> tuple[Any, Dealt]:
-        """Assigns the next step's microbatches to replicas, and returns those of this rank.
+        """Assigns the next step's microbatches to replicas, and returns this rank's microbatches.
 
         Args:
-            loader: Data loader; ``None`` on a rank that needs no data.
+            loader: Data loader, or ``None`` on a rank that does not need data.
             num_microbatches: Mean number of microbatches per replica.
-            iteration: Iteration number, to find the recorded assignment in a replay.
+            iteration: Index of the iteration, to find its recorded assignment in a replay.
 
         Returns:
             Data of this rank's microbatches (``None`` without a loader), and the indices of these
@@ -102,14 +103,14 @@ class ReplicaDealing:
         return microbatches, Dealt(self.shares[self._replica], sum(map(len, self.shares)))
 
     def after_step(self, times: RankTimes) -> None:
-        """Starts to gather a step's times from all ranks; :meth:`finish` waits for the result.
+        """Starts to gather a step's times from all ranks. :meth:`finish` waits for the result.
 
         Args:
             times: Durations of this rank's actions in the step.
         """
         self._steps += 1
-        # The first step of a process includes warm-up, so its times are too long. No times are
-        # needed if a recorded assignment is replayed, or if a single replica gets all microbatches.
+        # The first step of a process includes warm-up, so its times are too long. Times are not
+        # needed if a recorded assignment is replayed, or if there is only one replica.
         if self._steps == 1 or self._run.replay is not None or self._replicas == 1:
             return
         sums = [0.0, 0.0, 0.0]
@@ -127,7 +128,7 @@ class ReplicaDealing:
     def finish(self) -> None:
         """Waits for times that are still being gathered, and updates the replicas' speeds.
 
-        Must be called before the run is taken down, because this destroys the process groups.
+        Must be called before the run is shut down, which destroys the process groups.
         """
         work, self._work = self._work, None
         if work is None:

@@ -1,16 +1,16 @@
 """Moves the stages of a running job to other ranks between two steps, without a checkpoint.
 
-The new stages may have another placement (assignment to ranks), another partition (layers per
-stage), or both. Sequences may also be cut into other slices. Model, optimizer and
-message channels are built again in the same processes. Weights and optimizer state are sent from
-memory to memory. The training loop keeps its counters, logs and data loader::
+The new stages may have another placement (assignment to ranks), another partition (number of layers
+per stage), or both. Sequences may also be divided into different slices. Model, optimizer and
+message channels are rebuilt in the same processes. Weights and optimizer state are sent from memory
+to memory. The training loop keeps its counters, logs and data loader::
 
     state is set aside ──> release, take down ──> build again, state to its new ranks
                            channels, traces       model, optimizer, channels
 
-During the move, the state is kept on the GPU if the GPU has enough free memory, and otherwise in
-the host's memory. Only state that another rank needs is sent. If the placement does not change,
-process groups, data and schedule are kept.
+During the move, the state is kept on the GPU if the GPU has enough free memory, otherwise in host
+memory. Only state that another rank needs is sent. If the placement does not change, process
+groups, data and schedule are kept.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def with_schedule(
     slices: int | None = None,
     tokens: int | None = None,
 ) -> TrainingJob:
-    """Returns a copy of the job with another partition, placement of stages, or cut of sequences.
+    """Returns a copy of the job with another partition, placement of stages, or slice size.
 
     Args:
         job: Job to copy.
-        partition: Number of layers per stage; ``None`` for the current partition.
-        kind: Placement of stages on ranks; ``None`` for the current placement.
-        slices: Number of slices of each sequence; ``None`` for the current number.
-        tokens: Number of tokens of each slice; ``None`` for the current number.
+        partition: Number of layers per stage, or ``None`` for the current partition.
+        kind: Placement of stages on ranks, or ``None`` for the current placement.
+        slices: Number of slices per sequence, or ``None`` for the current number.
+        tokens: Number of tokens per slice, or ``None`` for the current number.
     """
     schedule = job.config.schedule
     if tokens is not None:
@@ -93,20 +93,21 @@ def move_stages(
 
     Args:
         box: List whose only element is the run. The run must not be in a step. The list is emptied
-            when the run is taken down, so that the caller keeps no reference to the run.
+            when the run is shut down, so that the caller keeps no reference to the run.
         release: Callback that drops all other references to the run, so that the run's memory is
-            freed before the next run is built. It is not called if a rank lacks memory for the
-            state.
-        kind: New placement of stages on ranks; ``None`` for the current placement.
-        partition: New number of layers per stage; ``None`` for the current partition.
-        slices: New number of slices of each sequence; ``None`` for the current number.
-        tokens: New number of tokens of each slice; ``None`` for the current number.
+            freed before the next run is built. It is not called if a rank has too little memory for
+            the state.
+        kind: New placement of stages on ranks, or ``None`` for the current placement.
+        partition: New number of layers per stage, or ``None`` for the current partition.
+        slices: New number of slices per sequence, or ``None`` for the current number.
+        tokens: New number of tokens per slice, or ``None`` for the current number.
 
     Returns:
         New run. If the old run was traced, the trace continues in new files.
 
     Raises:
-        DeviceMemoryError: A rank lacks memory for the state. The old run continues to exist.
+        DeviceMemoryError: A rank has too little memory for the state. The old run continues to
+            exist.
         TransportError: State did not arrive at its new rank, and is lost.
     """
     state = _set_aside(box[0])
@@ -145,11 +146,11 @@ def move_stages(
 
 
 def take_down(run: Run) -> None:
-    """Closes a run's channels and traces, which ends the run. All ranks must call it.
+    """Shuts down a run by closing its channels and traces. All ranks must call this function.
 
-    Also drops the tensors that MoE token dispatchers keep from their last microbatch. The autograd
-    graph of these tensors refers to the model in a cycle that the garbage collector cannot detect.
-    If they were kept, the model's memory would never be freed.
+    This function also drops the tensors that MoE token dispatchers keep from their last microbatch.
+    The autograd graph of these tensors refers to the model in a cycle that the garbage collector
+    cannot detect. Otherwise, the model's memory would never be freed.
     """
     run.tracing.close()
     if run.wiring is not None:
@@ -166,16 +167,16 @@ def take_down(run: Run) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """Holds the state of a rank's stages while model and optimizer are built again.
+    """State of a rank's stages while model and optimizer are rebuilt.
 
-    A "chained optimizer" is one of the optimizers that megatron-core combines into one. An example
-    is the optimizer for experts, besides the optimizer for all other parameters.
+    A "chained optimizer" is one of the optimizers that megatron-core combines into one. For
+    example, experts have an optimizer that is separate from the optimizer for all other parameters.
 
     Attributes:
-        shares: This rank's elements of each parameter, and of its optimizer state, by name.
+        shares: This rank's elements of each parameter and of its optimizer state, by name.
         steps: Number of updates that the optimizer has made.
         groups: Settings of the parameter groups (such as learning rates) of each chained optimizer.
-        scalers: Loss scaler of each chained optimizer; ``None`` if it has none.
+        scalers: Loss scaler of each chained optimizer, or ``None`` if it has none.
     """
 
     shares: dict[str, Share]
@@ -206,7 +207,7 @@ def _set_aside(run: Run) -> _State:
     if short:
         raise DeviceMemoryError(
             f"weights and optimizer state of rank {short[0]} do not fit into the host's memory "
-            "during the move; start with --pipeline-placement and --partition instead"
+            "during the move; set --pipeline-placement and --partition from the start instead"
         )
     device = job.accelerator.device if stays else torch.device("cpu")
     for share in shares.values():
@@ -231,7 +232,7 @@ def _own_stages(run: Run) -> list[int]:
 
 
 def _give(run: Run, state: _State) -> None:
-    """Loads the state kept by all ranks into the new run. All ranks must call it."""
+    """Loads the state that all ranks have kept into the new run. Collective over all ranks."""
     job = run.job
     old = state.shares
     leaves = run.optimizer.chained_optimizers

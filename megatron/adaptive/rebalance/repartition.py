@@ -1,14 +1,14 @@
-"""Implements ``--repartition auto``: moves layers off a slow rank if that makes steps faster.
+"""Implements ``--repartition auto``: moves layers off a slow rank if this makes steps faster.
 
 Every ``--repartition-interval`` iterations, rank 0 gathers the measurements of all ranks. It
-simulates steps with other partitions (numbers of layers per stage) and finds the fastest one. If
-the predicted gain is large enough, all ranks change to that partition at the same time::
+simulates steps with other partitions (numbers of layers per stage) and finds the fastest partition.
+If the predicted gain is large enough, all ranks switch to that partition at the same time::
 
     steps of the interval    ──> loads of ranks and stages ──> fastest partition, simulated
     each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
 
 If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
-If a move gains nothing, because the decision was based on noise, the layers go back.
+If a move gains nothing because the decision was based on noise, the move is undone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WARM_UP = 1
 _JUDGED_STEPS = 8
 """Number of steps after which a move by ``auto`` is checked.
 
-Moves that such a check leads to are checked after the same number of steps.
+If the check leads to another move, that move is checked after the same number of steps.
 """
 
 
@@ -61,8 +61,8 @@ def resume_partition(job: TrainingJob) -> TrainingJob:
     """Returns a copy of the job with the partition of the checkpoint that the job loads.
 
     Returns the job itself without ``--repartition auto``, without a checkpoint to load, or if the
-    checkpoint has another number of pipeline ranks, chunks or layers. A checkpoint that cannot be
-    read is ignored here, because loading it later reports the error. Collective over all ranks.
+    checkpoint has a different number of pipeline ranks, chunks or layers. An unreadable checkpoint
+    is ignored here, because loading it later reports the error. Collective over all ranks.
     """
     config = job.config
     if config.schedule.repartition == "off" or config.checkpoint.load is None:
@@ -113,7 +113,7 @@ class Repartitioner:
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
-        """Starts to measure a run that has just been built, for the first time or after a move."""
+        """Starts to measure a run that has just been built, initially or after a move."""
         self._run = run
         self._skip = _WARM_UP
         self._partition = run.job.config.layers_per_stage
@@ -132,7 +132,9 @@ class Repartitioner:
         del self._run
 
     def gather_loads(self, num_microbatches: int) -> list[Loads]:
-        """Gathers the measurements of all ranks and computes their loads. All ranks must call it.
+        """Gathers the measurements of all ranks and computes their loads.
+
+        Collective over all ranks.
 
         Returns:
             Three loads: over all steps since the last decision, over their first half, and over
@@ -154,8 +156,8 @@ class Repartitioner:
             decision: Decision, equal on all ranks.
 
         Returns:
-            Move with the measured step time before it; ``None`` if layers stay, or if nothing was
-            simulated without a move.
+            Move with the measured step time before it, or ``None`` if layers stay or no step
+            without a move was simulated.
         """
         if decision.partition is None or decision.present_s is None or decision.step_s is None:
             return None
@@ -170,9 +172,9 @@ class Repartitioner:
         )
 
     def expect(self, promise: Move, run: Run) -> None:
-        """Starts to measure a run that ``auto`` has built again, to check its move of layers.
+        """Starts to measure a run that ``auto`` has rebuilt, to check its move of layers.
 
-        The cause that slowed a rank in the first steps may have disappeared since. Then layers move
+        The cause that slowed a rank in the first steps may have disappeared. Then layers move
         again, and each move is checked, until a check moves no layers.
 
         Args:
@@ -198,7 +200,7 @@ class Repartitioner:
             num_microbatches: Number of microbatches per step.
 
         Returns:
-            Move to make before the next step, equal on all ranks; ``None`` if layers stay.
+            Move to make before the next step, equal on all ranks, or ``None`` if layers stay.
         """
         if self._skip:
             self._skip -= 1
@@ -220,7 +222,8 @@ class Repartitioner:
         if is_late:
             limit_s = limit_of_search(LIMIT_S, self._run.job.timeout)
             self._message(
-                f"  repartition: layers stay, as no partition was simulated within {limit_s:g} s"
+                "  repartition: layers stay, because no partition was simulated within "
+                f"{limit_s:g} s"
             )
         way_back = self._compare(step_s)
         self._forget()
@@ -249,13 +252,13 @@ class Repartitioner:
         self.adopt(run)
 
     def _compare(self, step_s: float) -> Move | None:
-        """Logs measured and predicted gain of the last move; sets the required gain of the next.
+        """Logs the gains of the last move, and sets the required gain of the next move.
 
         Args:
             step_s: Step time in seconds, measured since the move.
 
         Returns:
-            Move that undoes the last move. ``None`` if there was no move, or if the move made steps
+            Move that undoes the last move, or ``None`` if there was no move or the move made steps
             faster.
         """
         promise, self._promise = self._promise, None
@@ -290,8 +293,8 @@ class Repartitioner:
         """Decides, on rank 0, whether to move layers.
 
         Returns:
-            Layer move to make (``None`` for none), measured step time in seconds, and whether the
-            search exceeded its time limit.
+            Tuple of three values: move to make or ``None``, measured step time in seconds, and
+            whether the search exceeded its time limit.
         """
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
@@ -343,12 +346,12 @@ def make_tuner(
 
     Args:
         run: Run to measure.
-        layers: Object that measures the layers; ``None`` if neither stages nor layers may move.
+        layers: Object that measures the layers, or ``None`` if neither stages nor layers may move.
         say: Function that writes a line to the log.
-        numbers: Numbers of slices to choose from; empty to keep the current number.
-        trial: Times measured earlier with another number of slices; ``None`` if there are none.
-        only_pace: Whether to keep the schedule, and to give it only the measured pace (see
-            :class:`Tuner`).
+        numbers: Numbers of slices to choose from. Empty to keep the current number.
+        trial: Earlier measurements with another number of slices, or ``None``.
+        only_pace: Whether to keep the schedule, and to change only its pace to the measured values
+            (see :class:`Tuner`).
     """
     config = run.job.config
     settings = config.schedule

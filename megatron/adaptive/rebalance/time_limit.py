@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 """Maximum time in seconds that all ranks wait while rank 0 chooses a schedule or partition."""
 
 SIMULATED_OF_LIMIT = 0.75
-"""Fraction of the time limit after which simulations stop and the best result so far is chosen."""
+"""Fraction of the time limit after which simulations stop and the best result so far is used."""
 
 
 def limit_of_search(limit_s: float, timeout: datetime.timedelta) -> float:
@@ -31,11 +31,11 @@ def result_within(limit_s: float, action: Callable[[], T], instead: T) -> T:
     """Runs a function in a thread, and waits for its result for a limited time.
 
     The function cannot be stopped. After the time limit, its thread continues in the background,
-    and its result or exception is dropped.
+    and its result or exception is discarded.
 
     Args:
         limit_s: Maximum time to wait, in seconds.
-        action: Function to run. It may read the run, but must not change anything in it.
+        action: Function to run. It may read the run, but must not change it.
         instead: Result to return if the time limit is exceeded.
 
     Raises:

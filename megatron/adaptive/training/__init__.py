@@ -1,1 +1,1 @@
-"""Contains the training loop with its hooks, its process, logging, and layer measurement."""
+"""Contains the training loop, its hooks and process, logging, and measurements of layers."""

@@ -22,24 +22,24 @@ class Hook:
     """
 
     def before_step(self, iteration: int) -> None:
-        """Called before each step; ``iteration`` is the number of iterations done so far."""
+        """Called before each step. ``iteration`` is the number of completed iterations."""
 
     def after_step(self, step: TrainedStep) -> None:
-        """Called after each step, when the run's progress includes the step."""
+        """Called after each step, when the run's progress already includes the step."""
 
     def at_end(self) -> None:
         """Called once at the end, if training ended without an error."""
 
     def close(self) -> None:
-        """Frees the hook's resources, also after an error. Idempotent."""
+        """Frees the hook's resources, even after an error. Safe to call more than once."""
 
 
 def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) -> Hook:
     """Returns the hook that profiles this rank according to the flags.
 
     ``--profile-execution True`` and ``--profile --use-pytorch-profiler`` use PyTorch's profiler.
-    The first flag writes to a subfolder ``--profile-name``. ``--profile`` alone marks the range to
-    record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU nsys would record
+    The first flag writes to the subfolder ``--profile-name``. ``--profile`` alone marks the range
+    to record for ``nsys profile --capture-range=cudaProfilerApi``. Without a GPU, nsys would record
     nothing, so PyTorch's profiler is used instead.
 
     Args:
@@ -48,7 +48,7 @@ def make_profiler(cfg: TrainerConfig, rank: int, output_dir: Path | str | None) 
         output_dir: Folder of TensorBoard, to which PyTorch's profiler writes.
 
     Raises:
-        ConfigError: On all ranks, if PyTorch's profiler has no folder to write to.
+        ConfigError: PyTorch's profiler has no folder to write to. All ranks raise this error.
     """
     run = cfg.run
     if not (run.profile or run.profile_execution):

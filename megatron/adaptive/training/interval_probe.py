@@ -1,7 +1,7 @@
 """Probes the ranks, links and groups of a training run between steps, for ``--probe-interval``.
 
-In an elastic job, the first probe is before the first step, and the names of nodes that fail go to
-``progress.jsonl``, from which the manager of the job reads them.
+In an elastic job, the first probe runs before the first step, and the names of failed nodes are
+written to ``progress.jsonl``, from which the job's manager reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.adaptive.profiling.probe import Probe, ProbedGroup
 from megatron.adaptive.profiling.probe_layout import CONTEXT, DATA, EXPERT, TENSOR
 
 _MOST_SHARE = 0.01
-"""Maximum fraction of the training time that probes take, from the second probe on."""
+"""Maximum fraction of the training time that probes take, beginning with the second probe."""
 _SECONDS = 0.02
 
 
@@ -37,7 +37,7 @@ class IntervalProbe:
     A probe is skipped if it would take more than 1% of the time since the previous probe.
 
     Args:
-        interval: Number of iterations between two probes. With 0, there are no probes.
+        interval: Number of iterations between two probes, or 0 to turn probes off.
         say: Function that writes a line to the log.
         report: Function that writes values to ``progress.jsonl``.
     """
@@ -51,7 +51,7 @@ class IntervalProbe:
         self._end_s = time.perf_counter()
 
     def is_due(self, iteration: int) -> bool:
-        """Returns whether to call :meth:`run` after an iteration; equal on all ranks."""
+        """Returns whether to call :meth:`run` after an iteration. Equal on all ranks."""
         return self._interval > 0 and iteration % self._interval == 0
 
     def is_due_at_start(self, run: Run) -> bool:
@@ -59,7 +59,7 @@ class IntervalProbe:
         return self._interval > 0 and run.job.environment.lease is not None
 
     def run(self, run: Run) -> None:
-        """Runs the probe unless it takes too long. All ranks call it with no message in flight."""
+        """Runs the probe unless it takes too long. Collective, with no messages in flight."""
         since_s = time.perf_counter() - self._end_s
         if not run.job.from_first(self._cost_s <= _MOST_SHARE * since_s):
             return
@@ -87,7 +87,7 @@ class IntervalProbe:
         self._report(probe=self._count, failed_nodes=[node.to_dict() for node in failed])
         if not report.outliers:
             self._say(
-                f"  probe: no outlier among {len(report.figures)} figures, {report.seconds:.2f} s"
+                f"  probe: no outliers among {len(report.figures)} figures, {report.seconds:.2f} s"
             )
 
 

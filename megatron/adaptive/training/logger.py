@@ -1,6 +1,6 @@
-"""Defines and finds loggers, which receive the metrics of a run.
+"""Defines loggers, which receive the metrics of a run, and finds the loggers of a run.
 
-A logger is a subclass of :class:`Logger`. The loggers of this package are modules of the folder
+A logger is a subclass of :class:`Logger`. The loggers of this package are modules in the folder
 ``loggers``, where this module finds them. Your own logger can be anywhere: pass ``--logger
 package.module:Class``. A package can also publish its loggers as entry points of the group
 ``megatron_adaptive.loggers``, which are selected by name.
@@ -16,23 +16,23 @@ from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.errors import AdaptiveError, ConfigError
 
 ENTRY_POINTS = "megatron_adaptive.loggers"
-"""Name of the group of entry points by which installed packages provide loggers."""
+"""Name of the entry-point group through which installed packages provide loggers."""
 
 
 class Logger:
     """Passes the values of a run to an experiment tracker, such as TensorBoard.
 
-    Subclasses override the methods that they need; all other methods do nothing. Only the rank that
-    writes the log makes a logger object. If a method raises an error, a warning is printed, and the
-    logger receives no more values; training continues.
+    Subclasses override the methods that they need. All other methods do nothing. Only the rank that
+    writes the log creates a logger object. If a method raises an error, a warning is printed, and
+    the logger receives no more values, but training continues.
 
     Args:
         cfg: Settings of the run.
 
     Attributes:
-        name: Name of the logger for ``--logger``; empty if the class is not part of this package.
-        flag: Field of ``LoggingConfig`` whose flag turns the logger on; empty if only ``--logger``
-            does.
+        name: Name of the logger for ``--logger``. Empty if the class is not part of this package.
+        flag: Field of ``LoggingConfig`` whose flag turns the logger on. Empty if only ``--logger``
+            turns it on.
     """
 
     name: ClassVar[str] = ""
@@ -47,14 +47,14 @@ class Logger:
         Args:
             tag: Name of the curve.
             value: Value of the point.
-            step: Iteration number.
+            step: Index of the iteration.
         """
 
     def picture(self, path: Path, step: int) -> None:
         """Adds an image file that shows a step of the pipeline."""
 
     def note(self, name: str, content: Any) -> None:
-        """Stores a named document of JSON values; replaces an earlier one."""
+        """Stores a named document of JSON values, and replaces an earlier document of this name."""
 
     def close(self) -> None:
         """Writes all pending points and disconnects."""
@@ -72,8 +72,7 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
     """Returns the classes of all loggers that a run uses.
 
     Raises:
-        ConfigError: A name given to ``--logger`` is unknown, cannot be imported, or is not a
-            logger.
+        ConfigError: A name in ``--logger`` is unknown, cannot be imported, or is not a logger.
     """
     table = built_in_loggers()
     settings = cfg.logging
@@ -84,13 +83,13 @@ def find_loggers(cfg: TrainerConfig) -> list[type[Logger]]:
         logger = table[name] if name in table else _own_logger(name)
         if logger.flag and logger not in classes:
             flag = f"--{logger.flag.replace('_', '-')}"
-            raise ConfigError(f"argument --logger: {name} needs {flag}; add this flag instead")
+            raise ConfigError(f"argument --logger: {name} requires {flag}; use this flag instead")
         classes.append(logger)
     return list(dict.fromkeys(classes))
 
 
 def make_logger(logger: type[Logger], cfg: TrainerConfig) -> Logger:
-    """Makes a logger.
+    """Creates a logger.
 
     Raises:
         ConfigError: The logger cannot be opened.
@@ -110,12 +109,12 @@ def _own_logger(name: str) -> type[Logger]:
     loaded = find_object(name, group=ENTRY_POINTS, subject="logger")
     if loaded is None:
         raise ConfigError(
-            f"argument --logger: {name!r} is not one of {', '.join(built_in_loggers())}, and not "
+            f"argument --logger: {name!r} must be one of {', '.join(built_in_loggers())}, or "
             "package.module:Class of your own logger"
         )
     if not _is_logger(loaded):
         raise ConfigError(
-            f"logger {name} is {type(loaded).__name__} {loaded!r:.60}; make it a subclass of "
+            f"logger {name} is a {type(loaded).__name__} ({loaded!r:.60}); make it a subclass of "
             "Logger of megatron.adaptive.training.logger"
         )
     return loaded

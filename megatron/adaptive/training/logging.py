@@ -1,13 +1,13 @@
 """Reports a run as Megatron-LM's log lines, metrics in loggers, progress.jsonl and a bar.
 
 The training loop measures each iteration and passes an :class:`IterationReport`. This module
-decides when and how to report, and computes averages. It converts the report to a list
-of values (figures), which it writes as a log line, as points of curves and as an entry of
-``progress.jsonl``. Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``,
-``loggers``) receive curves, the picture of a step and the diagnosis's findings.
+decides when and how to report, and computes averages. It converts the report to a list of values
+(figures), which it writes as a log line, as points of curves and as an entry of ``progress.jsonl``.
+Loggers such as TensorBoard, Weights & Biases and MLflow (``logger.py``, ``loggers``) receive the
+curves, an image of a step and the findings of the diagnosis.
 
-A single rank writes everything: the last rank that has the loss. If stages are placed
-round-robin, this is the last rank of the job, as in Megatron-LM.
+A single rank writes everything: the last rank that has the loss. If stages are placed round-robin,
+this is the last rank of the job, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SIZES = (  # names of the parallel sizes that progress.jsonl contains
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
 )
-_MAX_EXPONENT = 20.0  # limit of Megatron-LM: a perplexity above exp(20) is shown as exp(20)
+_MAX_EXPONENT = 20.0  # Megatron-LM's limit: a perplexity above exp(20) is shown as exp(20)
 
 
 def startup_line(cfg: TrainerConfig) -> str:
     """Returns Megatron-LM's line about the parallel sizes.
 
-    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last. So the
+    The numbers of ranks of unequal stages, and a context-parallel size above 1, come last, so the
     beginning of the line always has the same format.
     """
     parallel = cfg.parallel
@@ -69,13 +69,13 @@ def startup_line(cfg: TrainerConfig) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep(StepResult):
-    """Describes a completed training step, for the hooks.
+    """Completed training step, for the hooks.
 
     Attributes:
-        iteration: Iteration in the whole training run, from 1.
-        global_batch_size: Number of samples in the step over all ranks.
+        iteration: Index of the iteration in the whole training run, from 1.
+        global_batch_size: Number of samples in the step, over all ranks.
         num_microbatches: Number of microbatches that this rank processed in the step.
-        load: Number of tokens and fraction of padding over all microbatches, ``None`` if samples
+        load: Number of tokens and fraction of padding over all microbatches, or ``None`` if samples
             have equal lengths.
         begin_s: Start time of the step, as a value of :func:`time.perf_counter` in seconds.
     """
@@ -89,7 +89,7 @@ class TrainedStep(StepResult):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReport(TrainedStep):
-    """Describes a completed training step together with measurements, for the log.
+    """Completed training step with measurements, for the log.
 
     Attributes:
         consumed_samples: Number of training samples used so far, including this iteration.
@@ -97,9 +97,9 @@ class IterationReport(TrainedStep):
         learning_rate: Learning rate after the iteration.
         loss_scale: Factor by which the loss is multiplied (loss scaling), after the iteration. It
             is 1 without loss scaling.
-        params_norm: L2 norm of all parameters, ``None`` without ``--log-params-norm``.
-        memory_bytes: Size in bytes of the memory in use on the GPU, or by the process on a CPU,
-            after the iteration.
+        params_norm: L2 norm of all parameters, or ``None`` without ``--log-params-norm``.
+        memory_bytes: Memory in use on the GPU, or by the process on a CPU, after the iteration, in
+            bytes.
         peak_memory_bytes: Maximum of ``memory_bytes`` so far.
     """
 
@@ -124,16 +124,17 @@ class TrainingLog:
 
     Args:
         cfg: Settings of the run.
-        is_writer: Whether this rank writes; it must be True on exactly one rank.
-        accelerator: Device of this rank. Its peak FLOP/s is the basis of the utilization (MFU).
+        is_writer: Whether this rank writes. It must be true on exactly one rank.
+        accelerator: Device of this rank. Its peak FLOP/s is the reference of the utilization (MFU).
         total_iterations: Number of iterations of the whole training run.
-        start_iteration: Number of iterations done before this process began, 0 for a new run.
-        stream: Stream to which lines are printed, ``None`` for standard output.
-        padded_vocab_size: Number of rows of the embedding, to compute FLOPs; ``None`` to load the
-            tokenizer and derive the number from it.
+        start_iteration: Number of iterations completed before this process began, or 0 for a new
+            run.
+        stream: Stream to which lines are printed, or ``None`` for standard output.
+        padded_vocab_size: Number of rows of the embedding, to compute FLOPs, or ``None`` to derive
+            it from the tokenizer.
 
     Raises:
-        ConfigError: If TensorBoard's folder cannot be written.
+        ConfigError: TensorBoard's folder is not writable.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class TrainingLog:
         self._gains: tuple[str, ...] = ()
         self._bar: tqdm[Any] | None = None
         self._curves: _Curves | None = None
-        # Look up the loggers on every rank, so that a wrong name is an error on all ranks.
+        # Look up the loggers on every rank, so that all ranks raise an error for a wrong name.
         self._loggers = find_loggers(cfg)
         self._progress = ProgressFile(None)
         if is_writer:
@@ -194,11 +195,11 @@ class TrainingLog:
     ) -> None:
         """Makes another rank write the log, and sends it the reports since the last line.
 
-        All ranks must call this method together.
+        Collective over all ranks.
 
         Args:
-            iteration: Number of iterations done.
-            is_writer: Whether this rank writes from now on; it must be True on exactly one rank.
+            iteration: Number of completed iterations.
+            is_writer: Whether this rank writes from now on. It must be true on exactly one rank.
             gather: Function that gathers an object from every rank.
         """
         was_writer, self._is_writer = self._is_writer, is_writer
@@ -213,14 +214,15 @@ class TrainingLog:
 
     @property
     def tensorboard(self) -> Any:
-        """Object with TensorBoard's ``add_scalar``. ``None`` if this rank writes no metrics."""
+        """Object with TensorBoard's ``add_scalar``, or ``None`` if this rank writes no metrics."""
         return self._curves
 
     def iteration(self, report: IterationReport) -> None:
-        """Logs an iteration; prints a line at each ``--log-interval``.
+        """Logs an iteration. Prints a line every ``--log-interval`` iterations.
 
-        The line has the means of time, losses and bubble over the iterations since the last line,
-        and the latest value of all other quantities. Losses of skipped iterations are not included.
+        The line contains the means of time, losses and bubble over the iterations since the last
+        line, and the latest value of all other quantities. Losses of skipped iterations are
+        excluded.
         """
         if not self._is_writer:
             return
@@ -244,12 +246,12 @@ class TrainingLog:
             self._reports = []
 
     def validation(self, iteration: int, prefix: str, losses: Mapping[str, float]) -> None:
-        """Prints the losses of a validation or test.
+        """Prints validation or test losses.
 
         Args:
             iteration: Iteration after which the losses were computed.
             prefix: Beginning of the line. If it contains the word ``test``, the losses are added to
-                the curves for test, and otherwise for validation.
+                the curves for test, otherwise to those for validation.
             losses: Mean of each loss, by name.
         """
         if not self._is_writer:
@@ -269,7 +271,7 @@ class TrainingLog:
                 self._curves.add_scalar(tag, value, iteration)
 
     def ends(self, reason: str) -> None:
-        """Prints why training ended, and writes the reason to ``progress.jsonl``."""
+        """Prints the reason why training ends, and writes it to ``progress.jsonl``."""
         self.message(f"training ends: {reason}")
         folder = self._cfg.schedule.trace_dir
         if self._curves is not None and folder is not None:
@@ -279,14 +281,14 @@ class TrainingLog:
     def report(self, **values: Value) -> None:
         """Writes values to ``progress.jsonl``.
 
-        If the values include findings of the diagnosis, the loggers get the possible gain from
-        each finding.
+        If the values include findings of the diagnosis, the loggers receive the possible gain from
+        fixing each finding.
         """
         self._progress.report(values)
         findings = values.get("findings")
         if self._curves is None or not isinstance(findings, list):
             return
-        # Set the gain of a finding that is no longer reported to 0, because it has been fixed.
+        # If a finding is no longer reported, set its gain to 0, because it has been fixed.
         gains = dict.fromkeys(self._gains, 0.0)
         entries = [finding for finding in findings if isinstance(finding, dict)]
         gains |= {f"gain/{entry['name']}": entry["gain"] for entry in entries}
@@ -296,7 +298,7 @@ class TrainingLog:
         self._curves.note("findings", findings)
 
     def message(self, text: str) -> None:
-        """Prints a text immediately, above the progress bar if there is one."""
+        """Prints text immediately, above the progress bar if there is one."""
         if not self._is_writer:
             return
         if self._bar is None:
@@ -306,7 +308,10 @@ class TrainingLog:
             self._stream.flush()
 
     def close(self) -> None:
-        """Removes the progress bar, and writes pending points of curves. Idempotent."""
+        """Removes the progress bar, and writes pending points of curves.
+
+        Safe to call more than once.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -331,7 +336,7 @@ class TrainingLog:
         ]
         elapsed_s = sum(report.elapsed_s for report in reports)
         tokens = sum(each) / self._cfg.world_size
-        # Avoid a division by 0: a tiny model may take no measurable time.
+        # Avoid a division by 0, because a tiny model may take no measurable time.
         tokens_per_s = tokens / elapsed_s if elapsed_s > 0 else 0.0
         if self._flops_per_token is None:
             return _Throughput(tokens_per_s)
@@ -344,11 +349,11 @@ class TrainingLog:
         )
 
     def _figures(self, report: IterationReport, now: _Throughput) -> list[_Figure]:
-        """Lists all values to report for an iteration, in the order of the log's line.
+        """Lists all values to report for an iteration, in the order of the log line.
 
         Source: ``training_log`` of Megatron-LM, for names, order and widths in the line up to the
-        number of NaN iterations, and for TensorBoard's tags. Megatron-LM does not have the other
-        values.
+        number of NaN iterations, and for TensorBoard's tags. Megatron-LM does not report the
+        other values.
         """
         reports = self._reports
         mean = self._throughput(self._reports)
@@ -406,14 +411,14 @@ class TrainingLog:
 
 
 class _Throughput(NamedTuple):
-    """Holds the throughput per rank.
+    """Throughput per rank.
 
     Attributes:
-        tokens_per_s: Number of tokens in the whole batch per second, divided by the number of
+        tokens_per_s: Number of tokens per second in the whole batch, divided by the number of
             ranks.
-        teraflops: Model TFLOP/s, ``None`` if they are not reported.
-        utilization: Model FLOP/s divided by the device's 16-bit peak FLOP/s (MFU), ``None`` if the
-            peak is unknown.
+        teraflops: Model TFLOP/s, or ``None`` if they are not reported.
+        utilization: Model FLOP/s divided by the device's 16-bit peak FLOP/s (MFU), or ``None`` if
+            the peak is unknown.
     """
 
     tokens_per_s: float
@@ -422,13 +427,15 @@ class _Throughput(NamedTuple):
 
 
 class _Figure(NamedTuple):
-    """Holds one value of an iteration, and where it is reported.
+    """Value of an iteration, with the destinations to which it is reported.
 
     Attributes:
-        form: Format string for the log's line, empty if the line does not contain the value.
-        value: Value to report, ``None`` if it is unknown.
-        curve: Tag of the curve in the loggers, empty for no curve. Flags may turn the curve off.
-        entry: Name of the entry in ``progress.jsonl``, empty for no entry.
+        form: Format string for the log line, or an empty string if the line does not contain the
+            value.
+        value: Value to report, or ``None`` if it is unknown.
+        curve: Tag of the curve in the loggers, or an empty string for no curve. Flags may turn the
+            curve off.
+        entry: Name of the entry in ``progress.jsonl``, or an empty string for no entry.
     """
 
     form: str = ""
@@ -438,7 +445,7 @@ class _Figure(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Value formatted for the log line, empty if the value is unknown."""
+        """Value formatted for the log line, or an empty string if the value is unknown."""
         return "" if self.value is None else self.form.format(self.value)
 
 
@@ -451,9 +458,9 @@ class _Curves:
     """Passes values to all loggers, except those that flags turn off.
 
     Flags such as ``--log-timers-to-tensorboard`` and ``--log-memory-to-tensorboard`` turn on values
-    that Megatron-LM logs too, under its names. Speed, bubble and peak memory are always included.
-    If a logger fails, a warning is printed and the logger receives no more values. Training
-    continues.
+    that Megatron-LM also logs, under the same names. Speed, bubble and peak memory are always
+    included. If a logger fails, a warning is printed, and the logger receives no more values, but
+    training continues.
     """
 
     def __init__(self, cfg: TrainerConfig, loggers: Sequence[type[Logger]]) -> None:
@@ -492,10 +499,10 @@ class _Curves:
 
         Args:
             traces: Folder of the traces.
-            iteration: Iteration under which the loggers store the image.
+            iteration: Index of the iteration under which the loggers store the image.
         """
         if all(type(logger).picture is Logger.picture for logger in self._loggers):
-            return  # no logger takes pictures
+            return  # no logger accepts images
         from megatron.adaptive.trace.read import read_run
         from megatron.adaptive.trace.step_view import pipeline_step
         from megatron.adaptive.trace.views.picture import write_picture
@@ -505,7 +512,7 @@ class _Curves:
             try:
                 write_picture(pipeline_step(read_run(traces)), path)
             except AdaptiveError as error:
-                say(f"warning: no picture for the loggers: {error}")
+                say(f"warning: no image for the loggers: {error}")
                 return
             self._each(lambda logger: logger.picture(path, iteration))
 
@@ -521,11 +528,11 @@ class _Curves:
                 self._loggers.remove(logger)
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 name = type(logger).__name__
-                say(f"warning: {name} gets no more values: {reason}")
+                say(f"warning: {name} receives no more values: {reason}")
 
 
 def _load_figures(load: Load | None) -> list[_Figure]:
-    """Lists the values to report if documents have different lengths. Empty if ``load`` is None."""
+    """Lists the values to report if documents differ in length. Empty if ``load`` is ``None``."""
     if load is None:
         return []
     return [
@@ -547,7 +554,8 @@ def _make_bar(total_iterations: int, start_iteration: int) -> tqdm[Any]:
         file=sys.stderr,
         leave=False,
         dynamic_ncols=True,
-        # Draw after every iteration: tqdm's own interval assumes that iterations take equal times.
+        # Draw after every iteration, because tqdm's own interval assumes that iterations take equal
+        # times.
         miniters=1,
         desc="training",
         unit="it",

@@ -1,7 +1,7 @@
-"""Runs the training loop: one step after another, with hooks before and after each.
+"""Runs the training loop, which calls hooks before and after each step.
 
-A hook handles one task of a training run other than its steps, such as checkpoints. The loop calls
-all hooks in a fixed order, and they share access to the run.
+A hook handles one task of a training run besides its steps, such as checkpoints. The loop calls all
+hooks in a fixed order. All hooks have access to the run.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from megatron.adaptive.training.slice_lengths import SliceLengths
 
 
 class Trainer:
-    """Trains a model until its last iteration or a request to stop.
+    """Trains a model until its last iteration or until a request to stop.
 
     Args:
         live: Run to train, with its checkpoints, snapshots and data loader.
-        profiler: Hook that profiles the iterations that the flags name.
+        profiler: Hook that profiles the iterations that the flags select.
         stop: Object that receives requests to stop early, such as signals.
     """
 
@@ -80,10 +80,10 @@ class Trainer:
         ]
 
     def train(self) -> None:
-        """Trains until the last iteration, or until a time limit or signal; validates at the end.
+        """Trains until the last iteration, or until a time limit or signal. Validates at the end.
 
         Raises:
-            DeviceMemoryError: If the device ran out of memory.
+            DeviceMemoryError: The device ran out of memory.
         """
         self._live.open_loader()
         early = None
@@ -126,7 +126,7 @@ class Trainer:
             num_microbatches = len(dealt.numbers)
         elif live.loader is not None:
             microbatches = live.loader.step(num_microbatches)
-            num_microbatches = len(microbatches)  # packing may make fewer microbatches
+            num_microbatches = len(microbatches)  # packing may reduce the number of microbatches
         lengths = getattr(microbatches, "contents", ())
         slices: tuple[int, ...] = ()
         if live.config.slice_tokens is not None and run.slices is not None:
@@ -159,7 +159,7 @@ class Trainer:
         )
 
     def _early_end(self) -> str | None:
-        """Returns the reason to end early, ``None`` to continue; the same on all ranks."""
+        """Returns the reason to end early, or ``None`` to continue. It is the same on all ranks."""
         if self._stop.agreed(self._live.run.job.stop_group):
             return self._stop.reason
         interval = self._live.config.run.exit_interval
@@ -169,7 +169,7 @@ class Trainer:
 
 
 class RunHook(Hook):
-    """A hook that has access to the run."""
+    """Hook that has access to the run."""
 
     def __init__(self, live: TrainingRun) -> None:
         self._live = live
@@ -178,33 +178,33 @@ class RunHook(Hook):
 class TrainingRun:
     """Holds the current run, with its checkpoints, snapshots and data loader.
 
-    If stages move to other ranks, a new run replaces the current one. The current run is destroyed
+    If stages move to other ranks, a new run replaces the current run. The current run is destroyed
     first, so the caller must not keep a reference to it.
 
     Args:
         run: Run with a built model.
         log: Log for steps, messages and validations.
-        progress: Numbers of iterations and samples in a loaded checkpoint, ``None`` if none was
-            loaded.
-        report_position: Function that takes a description of the rank's current activity, for
-            errors about lost peers.
+        progress: Number of iterations and samples in a loaded checkpoint, or ``None`` if no
+            checkpoint was loaded.
+        report_position: Function that takes a description of the rank's current activity, for error
+            messages about lost peers.
         connect: Function that takes the run whose channels must be notified of lost ranks, or
             ``None`` while there are no channels.
-        local: Local disk of this node, to which checkpoints are written first; ``None`` if none is
-            used.
+        local: Local disk of this node, to which checkpoints are written first, or ``None`` if there
+            is none.
 
     Attributes:
         run: Run that is being trained.
         log: Log for steps, messages and validations.
         config: Settings of the run.
-        progress: Numbers of iterations and samples done so far.
+        progress: Number of completed iterations and consumed samples.
         is_loaded: Whether training began from a checkpoint.
         step: Object that runs training and validation steps.
-        dealing: Object that assigns microbatches to replicas, ``None`` if they are assigned
+        dealing: Object that assigns microbatches to replicas, or ``None`` if they are assigned
             round-robin.
         checkpoints: Object that saves and loads checkpoints.
-        snapshots: Object that takes snapshots in memory.
-        loader: Loader of this rank's microbatches, ``None`` on a rank that needs no data.
+        snapshots: Object that takes in-memory snapshots.
+        loader: Loader of this rank's microbatches, or ``None`` on a rank that does not need data.
     """
 
     def __init__(
@@ -265,20 +265,22 @@ class TrainingRun:
         slices: int | None = None,
         tokens: int | None = None,
     ) -> Run:
-        """Replaces the run, with other stages or slices and the same state. All ranks must call it.
+        """Replaces the run by a run with other stages or slices and the same state.
 
-        Connects the loader to the new trace. The rank that now has the loss writes the log.
+        Collective over all ranks. Connects the loader to the new trace. The rank that now has the
+        loss writes the log.
 
         Args:
-            iteration: Number of the last iteration.
-            release: Callback that drops all references to the run, with :meth:`release`.
-            kind: New placement of stages on ranks; ``None`` for the current placement.
-            partition: New number of layers per stage; ``None`` for the current partition.
-            slices: New number of slices of each sequence; ``None`` for the current number.
-            tokens: New number of tokens of each slice; ``None`` for the current number.
+            iteration: Index of the last iteration.
+            release: Callback that drops all references to the run, using :meth:`release`.
+            kind: New placement of stages on ranks, or ``None`` for the current placement.
+            partition: New number of layers per stage, or ``None`` for the current partition.
+            slices: New number of slices per sequence, or ``None`` for the current number.
+            tokens: New number of tokens per slice, or ``None`` for the current number.
 
         Raises:
-            DeviceMemoryError: A rank lacks memory. If the run still exists, it is unchanged.
+            DeviceMemoryError: A rank has too little memory. If the run still exists, it is
+                unchanged.
         """
         self.checkpoints.saver.wait()
         self.report_position(f"the move of layers after iteration {iteration}")
@@ -315,7 +317,7 @@ class TrainingRun:
         return parallel.microbatches_of(pp_rank, num_microbatches)
 
     def open_loader(self) -> None:
-        """Makes a loader that starts at the first training sample not used yet."""
+        """Creates a loader that starts at the first training sample that is not consumed yet."""
         run = self.run
         self.loader = make_loader(
             run,
@@ -325,7 +327,7 @@ class TrainingRun:
         )
 
     def close_loader(self) -> None:
-        """Closes the loader, which stops its processes. Idempotent."""
+        """Closes the loader, which stops its processes. Safe to call more than once."""
         if self.loader is not None:
             self.loader.close()
         self.loader = None
@@ -355,7 +357,7 @@ class OrderRecorder(RunHook):
 
 
 def shares_gpus(job: Job) -> bool:
-    """Returns whether some rank shares its GPU with another. All ranks must call this together."""
+    """Returns whether any rank shares its GPU with another rank. Collective over all ranks."""
     return any(job.gather(job.accelerator.is_shared))
 
 
@@ -363,11 +365,10 @@ class Rebalancing(RunHook):
     """Measures steps, and changes schedule, stage placement or layer partition if this is faster.
 
     With ``--pipeline-schedule auto``, it decides once, after the first steps. The decision includes
-    the layers of each stage, unless ``--partition`` sets them. A move of layers is checked after
-    some steps, because a rank may have been slow only for a while. With ``--repartition auto``, it
-    decides on the layers of each stage again after each interval. With slices, ``hinted`` gets the
-    measured times. All ranks make the same decisions. A decision takes effect before the next
-    step.
+    the number of layers of each stage, unless ``--partition`` sets it. A move of layers is checked
+    after some steps, because a rank may have been slow only temporarily. With ``--repartition
+    auto``, it decides on the layers again after each interval. With slices, ``hinted`` gets the
+    measured times. All ranks make the same decisions. A decision takes effect before the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -375,11 +376,11 @@ class Rebalancing(RunHook):
         self._log = live.log
         self._settings = settings = live.config.schedule
         self._repartitioner: Repartitioner | None = None
-        # The length of slices is chosen together with the rest of the schedule.
+        # The slice length is chosen together with the rest of the schedule.
         is_tuned = settings.pipeline_schedule == "auto" and settings.slice_tokens is None
         moves = settings.repartition != "off" or (is_tuned and live.run.placement.num_ranks > 1)
         if moves and shares_gpus(live.run.job):
-            live.log.message(f"  layers stay where they are, because ranks measure {SLICES}")
+            live.log.message(f"  layers do not move, because ranks measure {SLICES}")
         elif moves:
             self._repartitioner = Repartitioner(live.run, live.log.message)
         self._numbers = live.config.slices_to_choose
@@ -453,7 +454,7 @@ class Rebalancing(RunHook):
         if slices is not None:
             self._log.report(recut=iteration, slices=slices, seconds=seconds)
             text = "are now whole" if slices == 1 else f"now run in {slices} slices"
-            self._log.message(f"  sequences {text}: built again in {seconds:.2f} s")
+            self._log.message(f"  sequences {text}: rebuilt in {seconds:.2f} s")
         else:
             self._log.report(repartitioned=iteration, seconds=seconds)
         if order is not None:
@@ -482,25 +483,25 @@ class Rebalancing(RunHook):
         self._live.release()
 
     def _stay(self, due: Decision | Move | NextTrial, error: DeviceMemoryError) -> None:
-        """Keeps the current stages, after a move has failed for lack of memory."""
+        """Keeps the current stages after a move has failed because of too little memory."""
         if isinstance(due, NextTrial):
-            self._log.message(f"  the number of slices stays as it is: {error}")
+            self._log.message(f"  the number of slices does not change: {error}")
             self._numbers = ()
             self._tuner = self._make_tuner()
             return
         self._promise = None
         change = due.move if isinstance(due, Decision) else format_partition(due.partition)
-        self._log.message(f"  the stages stay as they are, without {change}: {error}")
+        self._log.message(f"  the stages do not change to {change}: {error}")
         if isinstance(due, Decision) and due.stay is not None:
             _engine_of(self._live.run).use(due.stay)
 
 
 def _other_slices(due: Decision | Move | NextTrial, present: int) -> int | None:
-    """Returns the number of slices after a change, ``None`` if the current number stays.
+    """Returns the number of slices after a change, or ``None`` if it does not change.
 
     Args:
         due: Change to make.
-        present: Current number of slices of each sequence.
+        present: Current number of slices per sequence.
     """
     if isinstance(due, NextTrial):
         return due.num_slices
@@ -515,9 +516,10 @@ def _engine_of(run: Run) -> ForwardBackward:
 
 
 class Reporting(RunHook):
-    """Logs every step, and megatron-core's timers at each ``--log-interval``.
+    """Logs every step, and megatron-core's timers every ``--log-interval`` iterations.
 
-    Before it logs a step, it waits until all nodes have stored the snapshot of the previous step.
+    Before it logs a step, this hook waits until all nodes have stored the snapshot of the previous
+    step.
     """
 
     def after_step(self, step: TrainedStep) -> None:
@@ -541,7 +543,7 @@ class Reporting(RunHook):
             self._report_timers(step.iteration)
 
     def _report_timers(self, iteration: int) -> None:
-        """Logs megatron-core's timers if ``--timing-log-level`` is set. All ranks must call it."""
+        """Logs megatron-core's timers, if ``--timing-log-level`` is set. Collective over ranks."""
         timers = self._live.run.core.timers
         settings = self._live.config.logging
         if timers is None:
@@ -602,7 +604,7 @@ class Diagnosing(Hook):
 class GarbageCollection(Hook):
     """Runs Python's garbage collector at fixed intervals, if ``--manual-gc`` is set.
 
-    All ranks then collect garbage at the same time, at ``--manual-gc-interval``.
+    All ranks then collect garbage at the same time, every ``--manual-gc-interval`` iterations.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -629,7 +631,7 @@ class Validation(RunHook):
             self._validate(f"iteration {step.iteration}")
 
     def after_training(self) -> None:
-        """Reports validation and test losses after the last iteration, like Megatron-LM."""
+        """Reports validation and test losses after the last iteration, as Megatron-LM does."""
         settings = self._live.config.run
         data = self._live.config.data
         if settings.eval_iters:
@@ -683,7 +685,7 @@ class Validation(RunHook):
 
 
 class Saving(RunHook):
-    """Takes snapshots in memory, and saves checkpoints at ``--save-interval`` and at the end."""
+    """Takes in-memory snapshots, and saves checkpoints every ``--save-interval`` and at the end."""
 
     def __init__(self, live: TrainingRun, recorder: OrderRecorder) -> None:
         super().__init__(live)
@@ -717,8 +719,8 @@ class Saving(RunHook):
             path = live.checkpoints.save(live.progress, behind=behind)
         self._saved_at = live.progress.iteration
         waited_s = time.perf_counter() - begin_s
-        # The background thread may have completed the previous checkpoint meanwhile, for which
-        # training waited as long as it did then.
+        # The background thread may have completed the previous checkpoint in the meantime. Report
+        # that checkpoint with its own waiting time.
         self._report_completed()
         self._waited_s = waited_s
         if path is not None:

@@ -42,13 +42,14 @@ EXIT_BUG = 1
 _TOO_MUCH = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.]*)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Time in seconds that a rank with a broken connection waits, so that the watcher can find out which
-# rank failed.
+# Time in seconds that a rank with a broken connection waits, so that the watcher can determine
+# which rank failed.
 _VERDICT_S = 2.0
-# Time in seconds in which other ranks can print their messages and exit by themselves.
+# Time in seconds in which other ranks can print their messages and exit on their own.
 _GRACE_S = 2.0
 _SILENCE = "--transport-silence-s"
-# Time in seconds to wait for other ranks to read the store: two polling intervals of the watchers.
+# Time in seconds to wait for other ranks to read the store, which is two polling intervals of the
+# watchers.
 _PART_S = 4.0
 _POLL_S = 0.05
 
@@ -60,8 +61,8 @@ def pretrain(config: TrainerConfig, environment: Environment) -> None:
     error and exits the process, because peers that have exited may block other threads.
 
     Raises:
-        TransportError: If the job's processes cannot connect to each other.
-        AdaptiveError: If an expected error occurs in a job with a single process.
+        TransportError: The job's processes cannot connect to each other.
+        AdaptiveError: An expected error occurred in a job with a single process.
     """
     accelerator = prepare_process(config, environment)
     from megatron.adaptive.gpt.initialize import end_job, start_job
@@ -119,7 +120,7 @@ def prepare_process(config: TrainerConfig, environment: Environment) -> device.A
     if config.logging.logging_level is not None:
         python_logging.getLogger("megatron.core").setLevel(config.logging.logging_level)
     if environment.omp_num_threads is None:
-        # Use one thread per rank, as torchrun does, because the threads of several ranks would slow
+        # Use one thread per rank, as torchrun does, because threads of several ranks would slow
         # each other down.
         torch.set_num_threads(1)
     return accelerator
@@ -131,20 +132,20 @@ def require_hardware_queues(
     """Checks that expert-parallel communication can overlap with computation on the GPU.
 
     Raises:
-        SetupError: If overlap is enabled, but CUDA uses a single hardware queue
+        SetupError: Overlap is enabled, but CUDA uses a single hardware queue
             (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
     """
     overlaps = config.schedule.overlap_moe_expert_parallel_comm
     if accelerator.is_cuda and overlaps and environment.cuda_device_max_connections == 1:
         raise SetupError(
-            "--overlap-moe-expert-parallel-comm: CUDA_DEVICE_MAX_CONNECTIONS is 1, and with one "
-            "hardware queue messages wait for the work that they should run beside: unset the "
-            "variable, or set it to 32"
+            "--overlap-moe-expert-parallel-comm requires more than one hardware queue, but "
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so communication cannot overlap with "
+            "computation; unset the variable, or set it to 32"
         )
 
 
 def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list[str]:
-    """Returns notes to print about effects of this device on training, one line each."""
+    """Returns one-line notes about effects of this device on training, to be printed."""
     lines = []
     if (
         accelerator.is_cuda
@@ -166,8 +167,8 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
     }
     if useless := [name for name, is_on in overlaps.items() if is_on]:
         lines.append(
-            f"warning: {' '.join(useless)}: ranks that share a GPU talk through the host, which "
-            "gains nothing from overlap: leave it out, or give each rank a GPU of its own"
+            f"warning: {' '.join(useless)}: overlap has no benefit for ranks that share a GPU, "
+            "because they communicate through the host; remove the flag, or use one GPU per rank"
         )
     return lines
 
@@ -175,7 +176,7 @@ def device_lines(config: TrainerConfig, accelerator: device.Accelerator) -> list
 def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGuard) -> None:
     from megatron.adaptive.engine import core_version
 
-    # Before the imports below, which fail with a traceback if a name of megatron-core is missing.
+    # Check before the imports below, which fail with a traceback if megatron-core lacks a name.
     core_version.check(oldest=(0, 16, 1), remedy="the trainer needs megatron-core 0.16.1 to 0.20")
     from megatron.adaptive.checkpoint.trainer_checkpoints import (
         Checkpoints,
@@ -204,7 +205,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
         connect = _connector(watcher, lost)
         connect(run)
         begin_s = time.perf_counter()
-        # Do not keep the Checkpoints object: it refers to the run, whose memory must be freed when
+        # Do not keep the Checkpoints object. It refers to the run, whose memory must be freed when
         # the trainer replaces the run.
         progress = Checkpoints(run, local).load()
         log = TrainingLog(
@@ -234,7 +235,7 @@ def _train(job: Any, watcher: Watcher, lost: list[PeerLostError], guard: HangGua
 
 
 def _evidence(live: Any) -> dict[str, Any]:
-    """Returns this rank's activity for a hang report; the hang guard calls it."""
+    """Returns this rank's activity for a hang report. The hang detector calls this function."""
     run = live.run
     inner = run.forward_backward.snapshot if run.wiring is None else run.wiring.executor.evidence
     return {**run.tracing.now(), **inner()}
@@ -243,7 +244,7 @@ def _evidence(live: Any) -> dict[str, Any]:
 def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], None]:
     """Returns a function that makes the watcher notify a run's channels of lost ranks.
 
-    The function also notifies them of ranks that were lost earlier.
+    The function also notifies the channels of ranks that were lost earlier.
     """
 
     def connect(run: Any) -> None:
@@ -259,10 +260,10 @@ def _connector(watcher: Watcher, lost: list[PeerLostError]) -> Callable[[Any], N
 
 
 def expected_error(error: BaseException, rank: int) -> BaseException:
-    """Converts errors with a cause outside of the program to expected errors.
+    """Converts errors with an external cause to expected errors.
 
-    Such causes are full disks, missing memory, killed data loaders and lost peers. Other errors are
-    returned unchanged.
+    External causes are full disks, missing memory, killed data loaders and lost peers. Other errors
+    are returned unchanged.
     """
     if isinstance(error, OSError) and error.errno in _FULL_DISK:
         where = f" {error.filename}" if error.filename else ""
@@ -272,22 +273,22 @@ def expected_error(error: BaseException, rank: int) -> BaseException:
         )
     if isinstance(error, RuntimeError) and (asked := _TOO_MUCH.search(str(error))):
         return DeviceMemoryError(
-            f"rank {rank} ran out of memory when it requested {int(asked[1]) / (1 << 30):,.0f} GiB;"
-            " make the model, its sequences or --micro-batch-size smaller"
+            f"rank {rank} ran out of memory when it requested {int(asked[1]) / (1 << 30):,.0f} "
+            "GiB; make the model, its sequences or --micro-batch-size smaller"
         )
     # torch raises the error about a lost data worker in a signal handler, so it may occur anywhere
     # in the rank's code.
     if isinstance(error, RuntimeError) and (worker := _WORKER.search(str(error))) is not None:
         return DataError(
             f"rank {rank}: the process that loads its data (pid {worker[1]}) was killed "
-            f"({worker[2].strip()}), perhaps because memory ran out; lower --num-workers, or start "
-            "again from the last checkpoint"
+            f"({worker[2].strip()}), perhaps because memory ran out; lower --num-workers, or "
+            "resume from the last checkpoint"
         )
     return lost_peer(error, rank) or error
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Prints a thread's error, except for a full disk, which the main thread reports."""
+    """Prints a thread's error, unless it is a full disk, which the main thread reports."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in _FULL_DISK):
         threading.__excepthook__(failure)
 
@@ -298,8 +299,8 @@ def _fail(
     """Reports ``error`` once for the whole job and exits this process."""
     expected = isinstance(error, AdaptiveError)
     follows = False
-    # Do not wait for the watcher if the error reports a silent peer, because the watcher would
-    # report the same.
+    # If the error reports a silent peer, do not wait for the watcher, because it would report the
+    # same.
     verdict_s = 0.0 if _SILENCE in str(error) else _VERDICT_S
     if isinstance(error, (PeerLostError, RuntimeError)) and watcher.verdict(verdict_s) is not None:
         # The connection broke because another rank exited, and the watcher has reported that rank.
@@ -320,8 +321,8 @@ def _fail(
 def _part(store: dist.Store, environment: Environment) -> None:
     """Waits, on the rank that serves the store, until all other ranks have read the error in it.
 
-    Other ranks only report that they have read it. Without this wait they would repeat the error,
-    and report that they lost the connection to the store.
+    Other ranks only report that they have read the error. Without this wait, they would repeat the
+    error, and report that they lost the connection to the store.
     """
     if environment.has_agent_store:
         return
@@ -337,8 +338,8 @@ def _part(store: dist.Store, environment: Environment) -> None:
 
 
 def _is_first(store: dist.Store) -> bool:
-    """Returns whether this rank is the first one in the job to report an error."""
+    """Returns whether this rank is the first rank in the job that reports an error."""
     try:
         return store.add("error", 1) == 1
     except RuntimeError:
-        return True  # the store is gone; printing an error twice is better than not printing it
+        return True  # the store is gone, and printing an error twice is better than not printing it

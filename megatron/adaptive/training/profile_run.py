@@ -6,10 +6,10 @@ A model with few layers is divided into three stages, so that each kind of layer
     stage 1     layers of one kind: first 1 layer, then 3; the difference is the cost of 2 layers
     stage 2     multi-token prediction layers, last normalization, logits and loss
 
-Each rank runs one stage after another, without a pipeline. Ranks of a tensor-parallel group
-measure a stage together. All ranks of the job measure at the same time, because they would also
-train at the same time. This module builds the stages and calls the measurements in order. Timing
-and the measurement of links are in ``profiling``.
+Each rank runs one stage after another, without a pipeline. Ranks of a tensor-parallel group measure
+a stage together. All ranks of the job measure at the same time, because they would also train at
+the same time. This module builds the stages and calls the measurements in order. Timing and the
+measurement of links are in ``profiling``.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ _FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "kept_bytes", 
 Figures = dict[str, float]
 """Measured values of a stage or layer on this rank, named as in a row of the profile.
 
-Times in seconds are medians over microbatches: ``forward_s`` of the forward pass,
-``backward_input_s`` of the backward pass for input gradients, and ``backward_weight_s`` of the
-backward pass for weight gradients. If the backward pass is not split, ``backward_input_s`` includes
-both. ``kept_bytes`` is the size in bytes of the activations kept from the forward to the backward
-pass.
+Times in seconds are medians over microbatches. ``forward_s`` is the time of the forward pass,
+``backward_input_s`` that of the backward pass for input gradients, and ``backward_weight_s``
+that of the backward pass for weight gradients. If the backward pass is not split,
+``backward_input_s`` includes both. ``kept_bytes`` is the size of the activations kept from the
+forward to the backward pass, in bytes.
 """
 
 
@@ -95,19 +95,19 @@ class ProfileOptions:
             vocabulary size.
         kinds: Kinds of layers to measure, including ``embedding`` and ``head``, named as in
             ``planner.model_description``.
-        last: Kind of the last layer; multi-token prediction layers are of the same kind.
-        widths: Tensor-parallel sizes to measure. Empty for all powers of two that nodes and model
-            allow.
-        widest: Number that every tensor-parallel size must divide. It is computed from the model's
+        last: Kind of the last layer. Multi-token prediction layers are of the same kind.
+        widths: Tensor-parallel sizes to measure. Empty for all powers of two that are possible with
+            the nodes and the model.
+        widest: Common multiple of all possible tensor-parallel sizes, computed from the model's
             dimensions.
-        micro_batches: Numbers of samples per microbatch to measure.
+        micro_batches: Microbatch sizes to measure, in samples.
         repeats: Number of microbatches to time for each measurement.
-        node: Name of this node's type, empty to use the name of its GPU.
+        node: Name of this node's type, or an empty string to use the name of its GPU.
         links: Whether to measure links between ranks and all-reduces.
-        backend: Communication backend ``nccl`` or ``gloo``, ``None`` for the backend that training
-            would use.
-        alone: Whether this process measures without the other ranks of the job. Collectives with
-            them then take no time.
+        backend: Communication backend, ``nccl`` or ``gloo``, or ``None`` for the backend that
+            training would use.
+        alone: Whether this process measures without the other ranks of the job. The time of
+            collectives with these ranks is then 0.
     """
 
     name: str
@@ -125,18 +125,18 @@ class ProfileOptions:
 
 
 def profile_layers(options: ProfileOptions, environment: Environment) -> dict[str, Any] | None:
-    """Measures layers and links, and returns the profile. Collective over all processes of the job.
+    """Measures layers and links, and returns the profile. Collective over all processes.
 
     Args:
-        options: Measurements to make; equal on all processes except for ``node``.
+        options: Measurements to make, equal on all processes except for ``node``.
         environment: Rank and job of this process, from its environment variables.
 
     Returns:
-        Content of the profile file on rank 0, ``None`` on other ranks.
+        Content of the profile file on rank 0, or ``None`` on other ranks.
 
     Raises:
-        ConfigError: If a tensor-parallel size does not divide the number of processes per node.
-        TransportError: If the processes cannot connect to each other.
+        ConfigError: The number of processes per node is not a multiple of a tensor-parallel size.
+        TransportError: The processes cannot connect to each other.
     """
     widths = _widths(options, environment)
     world = environment.world_size
@@ -159,8 +159,8 @@ def profile_layers(options: ProfileOptions, environment: Environment) -> dict[st
             return None
         if not any(measured.values()):
             raise SetupError(
-                "nothing was measured: memory does not suffice for the layers; profile with a"
-                " smaller --micro-batch-sizes or a wider --tp"
+                "no measurements, because memory is too small for every kind of layer; use "
+                "smaller --micro-batch-sizes or a larger --tp"
             )
         facts_by_node = {
             node["name"]: {key: node[key] for key in node if key != "name"} for node in nodes
@@ -206,8 +206,8 @@ def _measure_layers(
     """Measures layers for each tensor-parallel size. Collective over all ranks.
 
     Returns:
-        The job, set up for the last tensor-parallel size, and the measurements of all ranks by the
-        name of their GPU.
+        Tuple of the job, set up for the last tensor-parallel size, and the measurements of all
+        ranks by the name of their GPU.
     """
     samples: list[dict[str, Any]] = []
     for tp in widths:
@@ -231,9 +231,9 @@ def _medians(measured: dict[str, list[dict[str, Any]]], name: str) -> dict[str, 
 
 
 def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the profile for a GPU type, with means over the ranks with such a GPU.
+    """Yields the rows of the profile for a GPU type, with means over the ranks with this GPU.
 
-    There is a row for each kind of layer, tensor-parallel size and microbatch size.
+    There is one row for each combination of layer kind, tensor-parallel size and microbatch size.
     """
     alike: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for sample in samples:
@@ -245,7 +245,7 @@ def _rows(gpu: str, samples: Sequence[dict[str, Any]], *, alone: bool) -> Iterat
 
 
 def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
-    """Returns the tensor-parallel sizes to measure, all divisors of the processes per node."""
+    """Returns the tensor-parallel sizes to measure, which all divide the processes per node."""
     local = environment.local_world_size
     world = environment.world_size
     if not options.widths:
@@ -254,8 +254,8 @@ def _widths(options: ProfileOptions, environment: Environment) -> list[int]:
     for tp in options.widths:
         if local % tp:
             raise ConfigError(
-                f"--tp {tp}: the {local} processes of a node do not divide into groups of {tp};"
-                " start more with --nproc-per-node, or leave it out"
+                f"--tp {tp} must divide the {local} processes of a node; start a multiple of {tp} "
+                "processes with --nproc-per-node, or remove --tp"
             )
     return list(options.widths)
 
@@ -276,11 +276,11 @@ def _config(
 
 
 def _alone(kind: str, layers: int, core: CoreConfig) -> str:
-    """Returns command-line arguments for a model with some layers of one kind.
+    """Returns command-line arguments for a model whose layers are all of one kind.
 
-    The kind ``experts/4`` means a layer whose experts are divided among 4 ranks. Each rank then
-    does the same work as a single rank does for a layer with a quarter of the experts, so such a
-    layer is measured. Communication between the ranks is not measured.
+    The kind ``experts/4`` means a layer whose experts are distributed over 4 ranks. Each rank then
+    does the same work as a single rank that has a quarter of the experts, so such a smaller layer
+    is measured. Communication between the ranks is not measured.
     """
     name, _, spread = kind.partition("/")
     more = f" --num-layers {layers}"
@@ -295,14 +295,14 @@ def _alone(kind: str, layers: int, core: CoreConfig) -> str:
 def _measure(
     options: ProfileOptions, job: Any, tp: int, size: int, *, optimizer: bool
 ) -> list[dict[str, Any]]:
-    """Measures all kinds of layers on this rank, except kinds that do not fit in memory.
+    """Measures all kinds of layers on this rank, except kinds that do not fit into memory.
 
     Args:
         options: Measurements to make.
         job: Settings of the run, and rank and process groups of this process.
         tp: Tensor-parallel size.
         size: Number of samples per microbatch.
-        optimizer: Whether to measure the optimizer too, with the first kind of transformer layer.
+        optimizer: Whether to also measure the optimizer, with the first kind of transformer layer.
     """
     core = job.config.core
 
@@ -329,14 +329,14 @@ def _measure(
                 optimizer = False
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            _report(job, f"tp {tp}, microbatch {size}, {kind}: not enough memory, left out")
+            _report(job, f"tp {tp}, microbatch {size}, {kind}: skipped, not enough memory")
             continue
         samples.append({"kind": kind, "tp": tp, "micro_batch": size, **figures})
     return samples
 
 
 def _report(job: Any, text: str) -> None:
-    """Prints the current measurement, as a sign of progress, because measuring takes minutes."""
+    """Prints the current measurement to show progress, because measuring takes minutes."""
     if job.is_first:
         say(f"profile: {text}")
 
@@ -349,7 +349,7 @@ def layer_sample(few: Figures, many: Figures) -> Figures:
         many: Measured values of a stage with :data:`MANY` layers.
 
     Returns:
-        Values of one layer, and ``launch_s``: the part of a forward pass's time, in seconds, that
+        Values of one layer, and ``launch_s``, the part of a forward pass's time in seconds that
         does not depend on the number of layers.
     """
     layer = {
@@ -368,7 +368,7 @@ def _measure_stage(
 ) -> Figures:
     """Builds one of the three stages and measures microbatches on it.
 
-    Collective over the tensor-parallel group. The process groups are made for pipeline size 1,
+    Collective over the tensor-parallel group. The process groups are created for pipeline size 1,
     although the pipeline size in ``config`` is 3.
 
     Args:
@@ -376,8 +376,8 @@ def _measure_stage(
         accelerator: Device of this rank.
         stage: Index of the stage, 0 to 2.
         repeats: Number of microbatches to time.
-        optimizer: Whether to measure an optimizer step too. ``optimizer_s`` is the time of the step
-            in seconds, divided by the number of parameters.
+        optimizer: Whether to also measure an optimizer step. ``optimizer_s`` is the time of the
+            step in seconds, divided by the number of parameters.
     """
     placement = Placement(num_ranks=STAGES, num_chunks=1)
     groups = default_process_groups()

@@ -1,4 +1,4 @@
-"""Provides the hook that chooses the length of slices, for ``--slice-tokens auto``."""
+"""Provides the hook that chooses the slice length, for ``--slice-tokens auto``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class SliceLengths(Hook):
-    """Measures the first steps with two lengths of slices, and switches to the chosen length.
+    """Measures the first steps with two slice lengths, and switches to the chosen length.
 
-    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is given. If
-    ``--slice-tokens`` is a number, only this length is measured, and cap and placement are chosen
-    for it. All ranks make the same decisions. A decision takes effect before the next step.
+    Does nothing unless ``--pipeline-schedule`` is ``auto`` and ``--slice-tokens`` is set. If
+    ``--slice-tokens`` is a number, only this length is measured, and the activation cap and the
+    placement are chosen for it. All ranks make the same decisions. A decision takes effect before
+    the next step.
     """
 
     def __init__(self, live: TrainingRun) -> None:
@@ -72,12 +73,12 @@ class SliceLengths(Hook):
             except DeviceMemoryError as error:
                 if not hasattr(live, "run"):
                     raise
-                self._say(f"slices stay as long as they are: {error}")
+                self._say(f"the slice length does not change: {error}")
                 return
             seconds = time.perf_counter() - begin_s
             live.log.report(recut=iteration, slice_tokens=due.tokens, seconds=seconds)
             where = "" if is_same else f", and stages are placed in a {kind}"
-            self._say(f"slices now have {due.tokens} tokens{where}: built again in {seconds:.2f} s")
+            self._say(f"slices now have {due.tokens} tokens{where}: rebuilt in {seconds:.2f} s")
         if order is None:
             self._tuner = self._make_tuner(trials)
             return

@@ -1,12 +1,12 @@
-"""Runs one rank of a planned job without the others, and measures its memory and times.
+"""Runs one rank of a planned job without the other ranks, and measures its memory and times.
 
 ``plan --try`` runs this module in a separate process (``cli.try_rank``), so that the process uses
 only the memory of the rank.
 
-The trainer's own functions set up the rank. The other ranks of the job do not exist: torch's fake
-backend replaces the process groups, and ``transport.stand_in`` makes the inputs from other stages.
-The rank runs whole steps in the order of the plan's schedule. It never waits, because every input
-is available immediately. The planner adds the waits.
+The trainer's own functions set up the rank. The other ranks of the job do not exist. Instead,
+torch's fake backend replaces the process groups, and ``transport.stand_in`` creates the inputs from
+other stages. The rank runs whole steps in the order of the plan's schedule. It never waits, because
+every input is available immediately. The planner adds the waiting times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEASURED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Describes the rank to run.
+    """Rank to run, and the plan that it belongs to.
 
     Attributes:
         model_arguments: Arguments of the trainer for the model and its precision.
@@ -58,7 +58,7 @@ class TrialRequest:
         stage_work: Number of operations in each stage's forward pass, in any unit. A run-time
             rule's order of actions is simulated with times proportional to these numbers.
         needed_bytes: Memory that the rank needs according to the planner, in bytes.
-        kinds: Kinds of layers to measure alone, after the rank.
+        kinds: Kinds of layers to measure separately, after the rank.
         last: Kind of the last layer.
     """
 
@@ -76,14 +76,15 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
     """Runs steps of a rank in this process, and then measures layers of each kind.
 
     Returns:
-        Memory and times of the rank, and the content of a profile file with the layers.
+        Tuple of the memory and times of the rank, and the content of a profile file with the
+        layers.
 
     Raises:
         ConfigError: The plan cannot be run, or the rank needs more memory than the device has.
         DeviceMemoryError: The device has too little memory.
     """
     run_flags = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4"
-    # Sums lack the other ranks' parts, so a NaN in a sum means nothing.
+    # Sums lack the contributions of the other ranks, so a NaN in a sum means nothing.
     run_flags += f" --train-iters {WARM_UP + MEASURED} --no-check-for-nan-in-loss-and-grad"
     config = parse(
         [*request.model_arguments, *request.plan_arguments, *run_flags.split()],
@@ -109,16 +110,16 @@ def try_rank(request: TrialRequest) -> tuple[TriedRank, dict[str, Any]]:
 
 
 def _require_memory(request: TrialRequest, accelerator: device.Accelerator) -> None:
-    """Checks that the device has the memory that the planner expects the rank to need."""
+    """Checks that the device has the memory that the rank needs according to the planner."""
     if accelerator.is_cuda:
         whole_bytes = torch.cuda.get_device_properties(accelerator.device).total_memory
     else:
         whole_bytes = total_host_bytes()
     if request.needed_bytes > whole_bytes:
         raise ConfigError(
-            f"rank {request.rank} needs {request.needed_bytes / 1e9:,.1f} GB as planned, and"
-            f" {accelerator.name} has {whole_bytes / 1e9:,.1f} GB; try a rank that needs less, or a"
-            " plan with more stages or recompute, or use a larger device"
+            f"rank {request.rank} needs {request.needed_bytes / 1e9:,.1f} GB according to the "
+            f"plan, but {accelerator.name} has {whole_bytes / 1e9:,.1f} GB; try a rank that "
+            "needs less, or a plan with more stages or recompute, or use a larger device"
         )
 
 
@@ -149,9 +150,9 @@ class _Samples:
     """Collects measurements of steps, in seconds.
 
     Attributes:
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
         step_s: Time of each step.
-        optimizer_s: Time of each step's optimizer.
+        optimizer_s: Time of each step's optimizer update.
         busy_s: Time of each step's actions.
         means_s: Mean time of the actions of each step for a microbatch, by kind and chunk.
         equal_s: Times of equal actions: one list for each step, kind and chunk. The parts of a
@@ -179,16 +180,16 @@ class _Samples:
             self.means_s.setdefault(key, []).append(statistics.fmean(of_kind.values()))
 
     def typical(self, kind: ActionKind, num_chunks: int) -> tuple[float, ...]:
-        """Returns the typical time of a kind of action for each chunk, 0 if there is none.
+        """Returns the typical time of a kind of action for each chunk, or 0 if there are no times.
 
-        This is the median over the steps of the mean time in a step. The mean includes actions that
-        were delayed, because they lengthen a step too.
+        The typical time is the median over the steps of the mean time in a step. The mean includes
+        actions that were delayed, because they also make a step longer.
         """
         lanes = [self.means_s.get((kind, chunk), [0.0]) for chunk in range(num_chunks)]
         return tuple(map(statistics.median, lanes))
 
     def beside_s(self) -> float:
-        """Returns the median time of a step outside of actions and optimizer."""
+        """Returns the median time of a step that is spent outside of actions and optimizer."""
         parts = zip(self.step_s, self.optimizer_s, self.busy_s, strict=True)
         return statistics.median(max(0.0, step - more - busy) for step, more, busy in parts)
 
@@ -199,17 +200,17 @@ def _run_steps(job: Any, request: TrialRequest) -> TriedRank:
 
     from megatron.adaptive.gpt.setup import build_run, require_room
 
-    # Load the training loop, because a rank of the job has its code in memory too.
+    # Load the training loop, because its code is also in the memory of a real rank.
     importlib.import_module("megatron.adaptive.training.loop")
-    gc.freeze()  # the trainer also does this, because collections decide when memory is freed
+    gc.freeze()  # the trainer also does this, because collections affect when memory is freed
     accelerator = job.accelerator
     context_bytes = process_bytes(accelerator) if accelerator.is_cuda else 0
     require_room(job.config, accelerator)
     run = build_run(job)
     if run.wiring is None:
         raise ConfigError(
-            "schedule megatron: a tried rank runs the orders of this project: try the plan with"
-            " schedule 1f1b or interleaved, which are equal"
+            "schedule megatron cannot be tried, because a tried rank runs the orders of this "
+            "project; try the plan with schedule 1f1b or interleaved, which are equal"
         )
     samples = _measured_steps(run, _set_order(run, job.config.num_microbatches, request))
     num_chunks = run.placement.num_chunks
@@ -321,7 +322,7 @@ class _FixedOrder:
 
     Args:
         order: Actions of the rank, in the order to run them.
-        num_slices: Number of slices of each microbatch, 1 for whole microbatches.
+        num_slices: Number of slices of each microbatch, or 1 for whole microbatches.
     """
 
     def __init__(self, order: Sequence[Action], num_slices: int) -> None:
@@ -333,10 +334,10 @@ class _FixedOrder:
 
 
 def _set_order(run: Any, num_microbatches: int, request: TrialRequest) -> tuple[Action, ...]:
-    """Returns the order of the rank's actions, and makes the run follow this order.
+    """Makes the run follow a fixed order of the rank's actions, and returns this order.
 
     A run-time rule would choose actions by the inputs that have arrived. No inputs arrive in a
-    trial, so the order is that of a simulated step.
+    trial, so the order is taken from a simulated step.
     """
     orders = run.forward_backward.orders
     policy = orders.policy(num_microbatches, forward_only=False)

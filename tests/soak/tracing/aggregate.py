@@ -1,4 +1,4 @@
-"""Measures time and memory of reading a large run; run as a script, this module is the reader."""
+"""Measures time and memory of reading a large run. As a script, this module is the reader."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measure(spans: int) -> dict[str, float]:
         spans: Approximate number of spans.
 
     Returns:
-        ``spans``, ``write_s``, ``read_s``, ``diagnose_s``, and ``peak_bytes``, the memory of the
-        reader and its children.
+        Dict with ``spans``, ``write_s``, ``read_s``, ``diagnose_s``, and ``peak_bytes`` (memory of
+        the reader and its children).
 
     Raises:
         RuntimeError: The reader failed.
@@ -51,14 +51,14 @@ def measure(spans: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Reads the run in a folder and prints the time and memory that reading takes."""
+    """Reads the run in a folder, and prints the time and memory that reading takes."""
     from megatron.adaptive.trace.diagnose import diagnose
 
     start = time.perf_counter()
     run = read_run(sys.argv[1])
     run_figures(run)
     read_s = time.perf_counter() - start
-    # The system reports only the largest memory of a child that has exited.
+    # The system reports only the maximum memory of any child that has exited.
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     workers = len(os.sched_getaffinity(0))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + workers * children

@@ -1,4 +1,4 @@
-"""Makes synthetic runs for the diagnosis, as noisy as real runs, each with one fault or none."""
+"""Generates synthetic runs with realistic noise and at most one fault, for the diagnosis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.synthetic_trace import Fault, SyntheticRun, write_synthetic
 
 RANKS = 4
 SCHEDULES = (("1f1b", 1), ("adaptive", 1), ("zb-h1", 1), ("interleaved", 2), ("adaptive", 2))
-"""Schedules and their numbers of chunks."""
+"""Schedules, each with its number of chunks."""
 
 GROUPS: tuple[tuple[str, int], ...] = (
     ("rank x1.1", 40),
@@ -33,15 +33,15 @@ CAUSES = {"slow-rank": "slow rank", "slow-link": "slow link", "slow-data": "slow
 
 @dataclass(frozen=True)
 class Outcome:
-    """Compares the diagnosis of a run with its fault.
+    """Diagnosis of a run, compared with its fault.
 
     Attributes:
-        group: Name of the fault, ``quiet`` for none.
-        truth: Cause and ranks; empty if there is no fault.
+        group: Name of the fault, or ``quiet`` for a run without a fault.
+        truth: Cause and ranks of the fault, or an empty string for a run without a fault.
         said: Headlines of the diagnosis.
-        right: Whether the most expensive finding has the right cause and ranks; for a quiet run,
-            whether there is no finding.
-        others: Number of findings besides the right one.
+        right: Whether the most expensive finding has the right cause and ranks. For a run without a
+            fault, whether there is no finding.
+        others: Number of findings besides the right finding.
         case: Description of the run.
     """
 
@@ -86,7 +86,7 @@ def draw_run(rng: random.Random, replicas: int) -> SyntheticRun:
 
 
 def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
-    """Returns a fault of a group, active in all iterations or from some iteration."""
+    """Returns a fault of a group, active in all iterations or from some iteration on."""
     replicas = run.replicas
     rank = rng.randrange(run.world_size)
     first = 1
@@ -117,7 +117,7 @@ def draw_fault(group: str, run: SyntheticRun, rng: random.Random) -> Fault:
 def judge(group: str, fault: Fault | None, said: Diagnosis, case: dict[str, Any]) -> Outcome:
     """Compares a diagnosis with the ground truth.
 
-    A last stage with a head really is uneven, so this finding counts neither as right nor as wrong.
+    A last stage with a head really is uneven, so this finding is neither right nor wrong.
     """
     headlines = tuple(finding.headline for finding in said.findings)
     uneven = case.get("head", 0.0) > 0
@@ -137,11 +137,11 @@ def outcomes(runs: int, seed: int, groups: Iterable[str] | None = None) -> Itera
 
     Args:
         runs: Number of runs with a fault, and of runs without a fault.
-        seed: Seed of all draws; seeds below 1000 were used to choose the limits.
-        groups: Names of the faults, ``None`` for all.
+        seed: Seed of all draws. Seeds below 1000 were used to choose the limits.
+        groups: Names of the faults, or ``None`` for all faults.
 
     Yields:
-        One outcome per run; half of the runs have one replica, half two.
+        Outcome of each run. Half of the runs have one replica, and half have two.
     """
     plan = [(group, max(2, math.ceil(share * runs / 200))) for group, share in GROUPS]
     plan.append(("quiet", runs))

@@ -1,8 +1,8 @@
-"""Measures the error of clock alignment; run as a script, it is one of the measured processes.
+"""Measures the error of clock alignment. As a script, it is one of the measured processes.
 
-Every process shifts its clock by an offset and a drift and, while it computes, samples the clock of
-the first process over a real connection. The true offset is known, because all processes share the
-machine's clock.
+Every process shifts its clock by an offset and a drift. While the process computes, it samples the
+clock of the first process over a real connection. The true offset is known, because all processes
+share the machine's clock.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from megatron.adaptive.trace.clock import ClockSampler, ClockServer, fit_clock
 from megatron.adaptive.trace.trace_format import ClockSamples
 
 WRONG: tuple[tuple[float, float], ...] = ((5, 50), (-5, -50), (5, -50), (-5, 50))
-"""Offsets in seconds, drifts in ppm."""
+"""Offsets in seconds, and drifts in ppm."""
 
 PERIODS_S = (0.1, 0.5)
 
 
 def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
-    """Samples the clocks of processes with wrong clocks, and compares the fit with the truth.
+    """Samples the clocks of processes with wrong clocks, and compares the fit with the ground
+    truth.
 
     Args:
-        seconds: Seconds for which each process samples.
+        seconds: Time in seconds for which each process samples.
         repetitions: Number of repetitions with each wrong clock.
 
     Returns:
-        For each process ``error_us``, the median error of its fitted times, ``residual_us``, the
-        error that the fit itself estimates, and ``drift_error_ppm``.
+        Dict of lists with a value for each process: ``error_us`` (median error of its fitted
+        times), ``residual_us`` (error that the fit itself estimates) and ``drift_error_ppm``.
 
     Raises:
         RuntimeError: A process failed.
@@ -58,7 +59,7 @@ def measure(seconds: float, repetitions: int) -> dict[str, list[float]]:
 def sample(
     server: ClockServer, offset_s: float, drift_ppm: float, seconds: float
 ) -> dict[str, Any]:
-    """Starts a process with a wrong clock; returns ``samples``, ``bursts`` and ``start_ns``.
+    """Starts a process with a wrong clock. Returns ``samples``, ``bursts`` and ``start_ns``.
 
     Raises:
         RuntimeError: The process failed.
@@ -87,7 +88,7 @@ def main() -> int:
     )
     end = time.monotonic() + float(seconds)
     while time.monotonic() < end:
-        sum(range(2000))  # other threads of a rank hold the interpreter lock too
+        sum(range(2000))  # other threads of a rank also hold the interpreter lock
     sampler.close()
     samples = [sample for burst in bursts for sample in burst.samples]
     print(json.dumps({"samples": samples, "start_ns": start_ns, "bursts": len(bursts)}))

@@ -1,9 +1,9 @@
-"""Makes repairs that the what-if suggests in real processes, and compares the predicted steps.
+"""Applies repairs of the what-if analysis in real processes, and compares the predicted steps.
 
-Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if reads their
-traces, and they run again with each repair. A predicted step is the recorded step minus the gain.
-The transport delays messages; orders and microbatch distribution are those of the engine. A repair
-with two chunks per rank draws other microbatch lengths, which adds to its error.
+Processes that sleep instead of computing (``slept_rank``) run with a fault, the what-if analysis
+reads their traces, and they run again with each repair. A predicted step is the recorded step minus
+the gain. The transport delays messages. Orders and microbatch distribution are those of the engine.
+A repair with two chunks per rank draws other microbatch lengths, which adds to its error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _BOTH, _LINK, _STAGES = "both: ", "links without jitter", "stages of equal work"
 
 @dataclass(frozen=True)
 class Done:
-    """Describes one repair.
+    """Repair that was applied.
 
     Attributes:
         job: Name of the fault.
-        repair: Name of the repair in the what-if.
-        before_s: Seconds of a step before the repair.
-        predicted_s: Seconds of a step, predicted by the what-if.
-        real_s: Seconds of a step after the repair.
+        repair: Name of the repair in the what-if analysis.
+        before_s: Step time before the repair, in seconds.
+        predicted_s: Step time predicted by the what-if analysis, in seconds.
+        real_s: Step time after the repair, in seconds.
     """
 
     job: str
@@ -51,7 +51,7 @@ class Done:
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted step."""
+        """Relative error of the predicted step time."""
         return abs(self.predicted_s / self.real_s - 1)
 
 
@@ -71,7 +71,7 @@ def _dealt(run: SyntheticRun, _: Repair) -> SyntheticRun:
 
 
 def _moved(run: SyntheticRun, repair: Repair) -> SyntheticRun:
-    """Returns a run whose stages have the layers that a repair names."""
+    """Returns a run whose stages have the layers that a repair suggests."""
     match = re.search(r"--partition ([\d-]+)", repair.flag)
     assert match is not None, repair.flag
     work = np.array([float(layers) for layers in match[1].split("-")])
@@ -123,10 +123,10 @@ def _jobs() -> dict[str, tuple[SyntheticRun, tuple[str, ...]]]:
 
 
 def measure() -> Iterator[Done]:
-    """Makes all repairs one after the other.
+    """Applies all repairs one after another.
 
     Raises:
-        RuntimeError: A rank failed, the timeout passed, or the what-if lacks a repair.
+        RuntimeError: A rank failed, the timeout passed, or the what-if analysis lacks a repair.
     """
     for job, (broken, repairs) in _jobs().items():
         before_s, answers = _run(broken)
@@ -139,7 +139,7 @@ def measure() -> Iterator[Done]:
 
 
 def _run(run: SyntheticRun) -> tuple[float, Any]:
-    """Returns the mean step of a run without its first step, and the what-if's answers."""
+    """Returns the mean step of a run without its first step, and the what-if analysis."""
     with tempfile.TemporaryDirectory() as folder:
         execute(Path(folder), run, LIMIT_S)
         trace = read_run(folder)

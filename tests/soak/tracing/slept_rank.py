@@ -36,19 +36,19 @@ LAYERS = 4
 
 
 class Stages(EmulatedStages):
-    """Simulates chunks by sleeping; the first stage reads its data within its forward.
+    """Simulates chunks by sleeping. The first stage reads its data within its forward pass.
 
     Args:
         work: Work of this rank in the step.
         placement: Placement of the stages.
         rank: Position of this rank in the pipeline.
         sleeper: Sleeper of this rank.
-        split: Whether backwards by weights are separate actions.
-        read_s: Seconds of a read, by microbatch.
+        split: Whether weight gradients are separate actions.
+        read_s: Duration of a read in seconds, by microbatch.
         recorder: Recorder of the reads.
 
     Attributes:
-        worked_s: Start and end of each forward and backward, in seconds.
+        worked_s: Start and end of each forward and backward pass, in seconds.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Stages(EmulatedStages):
 
 
 class Rank:
-    """Runs one rank.
+    """Runs one rank of a job.
 
     Args:
-        rank: Global rank; the replicas of a pipeline position are next to each other.
+        rank: Global rank. The replicas of a pipeline position are next to each other.
         run: Description of the run.
         folder: Folder for the traces.
     """
@@ -135,13 +135,13 @@ class Rank:
         self._sleeper = Sleeper()
 
     def close(self) -> None:
-        """Closes everything that this object has opened; collective."""
+        """Closes everything that this object has opened. Collective over all ranks."""
         self._recorder.close()
         self._channels.close()
         dist.barrier(group=self._world)
 
     def iterate(self, iteration: int) -> list[tuple[float, float]]:
-        """Runs an iteration; returns the times of its actions."""
+        """Runs an iteration, and returns the times of its actions."""
         run, made = self._run, self._candidate
         drawn, data_s = draw_dealt(run, self._placement, iteration, self.replica)
         count = len(data_s)
@@ -188,7 +188,7 @@ class Rank:
 def draw_dealt(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int
 ) -> tuple[Workload, Any]:
-    """Draws a replica's step; microbatches may be distributed over replicas, as in the trainer."""
+    """Draws a replica's step. Microbatches may be distributed over replicas, as in the trainer."""
     seeds = [
         random.Random(f"{run.seed}/{iteration}/{r}").randrange(2**31) for r in range(run.replicas)
     ]
@@ -215,7 +215,7 @@ def draw_dealt(
 
 
 def run_rank(rank: int, plan: dict[str, Any]) -> list[Any]:
-    """Runs one rank; returns the times of its actions in each iteration."""
+    """Runs one rank, and returns the times of its actions in each iteration."""
     sharpen_timers()
     faults = tuple(Fault(**fault) for fault in plan["run"]["faults"])
     run = SyntheticRun(**{**plan["run"], "faults": faults})

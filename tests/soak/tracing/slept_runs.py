@@ -19,10 +19,10 @@ from tests.soak.tracing.cases import RANKS, Outcome, draw_fault, judge
 from tests.support.synthetic_trace import SyntheticRun
 
 GROUPS = ("rank x1.3", "rank x2", "link delay", "spikes", "slow data", "rank x1.1", "quiet")
-"""Faults of the runs, in rotation; one in seven runs has none."""
+"""Faults of the runs, in rotation. One in seven runs has no fault."""
 
 HALF_S = {"F 50 ms, B 100 ms": 0.025, "F 20 ms, B 40 ms": 0.010}
-"""Seconds of F, of B and of W of half a rank, for comparing bubbles."""
+"""Duration in seconds of F, of B and of W of half a rank, for comparing bubbles."""
 
 
 def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
@@ -31,7 +31,7 @@ def measure(runs: int, seed: int, limit_s: float) -> list[Outcome]:
     Args:
         runs: Number of runs, half with one replica, half with two.
         seed: Seed of all draws.
-        limit_s: Timeout in seconds, after which everything is killed.
+        limit_s: Timeout in seconds, after which all processes are killed.
 
     Raises:
         RuntimeError: A rank failed, or the timeout passed.
@@ -53,7 +53,7 @@ def bubble_errors(runs: int, seed: int, half_s: float) -> list[float]:
     Args:
         runs: Number of runs.
         seed: Seed of all draws.
-        half_s: Seconds of F, of B and of W of half a rank.
+        half_s: Duration in seconds of F, of B and of W of half a rank.
 
     Returns:
         Mean over ranks of the trace's bubble minus the true bubble, in percentage points, for each
@@ -76,9 +76,9 @@ def execute(folder: Path, run: SyntheticRun, limit_s: float) -> list[Any]:
     """Executes a run.
 
     Args:
-        folder: Folder for its traces.
+        folder: Folder for the traces of the run.
         run: Description of the run.
-        limit_s: Timeout in seconds, after which everything is killed.
+        limit_s: Timeout in seconds, after which all processes are killed.
 
     Returns:
         Start and end in seconds of all actions, by rank and iteration.
@@ -107,7 +107,7 @@ def bubble_error(folder: Path, truths: Sequence[Any]) -> float:
 
 
 def real_run(half_s: float, **options: Any) -> SyntheticRun:
-    """Returns a run of small stages, each of two halves with F, B and W of ``half_s``."""
+    """Returns a run of small stages, each with two halves whose F, B and W take ``half_s``."""
     times = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 2 * half_s)
     return SyntheticRun(
         **{

@@ -27,10 +27,10 @@ class MLflow(Logger):
             self._package.set_experiment(settings.mlflow_experiment)
             self._package.start_run(run_name=settings.mlflow_run_name)
             self._package.log_dict(cfg.to_dict(), "settings.json")
-        except Exception as error:  # no server
+        except Exception as error:  # such as an unreachable server
             raise ConfigError(
-                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow refused it "
-                f"({' '.join(str(error).split())}); check --mlflow-tracking-uri"
+                f"--mlflow-experiment {settings.mlflow_experiment}: MLflow rejected the "
+                f"experiment ({' '.join(str(error).split())}); check --mlflow-tracking-uri"
             ) from None
 
     def scalar(self, tag: str, value: float, step: int) -> None:

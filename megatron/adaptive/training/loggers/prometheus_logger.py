@@ -23,7 +23,7 @@ from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.training.logger import Logger
 
 PREFIX = "megatron_adaptive_"
-"""Beginning of the name of every metric."""
+"""Prefix of the names of all metrics."""
 
 TOKEN_VARIABLE = "MEGATRON_ADAPTIVE_METRICS_TOKEN"
 """Environment variable with the bearer token that a client of the endpoint must send."""
@@ -36,7 +36,7 @@ _VISITOR_S = 5.0
 
 
 class _Gauges:
-    """Holds the last value of each curve.
+    """Gauges with the last value of each curve.
 
     Args:
         flag: Flag that selected the logger, for the error message about a missing package.
@@ -48,7 +48,7 @@ class _Gauges:
         self._by_name: dict[str, Any] = {}
 
     def set(self, tag: str, value: float, step: int) -> None:
-        """Sets a curve's gauge, and the number of the iteration."""
+        """Sets a curve's gauge and the gauge ``iteration``."""
         for curve, number in ((tag, value), ("iteration", step)):
             name = PREFIX + re.sub(r"\W+", "_", curve, flags=re.ASCII).strip("_").lower()
             if name not in self._by_name:
@@ -57,17 +57,17 @@ class _Gauges:
             self._by_name[name].set(number)
 
     def write(self, path: Path) -> None:
-        """Replaces a file with the current values atomically."""
+        """Atomically replaces a file with the current values."""
         self._package.write_to_textfile(str(path), self.registry)
 
     def application(self) -> Callable[..., Iterable[bytes]]:
-        """Returns the WSGI application that answers with the current values."""
+        """Returns the WSGI application that serves the current values."""
         application: Callable[..., Iterable[bytes]] = self._package.make_wsgi_app(self.registry)
         return application
 
 
 class PrometheusEndpoint(Logger):
-    """Answers requests of a Prometheus server with the last values."""
+    """Serves the last values to a Prometheus server."""
 
     name = "prometheus"
     flag = "prometheus_address"
@@ -79,8 +79,8 @@ class PrometheusEndpoint(Logger):
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token and not _is_loopback(host):
             raise ConfigError(
-                f"--prometheus-address {address}: other machines could read the metrics; set"
-                f" {TOKEN_VARIABLE} to a token, or give an address of this machine only"
+                f"--prometheus-address {address} would let other machines read the metrics; set "
+                f"{TOKEN_VARIABLE} to a token, or use a loopback address"
             )
         self._gauges = _Gauges("--prometheus-address")
         application = _guarded(self._gauges.application(), token)
@@ -89,8 +89,8 @@ class PrometheusEndpoint(Logger):
         except (OSError, ValueError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--prometheus-address {address} cannot be opened ({reason}); give [HOST:]PORT with"
-                " a free port"
+                f"cannot open --prometheus-address {address} ({reason}); use [HOST:]PORT with a "
+                "free port"
             ) from None
         thread = threading.Thread(
             target=self._server.serve_forever, name="prometheus-endpoint", daemon=True
@@ -139,7 +139,7 @@ class PrometheusFile(Logger):
 
 
 class _Visitor(WSGIRequestHandler):
-    """Reads a request within a time limit, and logs nothing."""
+    """Reads a request within a time limit, without logging it."""
 
     timeout = _VISITOR_S
 
@@ -157,7 +157,7 @@ def _is_loopback(host: str) -> bool:
 def _guarded(
     application: Callable[..., Iterable[bytes]], token: str
 ) -> Callable[..., Iterable[bytes]]:
-    """Adds a check of the bearer token to an application. Without a token, it is unchanged."""
+    """Adds a check of the bearer token to an application, if there is a token."""
     if not token:
         return application
     expected = f"Bearer {token}".encode()

@@ -15,14 +15,14 @@ from megatron.adaptive.trace.files import BestEffortFile
 from megatron.adaptive.training.logger import Logger
 
 _CURVES_S = 5.0
-"""Maximum time between writes in seconds. A full queue is written before this time is over."""
+"""Maximum time between writes in seconds. A full queue is written earlier."""
 
 
 class TensorBoard(Logger):
     """Writes scalars to an event file for TensorBoard.
 
-    The event file tolerates write errors, because TensorBoard's own writer stops permanently once
-    the disk is full.
+    The event file tolerates write errors. TensorBoard's own writer would stop permanently once the
+    disk is full.
     """
 
     name = "tensorboard"
@@ -44,8 +44,8 @@ class TensorBoard(Logger):
         folder = settings.tensorboard_dir
         assert folder is not None
         begin_s = time.time()
-        # Begin the name with the time, because TensorBoard reads a folder's files in order of their
-        # names.
+        # Begin the name with the time, because TensorBoard reads a folder's files in the order of
+        # their names.
         name = f"events.out.tfevents.{begin_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             self._file = BestEffortFile(Path(folder, name), "points", self._head)

@@ -32,10 +32,11 @@ class WeightsAndBiases(Logger):
                 dir=folder,
                 config=cfg.to_dict(),
             )
-        except Exception as error:  # no account, no server
+        except Exception as error:  # such as a missing account or an unreachable server
             raise ConfigError(
-                f"--wandb-project {settings.wandb_project}: Weights & Biases refused it "
-                f"({' '.join(str(error).split())}); log in there, or set WANDB_MODE=offline"
+                f"--wandb-project {settings.wandb_project}: Weights & Biases rejected "
+                f"the project ({' '.join(str(error).split())}); run 'wandb login', or set "
+                "WANDB_MODE=offline"
             ) from None
 
     def scalar(self, tag: str, value: float, step: int) -> None:
