@@ -1,6 +1,8 @@
-"""Writes traces of made-up runs with ``--slice-tokens``: rows of documents in slices of one length.
+"""Writes traces of synthetic runs with ``--slice-tokens``.
 
-Steps are simulated under ``adaptive``. The time of a slice is exactly that of its tokens and pairs.
+The documents of a step are packed into rows, and rows are cut into slices of equal length. Steps
+are simulated under ``adaptive``. A slice's time is a linear function of its numbers of tokens and
+of token pairs.
 """
 
 from __future__ import annotations
@@ -36,15 +38,7 @@ NS_PER_S = 1e9
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
     """Describes a run.
-
-    Attributes:
-        documents: Number of tokens of each document of a step, the same in each step.
-        tokens: Number of tokens of a slice.
-        num_ranks: Number of pipeline ranks.
-        num_chunks: Number of chunks per rank.
-        iterations: Number of steps.
-        schedule: Name of the schedule in the header.
-        fixed_s: Time of each action, besides that of its tokens and pairs.
+    documents: Number of tokens of each document of a step; all steps have the same documents.
     """
 
     documents: tuple[int, ...]
