@@ -124,7 +124,7 @@ class Peer:
         self._credit.write(bytes(8), 8)
         # pyverbs does not support work requests without a memory segment, so this segment is empty.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # One completion queue serves both directions; the queue pair's number identifies the direction.
+        # One completion queue serves both directions. Completions contain the queue pair's number.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
         init = QPInitAttr(

@@ -224,9 +224,7 @@ def test_a_job_of_two_kinds_of_nodes_is_one_world_and_goes_on_when_its_time_is_o
     assert json.loads((folder / "run.json").read_text())["processes"] == [1, 1, 2]
     (fast,) = (path for path in folder.glob("n[12].out"))
     assert "iteration " in fast.read_text()
-    lab.output(
-        "Slurm sends this signal 90 s before the time limit", "--signal=USR1", str(job)
-    )  # Slurm sends this 90 s before the end
+    lab.output("scancel", "--signal=USR1", str(job))  # Slurm sends it 90 s before a time limit
     wait_for(lambda: "start 2" in said(conf, job), lambda: said(conf, job))
     wait_until_it_trains(conf, job, start=2)
     text = said(conf, job)

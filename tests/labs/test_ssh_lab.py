@@ -39,7 +39,7 @@ def reached(lab: Lab, tmp_path: Path) -> Iterator[Path]:
     client_settings = f"StrictHostKeyChecking yes\nUserKnownHostsFile {tmp_path}/known_hosts\n"
     programs, server = sshd.prepare(tmp_path, "", client_settings)
     (tmp_path / "known_hosts").write_text(f"n2 {(tmp_path / 'host_key.pub').read_text()}")
-    Path("sshd has no option for this path").mkdir(exist_ok=True)  # sshd has no option for it
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd has no option for this path
     done = lab.run(server, on="n2")
     assert done.returncode == 0, done.stderr
     yield programs

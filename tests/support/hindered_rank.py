@@ -6,7 +6,7 @@ Environment variables:
 ``PINNED``      processor to which this rank is bound, which another program may use too
 ``GROUP``       folder of a control group that this rank joins
 ``READ_S``      seconds that this rank takes to read a sample
-``READ_FILE``   file from which this rank reads a part with each sample, bypassing the page cache
+``READ_FILE``   file from which this rank reads an uncached part with each sample
 ``MAPPED_FILE`` file that this rank maps and reads in each forward pass; the control group
                 ``GROUP`` has enough memory for only a part of the file
 ``SLOW_LAYER``  ``3:0.02``: index of a layer, and seconds to add to its forward and backward pass

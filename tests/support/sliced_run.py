@@ -37,7 +37,7 @@ NS_PER_S = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
-    """Describes a run.
+    """Describes a synthetic run with slices.
     documents: Number of tokens of each document of a step; all steps have the same documents.
     """
 
@@ -51,13 +51,13 @@ class SlicedRun:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Returns the lengths of each row's documents."""
+        """Lengths of the documents in each row."""
         packed = first_fit(self.documents, self.tokens)
         return [[self.documents[number] for number in row] for row in packed]
 
     @property
     def cuts(self) -> list[Cut]:
-        """Returns where each row is cut."""
+        """Cuts that divide each row into slices."""
         return [self._cut(row) for row in self.rows]
 
     def _cut(self, row: Sequence[int]) -> Cut:
@@ -66,18 +66,18 @@ class SlicedRun:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Returns the number of slices of each row."""
+        """Number of slices of each row."""
         return tuple(len(cut.ends) for cut in self.cuts)
 
     def _width(self, row: Sequence[int]) -> int:
         return -(-sum(row) // self.tokens) * self.tokens
 
     def step_s(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the simulated time of a step that runs these rows of documents, in seconds."""
+        """Returns the simulated time of a step with these rows of documents, in seconds."""
         return self._simulated([self._cut(row) for row in rows])[0].makespan_s
 
     def write(self, folder: Path) -> float:
-        """Writes a trace file per rank, and returns the time of a step in seconds."""
+        """Writes one trace file per rank, and returns the time of a step in seconds."""
         result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)
