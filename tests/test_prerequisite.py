@@ -1,6 +1,7 @@
 """Tests errors of ``prerequisite.sh --python VERSION``, and its progress without a network.
 
-The script runs in a copy of the files that it reads, with its own cache folder and interpreters.
+The script runs in a copy of the files that it reads, with a separate cache folder and separate
+interpreters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(
     checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
 ) -> tuple[int, str, str]:
-    """Runs a copied script; returns its status, standard output and standard error."""
+    """Runs a copied script, and returns its status, standard output and standard error."""
     done = subprocess.run(
         ["bash", str(checkout / script), *arguments.split()],
         capture_output=True,
@@ -44,7 +45,7 @@ def run(
             "HOME": str(checkout.parent),
             "PYENV_ROOT": str(checkout.parent / "none"),
             "XDG_CACHE_HOME": str(checkout.parent / "cache"),
-            # pip finds no settings, and does not use the network.
+            # pip ignores the machine's settings, and does not use the network.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             **variables,
@@ -80,7 +81,7 @@ def test_a_python_that_cannot_be_set_up_is_refused_in_one_line(
     checkout: Path, arguments: str, line: str
 ) -> None:
     assert run(checkout, arguments) == (2, "", f"error: {line}\n")
-    # scripts/test.sh passes the error on, and runs no test.
+    # scripts/test.sh reports the same error, and does not run tests.
     if arguments.startswith("--python 3.9"):
         status, printed, errors = run(checkout, arguments, script="scripts/test.sh")
         assert (status != 0, printed, errors) == (True, "", f"error: {line}\n")
@@ -94,7 +95,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
 
 
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
-    """Checks that the environment is made, and that a later call retries the missing torch."""
+    """Checks that the environment is created, and that a later call retries the missing torch."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
     commands.mkdir()
     shim = commands / f"python{VERSION}"

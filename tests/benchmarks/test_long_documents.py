@@ -1,4 +1,4 @@
-"""Checks the memory of the compared orders, and that ratios are computed pair by pair."""
+"""Tests the memory of the compared schedules, and that ratios are computed per repetition."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
         assert (inside.end_ns <= step.end_ns[0]).all()
         after = table.of_kind("evaluate", "checkpoint")
         assert (after.start_ns >= step.end_ns[0]).all()
-    # With a V placement, the first rank reads the data of the first and the last stage.
+    # The first rank of a V placement reads the data of the first and the last stage.
     assert [int(t.table([3]).where("data").sum()) for t in run.ranks.values()] == [MICROBATCHES, 0]
 
 
