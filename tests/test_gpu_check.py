@@ -75,7 +75,7 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     states = {part["name"]: (part["state"], part["reason"]) for part in content["parts"]}
     assert states == {
         "device": ("ok", ""),
-        "hangs": ("cut", "it took more than 4 s"),
+        "hangs": ("cut", "exceeded the time limit of 4 s"),
         "fails": ("failed", "status 1: no such thing"),
         "misses": ("missed", "a ratio"),
         "two": ("left out", "there is only one"),

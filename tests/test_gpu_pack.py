@@ -111,7 +111,7 @@ def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_pat
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("numpy==2.0\n", "has no line torch==...; it is too large to carry"),
+        ("numpy==2.0\n", "must list torch==..., because torch is too large for a pack"),
         ("Package    Version\n", "'Package    Version' is not a line of pip freeze"),
         ("torch==2.11.0\nnumba==1\n", "pip found no wheel of "),
     ],

@@ -57,23 +57,26 @@ def run(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--python", "--python '': a version of two numbers is needed, such as 3.12"),
-        ("--python 3", "--python '3': a version of two numbers is needed, such as 3.12"),
-        ("--python 3.12.1", "--python '3.12.1': a version of two numbers is needed, such as 3.12"),
-        ("--python 2.7", "--python '2.7': a version of two numbers is needed, such as 3.12"),
-        ("--python 3.9", "--python 3.9: this project needs Python 3.10 or newer"),
+        ("--python", "--python must be a version of two numbers, such as 3.12, got ''"),
+        ("--python 3", "--python must be a version of two numbers, such as 3.12, got '3'"),
+        (
+            "--python 3.12.1",
+            "--python must be a version of two numbers, such as 3.12, got '3.12.1'",
+        ),
+        ("--python 2.7", "--python must be a version of two numbers, such as 3.12, got '2.7'"),
+        ("--python 3.9", "--python must be 3.10 or newer, got 3.9"),
         (
             "--python 3.99",
-            "--python 3.99: there is no Python 3.99; install it (pyenv install 3.99, or"
-            " python3.99-venv of Debian)",
+            "--python 3.99: Python 3.99 is not installed; install it with pyenv install 3.99, or"
+            " Debian's python3.99-venv",
         ),
         (
             "--python 3.12 --rdma",
-            "--python 3.12 installs what --test does and nothing more: leave out --rdma (or --all)",
+            "--python 3.12 cannot be combined with --rdma; remove --rdma or --all",
         ),
         (
             "--python 3.12 --gpu-target",
-            "--gpu-target --python 3.12: each is an environment of its own; give one of them",
+            "--gpu-target and --python 3.12 cannot be combined; use one of them",
         ),
     ],
 )
@@ -110,7 +113,7 @@ def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> No
         status, printed, errors = run(checkout, f"--python {VERSION}", **variables)
         first, *_, last = errors.splitlines()
         assert (status, printed) == (2, "")
-        assert first == f"making the environment {environment} from {real}"
+        assert first == f"creating the environment {environment} with {real}"
         assert last.startswith(f"error: --python {VERSION}: pip could not install torch==")
         assert (environment / "bin/python").exists()
         assert not (environment / ".torch").exists()

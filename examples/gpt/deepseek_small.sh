@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Trains a small model like DeepSeek-V3 on two processes, CPU or GPU: latent attention, a dense
-# layer followed by layers with routed and shared experts, multi-token prediction, a V with a
-# run-time rule.
+# Trains a small model like DeepSeek-V3 on two processes, on CPUs or GPUs. The model has latent
+# attention, a dense layer followed by layers with routed and shared experts, and multi-token
+# prediction. The adaptive schedule chooses the order of actions at run time.
 #
 #   bash examples/gpt/deepseek_small.sh
 #
-# Options of the trainer may follow; they override the options below. It uses random tokens, or with
-# DATA_DIR=data/stdlib the corpus of python tools/make_corpus.py --output-dir data/stdlib.
+# Options of the trainer may follow; they override the options below. The data are random tokens.
+# With DATA_DIR=data/stdlib, they are the corpus that is created by
+# python tools/make_corpus.py --output-dir data/stdlib.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
@@ -97,10 +98,10 @@ OUTPUT_ARGS=(
   --eval-iters 2
 )
 
-# With several ranks on few processors, more threads per rank would slow each other down.
+# If several ranks share few processors, more threads per rank would slow training down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
-# with. Experts whose messages overlap with work need more than one queue.
+# With a single hardware queue, tensor-parallel communication starts before the kernels that it
+# overlaps with. Overlapping expert-parallel communication needs more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;
