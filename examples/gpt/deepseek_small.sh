@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small model like DeepSeek-V3 on two processes, on CPUs or GPUs. The model has latent
 # attention, a dense layer followed by layers with routed and shared experts, and multi-token
-# prediction. The adaptive schedule chooses the order of actions at run time.
+# prediction. Its stages are placed in a V, and the adaptive schedule chooses the order of actions
+# at run time.
 #
 #   bash examples/gpt/deepseek_small.sh
 #
