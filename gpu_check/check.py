@@ -9,7 +9,7 @@ part, so they exist even if the whole check is stopped::
                                limit = twice the planned time, unless later parts need that time
 
 Exit status: 0 on success; 1 if a part failed or missed a goal; 2 if there is no GPU or PyTorch
-    cannot use it.
+cannot use it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _machine_code() -> Iterator[None]:
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Gives programs started by tests a temporary folder, which is removed after the run.
 
-    Killed programs leave temporary files behind, which would be thousands in a run of all tests.
+    Killed programs leave temporary files behind. A run of all tests would leave thousands of files.
     """
     # creates pytest's folder elsewhere, because it keeps folders of failed tests
     tmp_path_factory.getbasetemp()

@@ -56,7 +56,7 @@ class DeviceTensor(torch.Tensor):
         self.host.copy_(_host(source))
         return self
 
-    def __getitem__(self, index: Any) -> DeviceTensor:  # torch would require CUDA here, too
+    def __getitem__(self, index: Any) -> DeviceTensor:  # torch requires CUDA for its own method
         return DeviceTensor(self.host[index])
 
     @classmethod

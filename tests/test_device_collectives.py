@@ -41,7 +41,7 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
 
 
 def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:
-    """Checks that new or renamed collectives in a torch release are noticed."""
+    """Checks that ``TREATMENTS`` lists all collectives of the installed torch."""
     methods = {
         name
         for name in dir(dist.ProcessGroup)

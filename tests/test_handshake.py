@@ -1,4 +1,4 @@
-"""Tests that the gate admits only connections that prove the job's secret."""
+"""Tests that the handshake accepts only peers that know the job's secret."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """Runs a gate, and keeps the connections that it admitted and the messages that it logged."""
+    """Runs a gate, and stores the connections that it accepted and the messages that it logged."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -54,7 +54,7 @@ class Door:
             sealed.socket.close()
 
     def refuses(self, *parts: bytes) -> bool:
-        """Sends these parts, and returns whether the gate refuses and closes the connection."""
+        """Sends these parts, and returns whether the gate rejects and closes the connection."""
         stranger = socket.create_connection(self.place, WATCHDOG_S)
         with stranger, contextlib.suppress(ConnectionError):
             for part in parts:
@@ -268,7 +268,7 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While the loop is blocked, a visitor connects and the gate is closed, so the loop sees both
+    # While the loop is blocked, a client connects and the gate is closed, so the loop sees both
     # events at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)

@@ -1,18 +1,14 @@
 """Runs small random programs that use torch, transformers, peft and accelerate.
 
 Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs the program of each seed, and writes a JSON
-    list with its observations (values, devices, dtypes and errors) to ``RESULTS``. With ``early``
-    or ``late`` as ``PREPARATION``, ``megatron.adaptive`` is imported and installed before or after
-    the other libraries; with ``plain``, it is not imported. The observations of a seed must not
-    depend on the preparation.
-``RESULTS`` a JSON list with its observations: values, devices, dtypes, errors. ``PREPARATION`` is
-``plain``, or ``early`` or ``late``: then ``megatron.adaptive`` is imported and installed before or
-after the other libraries. Observations of a seed must not depend on the preparation.
+list with its observations (values, devices, dtypes and errors) to ``RESULTS``. With ``early`` or
+``late`` as ``PREPARATION``, ``megatron.adaptive`` is imported and installed before or after the
+other libraries; with ``plain``, it is not imported. The observations of a seed must not depend on
+the preparation.
 
 A program consists of up to five statements, which are functions that take a :class:`random.Random`
-    and yield observations. Small seeds run one statement each, in order; larger seeds draw random
-    statements.
-yield observations. Small seeds run one statement each, in order; larger seeds draw statements.
+and yield observations. Small seeds run one statement each, in order; larger seeds draw random
+statements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests the memory of the compared schedules, and that ratios are computed per repetition."""
+"""Tests the memory limits of the compared schedules, and ratios per repetition."""
 
 from __future__ import annotations
 

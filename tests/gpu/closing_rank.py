@@ -1,12 +1,9 @@
 """Runs one of several ranks that repeatedly set up a job, train, and close everything.
 
 Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory of all ranks is measured
-    before and after closing. Rank 0 writes a JSON list of pairs of objects with
-    ``allocated_bytes``, ``device_bytes`` and ``shared_bytes``. These are tensors on the GPU, total
-    GPU memory in use, and mapped shared memory of the host. The first two are 0 without a GPU.
-each time, before and after closing, as a JSON list of pairs of objects with ``allocated_bytes``,
-``device_bytes`` and ``shared_bytes``: tensors on the GPU, total GPU memory in use, and mapped
-shared memory of the host. The first two are 0 without a GPU.
+before and after closing. Rank 0 writes a JSON list of pairs of objects with ``allocated_bytes``,
+``device_bytes`` and ``shared_bytes``. These are tensors on the GPU, total GPU memory in use, and
+mapped shared memory of the host. The first two are 0 without a GPU.
 """
 
 from __future__ import annotations

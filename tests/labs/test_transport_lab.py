@@ -129,7 +129,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
-    """Checks killed peers, lost packets, a cut link, a bad key, missing receives, wrong data."""
+    """Checks transfers, lost peers, lost packets, a cut link, and violations of the protocol."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:

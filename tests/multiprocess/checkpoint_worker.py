@@ -1,10 +1,8 @@
 """Saves and loads checkpoints in many shapes, as the ranks of a job that tests start.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
-    and the test prints the rank's output. The same processes run all shapes, because starting
-    processes takes seconds.
-and the test shows its output. The same processes run all shapes, because starting processes takes
-seconds.
+and the test prints the rank's output. The same processes run all shapes, because starting processes
+takes seconds.
 
 The initial value of a weight depends only on its position in the model, and its synthetic gradient
 only on its value. Therefore, steps are bitwise identical in every shape. A state that was loaded

@@ -63,7 +63,7 @@ LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DR
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers use sliding windows.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Layers of four kinds are used twice each: other widths, no attention, linear attention, no MLP.
+# Each of four kinds of layers is used twice: other widths, no attention, linear attention, no MLP.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
 # Three of four layers have experts, with biases as in GPT-2. MODERN_EXPERTS has modern layers.
 EXPERTS = (
@@ -223,7 +223,7 @@ def every_shape() -> Iterator[Case]:
 PLAIN = Case("megatron")
 SHAPES = tuple(every_shape())
 OPTIONS = (
-    # Stages have no layers: only the embedding, only the loss, or nothing.
+    # Some stages have no layers. They contain only the embedding, only the loss, or nothing.
     Case("adaptive", pp=2, extra="--partition 0-8"),
     Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
     Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
@@ -399,7 +399,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# Sequences are cut into slices, with every policy and fixed order that supports slices.
+# Sequences are split into slices, with every policy and fixed order that supports slices.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),

@@ -1,9 +1,8 @@
 """Runs ``python PROGRAM`` in a process forked by a fork server; see ``launch.py``.
 
 Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``. The
-    JSON object contains the paths of the output files, and the names of the environment variables
-    to keep.
-JSON object names the output files and the environment variables to keep.
+JSON object contains the paths of the output files, and the names of the environment variables to
+keep.
 """
 
 from __future__ import annotations

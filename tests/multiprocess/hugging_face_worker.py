@@ -1,15 +1,11 @@
 """Loads Hugging Face models in many shapes, and compares their logits and gradients.
 
 Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists
-    models and flags. If the file does not exist, a test writes one case after another to
-    ``0.json``, ``1.json``, ... The folder of each model contains ``expected.safetensors`` with the
-    logits of ``tokens``, and the gradients of their mean loss by name. The program prints the
-    errors of the logits, and of the gradients of a step under the run's schedule, relative to the
-    largest expected value.
-models and flags; without it, a test writes one case after another into ``0.json``, ``1.json``, ...
-Each model's folder contains ``expected.safetensors``: the logits of ``tokens``, and the gradients
-of their mean loss by name. A rank prints the error of the logits, and of the gradients of a step of
-the run's schedule, relative to the largest expected number.
+models and flags. If the file does not exist, a test writes one case after another to ``0.json``,
+``1.json``, ... The folder of each model contains ``expected.safetensors`` with the logits of
+``tokens``, and the gradients of their mean loss by name. The program prints the errors of the
+logits, and of the gradients of a step under the run's schedule, relative to the largest expected
+value.
 """
 
 from __future__ import annotations

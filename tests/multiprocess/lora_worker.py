@@ -1,13 +1,10 @@
 """Trains adapters in many shapes, and compares losses and gradients with PEFT's.
 
 Usage: ``lora_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists models and
-    flags. The folder of a model contains ``adapters`` in PEFT's format, and ``trained.safetensors``
-    with the ``tokens`` of each microbatch, the loss of each step, and the first step's gradients by
-    PEFT's names. Rank 0 prints the errors of the losses and of the gradients, relative to the
-    largest expected value.
-flags. A model's folder contains ``adapters`` as saved by PEFT, and ``trained.safetensors``: the
-``tokens`` of each microbatch, the loss of each step, and the first step's gradients by PEFT's
-names. Rank 0 prints the errors of both, relative to the largest expected number.
+flags. The folder of a model contains ``adapters`` in PEFT's format, and ``trained.safetensors``
+with the ``tokens`` of each microbatch, the loss of each step, and the first step's gradients by
+PEFT's names. Rank 0 prints the errors of the losses and of the gradients, relative to the largest
+expected value.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ OTHER_SUMS = {"other-sums": 2, "sums-of-a-quarter": 4}
 """Variants of a case that compute the sums of matrix multiplications in another order.
 
 Each variant maps to a divisor of the number of terms: the first half or the first quarter of the
-    terms is added last. With a single other order, sums could by chance be almost equal to the
-    usual sums; with two this is unlikely.
-A single order may by chance give almost the same sums as the usual order, two hardly.
+terms is added last. With a single other order, sums could by chance be almost equal to the usual
+sums; with two this is unlikely.
 """
 SCALED_LAYER = "scaled-layer"
 """Planted error: the gradients of one layer are too small by a relative error of 1e-4."""

@@ -1,8 +1,7 @@
 """Trains a small GPT in many shapes, as the ranks of a job that tests start.
 
 Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens`` in the folder of
-    ``RESULTS``. ``CASES`` is the path of a JSON list of objects::
-``CASES`` is a JSON list of objects::
+``RESULTS``. ``CASES`` is the path of a JSON list of objects::
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 

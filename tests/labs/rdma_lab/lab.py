@@ -253,7 +253,7 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Links stay open until the run ends, so that peers see a dead node as silent.
+        # Links stay open until the run ends, so that a dead node appears silent to its peers.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])

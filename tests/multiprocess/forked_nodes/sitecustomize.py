@@ -9,9 +9,8 @@ the original process is killed, the server kills the child. Without a server, a 
 program itself.
 
 Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports additional modules and runs the server in a
-    process forked by ``launch.Forkserver``. The server also serves processes on nodes that have
-    separate namespaces.
-forked by ``launch.Forkserver``. It also serves processes on nodes that have separate namespaces.
+process forked by ``launch.Forkserver``. The server also serves processes on nodes that have
+separate namespaces.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def is_program(command: list[str]) -> bool:
     """Returns whether these arguments start a module, a script or inline code in a new process.
 
     Processes of ``multiprocessing`` are excluded, because they inherit file descriptors that a fork
-        would not have.
-    have.
+    would not have.
     """
     if not command:
         return False
