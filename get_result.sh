@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tells how a job is: its state, iterations, errors and what each node uses.
+# Shows a job's state, iterations and errors, and the resources that each node uses.
 #
 #   bash get_result.sh JOB [--follow] [--json] [--log-dir DIR]
 set -euo pipefail

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Sets up what this project needs and prints the Python to use as its last line on stdout; all else
-# goes to stderr. Repeatable: a second call finds everything in place and takes about a third of a
-# second.
+# Sets up the requirements of this project. The last line on stdout is the Python to use; all other
+# output goes to stderr. Safe to run repeatedly: if everything is set up, a call takes about a third
+# of a second.
 #
-#   the active Python (virtual environment, conda, plain) has a torch that we can use
-#       -> it is used; what is missing is added, what is there is not changed
-#   it has torch, but pip may not add to it or a package there has an unsuitable version
-#       -> .venv in this checkout, on top of it where that is possible
-#   otherwise
-#       -> .venv in this checkout with everything
+#   If the active Python (virtual environment, conda, plain) has a usable torch:
+#       That Python is used. Missing packages are added, and installed packages do not change.
+#   If it has torch, but pip cannot add packages, or an installed version is not supported:
+#       A .venv is created in this checkout, on top of that Python if possible.
+#   Otherwise:
+#       A .venv with all requirements is created in this checkout.
 #
-# With --gpu-target it is an environment like that of a machine with GPUs, with --python VERSION one of
-# another Python; both are outside this checkout.
+# --gpu-target creates an environment like that of a machine with GPUs, and --python VERSION an
+# environment with another Python. Both are outside of this checkout.
 set -euo pipefail
 
 usage() {
@@ -20,31 +20,33 @@ usage: prerequisite.sh [--test] [--rdma] [--views] [--lab] [--slurm] [--versions
                        [--benchmarks] [--examples] [--print-python]
        prerequisite.sh --gpu-target | --python VERSION [--print-python]
 
-  --test          also what scripts/test.sh and scripts/check.sh need
-  --rdma          also the system packages for RDMA (libibverbs-dev, ibverbs-providers, rdma-core,
-                  ibverbs-utils, perftest)
-  --views         also what the tests open a trace's views with: LibreOffice Calc without its
-                  windows, Chromium and its driver (Debian 12)
-  --lab           also the system packages for tests/labs: those of the nodes, those that their
-                  kernel is compiled with, and QEMU for those with sanitizers (Debian 12)
-  --slurm         also the system packages of the Slurm cluster in tests/labs; their services are
-                  not started (Debian 12)
-  --versions      also the other releases of megatron-core that the plug-in is tested with, unpacked
-                  under build/megatron-core, outside the environment (700 MB, most of it triton)
-  --all           --test, --rdma, --views, --lab, --slurm and --versions: what scripts/test.sh --all
-                  needs
-  --benchmarks    also what benchmarks/transport.py compares with: Open MPI with UCX, mpi4py
-  --examples      also what examples/cutpoint and examples/finetune need: transformers and PEFT (in --test
-                  as well)
-  --gpu-target    an environment like that of a machine with GPUs, which needs none: Python 3.12, torch
-                  2.11.0 with CUDA 13.0, and what --test installs; 7 GB, kept for all checkouts in
-                  ~/.cache/megatron-adaptive/gpu-target (XDG_CACHE_HOME); for
-                  scripts/test.sh --gpu-target
+  --test          also install the requirements of scripts/test.sh and scripts/check.sh
+  --rdma          also install the system packages for RDMA (libibverbs-dev, ibverbs-providers,
+                  rdma-core, ibverbs-utils, perftest)
+  --views         also install the programs with which tests open trace views: LibreOffice Calc
+                  without its user interface, Chromium and its driver (Debian 12)
+  --lab           also install the system packages for tests/labs: the packages of the nodes, of the
+                  compiler for their kernel, and QEMU for nodes with sanitizers (Debian 12)
+  --slurm         also install the system packages of the Slurm cluster in tests/labs; their
+                  services are not started (Debian 12)
+  --versions      also unpack the other releases of megatron-core that the plug-in is tested with in
+                  build/megatron-core, outside of the environment (700 MB, mostly triton)
+  --all           same as --test --rdma --views --lab --slurm --versions: the requirements of
+                  scripts/test.sh --all
+  --benchmarks    also install Open MPI with UCX and mpi4py, which benchmarks/transport.py compares
+                  with
+  --examples      also install transformers and PEFT for examples/cutpoint and examples/finetune
+                  (included in --test)
+  --gpu-target    create an environment like that of a machine with GPUs, for
+                  scripts/test.sh --gpu-target: Python 3.12, torch 2.11.0 with CUDA 13.0, and the
+                  packages of --test. No GPU is needed. All checkouts share the environment (7 GB) in
+                  ~/.cache/megatron-adaptive/gpu-target (or XDG_CACHE_HOME).
   --python VERSION
-                  an environment with that Python, such as 3.12: its torch, the newest supported release
-                  of megatron-core, and what --test installs; about 7 GB, kept for all checkouts in
-                  ~/.cache/megatron-adaptive/python-VERSION; for scripts/test.sh --python VERSION
-  --print-python  only print the Python that is or would be used; set nothing up
+                  create an environment with this Python, such as 3.12, for
+                  scripts/test.sh --python VERSION: its torch, the newest supported release of
+                  megatron-core, and the packages of --test. All checkouts share the environment
+                  (about 7 GB) in ~/.cache/megatron-adaptive/python-VERSION.
+  --print-python  only print the Python that is or would be used, without any set-up
 TEXT
 }
 
@@ -78,9 +80,9 @@ while (($#)); do
     --python)
       wanted_python=${1:-}
       [[ $wanted_python =~ ^3\.[0-9]+$ ]] ||
-        fail "--python '$wanted_python': a version of two numbers is needed, such as 3.12"
+        fail "--python must be a version of two numbers, such as 3.12, got '$wanted_python'"
       ((${wanted_python#3.} >= 10)) ||
-        fail "--python $wanted_python: this project needs Python 3.10 or newer"
+        fail "--python must be 3.10 or newer, got $wanted_python"
       shift
       ;;
     --print-python) print_only=1 ;;
@@ -106,13 +108,14 @@ declare -A packages=(
   [benchmarks]='openmpi-bin'
 )
 declare -A lost=(
-  [rdma]='the extension has no RDMA, or it cannot be measured'
-  [views]='the tests that open a workbook or a page are skipped'
-  [lab]='the tests in tests/labs are skipped'
-  [slurm]='the tests on a Slurm cluster are skipped'
+  [rdma]='the extension lacks RDMA, or RDMA cannot be measured'
+  [views]='tests that open a workbook or a page are skipped'
+  [lab]='tests in tests/labs are skipped'
+  [slurm]='tests on a Slurm cluster are skipped'
   [benchmarks]='benchmarks/transport.py does not compare with MPI and UCX'
 )
-# Each in a folder of its own; triton is what those from 0.18 on import, and the last has muon.
+# Each package is unpacked into a separate folder. Releases of megatron-core since 0.18 import
+# triton, and the last package provides the optimizer muon.
 core_versions=(
   megatron-core==0.15.3 megatron-core==0.17.1 megatron-core==0.18.2 megatron-core==0.19.2
   triton==3.9.0 emerging-optimizers==0.3.0
@@ -121,11 +124,11 @@ core_folder=$root/build/megatron-core
 newest_core=megatron-core==0.19.2
 muon=${core_versions[-1]}
 
-# ---- which Python
+# ---- selection of the Python
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
-# The Python a user gets by typing python, if it is new enough.
+# Prints the Python that the command python starts, if it is new enough.
 active_python() {
   local candidate
   for candidate in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
@@ -137,12 +140,12 @@ active_python() {
   done
 }
 
-# Any Python to make a virtual environment from.
+# Prints a Python from which a virtual environment can be created.
 any_python() {
   local candidate path
   for candidate in "$@" python3 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do
     path=$(command -v "$candidate") || continue
-    # Not the one that is about to be replaced.
+    # Skip the environment that is about to be replaced.
     if [[ $path != "$venv/"* ]] && new_enough "$path"; then
       printf '%s\n' "$path"
       return
@@ -150,7 +153,7 @@ any_python() {
   done
 }
 
-# Fills facts (one value per key) and the lists missing, keep, tool, conflict.
+# Sets facts (a value per key) and the lists missing, keep, tool and conflict for a Python.
 declare -A facts=()
 missing=() keep=() tool=() conflict=()
 look_at() {
@@ -159,7 +162,7 @@ look_at() {
   for key in test benchmarks examples; do
     if ((asked[$key])); then flags+=("--$key"); fi
   done
-  # An environment of our own has our versions, not just versions that do.
+  # An environment created by this project must have the pinned versions, not just supported ones.
   if [[ $1 == "$venv/"* ]] &&
     ! grep -qsi 'include-system-site-packages *= *true' "$venv/pyvenv.cfg"; then
     flags+=(--exact)
@@ -180,7 +183,8 @@ look_at() {
   fi
 }
 
-# Sets python, or leaves it empty where .venv has to be made first; base is what to make it from.
+# Sets python, or leaves it empty if .venv must be created first. Sets base to the Python from which
+# .venv is created.
 python='' base='' on_top=0
 choose_python() {
   local active
@@ -194,7 +198,7 @@ choose_python() {
     if ((facts[torch] && !facts[venv] && ${#conflict[@]} == 0)); then
       on_top=1
     elif ((facts[torch])); then
-      say "not used: ${facts[executable]}: ${conflict[*]:-it has no pip, or pip may not add packages to it}"
+      say "not using ${facts[executable]}: ${conflict[*]:-it has no pip, or pip cannot add packages to it}"
     fi
     base=${facts[executable]}
   fi
@@ -205,9 +209,9 @@ choose_python() {
   fi
 }
 
-# ---- what was set up before
+# ---- earlier set-ups
 
-# Changes with everything that the set-up depends on.
+# Prints a digest of everything that the set-up depends on.
 fingerprint() {
   local header=absent
   if [[ -e /usr/include/infiniband/verbs.h ]]; then header=present; fi
@@ -222,7 +226,8 @@ fingerprint() {
   } | sha256sum | cut -d' ' -f1
 }
 
-# One stamp per checkout, inside the environment: it goes when the environment goes.
+# Prints the path of this checkout's stamp, which is inside the environment, so that it is removed
+# together with the environment.
 stamp_path() {
   printf '%s/.megatron-adaptive-%s\n' "${facts[prefix]}" \
     "$(printf '%s' "$root" | sha256sum | cut -c1-12)"
@@ -254,11 +259,11 @@ is_set_up() {
 
 # ---- system packages
 
-# Installs Debian packages where that is allowed, else says how; status 1 when they are not there.
+# Installs Debian packages if that is allowed, or prints how to install them and returns status 1.
 install_packages() {
   local prefix=()
   if ! command -v apt-get >/dev/null; then
-    say "not installed: $* (this is not Debian: install what corresponds to them)"
+    say "not installed: $* (this is not Debian; install the equivalent packages)"
     return 1
   fi
   if ((EUID != 0)); then
@@ -268,8 +273,8 @@ install_packages() {
     fi
     prefix=(sudo -n)
   fi
-  run_step 'fetching the list of system packages' - "${prefix[@]}" apt-get update -qq ||
-    say "warning: apt-get update failed, going on"
+  run_step 'updating the list of system packages' - "${prefix[@]}" apt-get update -qq ||
+    say "warning: apt-get update failed; continuing"
   run_step "installing system packages: $*" - "${prefix[@]}" \
     env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
 }
@@ -278,41 +283,43 @@ package_installed() {
   [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == 'install ok installed' ]]
 }
 
-# Installs what is missing of the packages of a part.
+# Installs the missing packages of a part, such as lab.
 install_part() {
   local package policy=/usr/sbin/policy-rc.d own=0 wanted=()
   for package in ${packages[$1]}; do
     if ! package_installed "$package"; then wanted+=("$package"); fi
   done
   if ((${#wanted[@]} == 0)); then return; fi
-  # Labs start services of their own: those of this machine stay off, by a policy of Debian's scripts.
+  # Labs start separate services, so this policy for Debian's scripts keeps this machine's services
+  # off.
   if [[ ! -e $policy && -w ${policy%/*} ]]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod 755 "$policy"
     own=1
   fi
-  install_packages "${wanted[@]}" || say "warning: without them ${lost[$1]}"
+  install_packages "${wanted[@]}" || say "warning: without these packages ${lost[$1]}"
   if ((own)); then rm -f -- "$policy"; fi
 }
 
-# What the extension is compiled with. Without it everything else works, so nothing here is fatal.
+# Installs the compiler for the extension. Failures are not fatal, because everything else works
+# without the extension.
 install_compiler() {
   local wanted=() header compiler=${CXX:-c++}
   if ! command -v "${compiler%% *}" g++ >/dev/null; then wanted+=(g++); fi
   header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
   if [[ ! -e $header && $header == /usr/include/* ]]; then wanted+=(python3-dev); fi
   if ((${#wanted[@]})); then
-    install_packages "${wanted[@]}" || say "warning: without them the C++ extension is not built"
+    install_packages "${wanted[@]}" || say "warning: without these packages the C++ extension is not built"
   fi
 }
 
 # ---- environments of other checkouts
 
-# Kept for two weeks after they were made: only this project's own requirements are pinned.
+# Environments are kept for two weeks, because only this project's own requirements are pinned.
 kept_environments=$cache/environments
 kept_days=14
 
-# Prints the folder for environments as the one that is about to be made from base.
+# Prints the folder of kept environments that are equal to the environment to be created from base.
 kept_environment() {
   local key
   key=$({
@@ -326,29 +333,29 @@ kept_environment() {
   printf '%s/%s\n' "$kept_environments" "$key"
 }
 
-# Links the files of one environment into another place, or copies them to another file system, and
-# writes its paths anew where programs keep them. The arguments: from, to, the path to be written.
+# Links the files of an environment to another folder (or copies them to another file system), and
+# replaces its path in programs. Arguments: source folder, target folder, new path.
 link_environment() {
   local old file
   cp -al -- "$1" "$2" 2>/dev/null || { rm -rf -- "$2" && cp -a -- "$1" "$2"; } || return 1
   old=$(cat -- "$1/.path" 2>/dev/null || printf '%s\n' "$1")
   rm -f -- "$2/.path"
-  # sed makes a new file: those of the other environment stay as they are.
+  # sed creates new files, so the files of the other environment do not change.
   while IFS= read -r -d '' file; do
     sed -i -e "s|$old|$3|g" -- "$file" || return 1
   done < <(grep -rlIZ -F -- "$old" "$2/bin" "$2/pyvenv.cfg")
 }
 
-# Takes over the packages of another checkout's environment; status 1 where there is none.
+# Uses the packages of another checkout's environment, or returns status 1 if there is none.
 take_environment() {
   local kept fresh=$venv.$$.new
-  # Paths that sed would take for more than they are stay out of it.
+  # Skip paths with characters that are special in sed expressions.
   [[ $on_top == 0 && $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 1
   kept=$(kept_environment)
   find "$kept_environments" -mindepth 1 -maxdepth 1 -mtime "+$kept_days" -exec rm -rf -- {} + \
     2>/dev/null || true
   [[ -x $kept/bin/python ]] || return 1
-  say "taking the packages of $kept"
+  say "using the packages of $kept"
   if ! link_environment "$kept" "$fresh" "$venv" || ! "$fresh/bin/python" -c 'import pip'; then
     rm -rf -- "$fresh"
     return 1
@@ -357,7 +364,7 @@ take_environment() {
   mv -T -- "$fresh" "$venv"
 }
 
-# Keeps the packages of an environment that was made just now for other checkouts.
+# Keeps the packages of a newly created environment for other checkouts.
 keep_environment() {
   local kept fresh
   [[ $venv =~ ^[A-Za-z0-9_./-]+$ ]] || return 0
@@ -378,16 +385,16 @@ make_venv() {
   base=$(any_python "$base")
   if [[ -z $base ]]; then
     install_packages python3 python3-venv python3-dev ||
-      fail "there is no Python from 3.10 on: install one, or activate an environment that has it"
+      fail "no Python 3.10 or newer was found; install Python, or activate an environment that has it"
     base=$(any_python)
   fi
   if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
-    install_packages python3-venv || fail "$base cannot make a virtual environment"
+    install_packages python3-venv || fail "$base cannot create a virtual environment"
   fi
   if ! take_environment; then
     if ((on_top)); then flags+=(--system-site-packages); else made=1; fi
-    run_step "making the virtual environment $venv from $base" - \
-      "$base" -m venv --clear "${flags[@]}" "$venv" || fail "$base could not make $venv"
+    run_step "creating the virtual environment $venv with $base" - \
+      "$base" -m venv --clear "${flags[@]}" "$venv" || fail "$base could not create $venv"
   fi
   python=$venv/bin/python
   look_at "$python"
@@ -399,7 +406,7 @@ make_venv() {
 work=''
 trap 'stop_drawing; if [[ -n $work ]]; then rm -rf -- "$work"; fi' EXIT
 
-# Installs packages as a step of the set-up. Arguments: text that says what is done, arguments of pip.
+# Installs packages as a step of the set-up. Arguments: description of the step, pip's arguments.
 pip_step() {
   local text=$1
   shift
@@ -411,17 +418,17 @@ install_requirements() {
   if ((${#missing[@]} == 0)); then return; fi
   printf '%s\n' "${missing[@]}" >"$work/missing.txt"
   : >"$work/keep.txt"
-  # Only our own environment may see its packages replaced.
+  # Packages may be replaced only in an environment created by this project.
   if ((${#keep[@]})); then printf '%s\n' "${keep[@]}" >"$work/keep.txt"; fi
   pip_step "installing Python packages into ${facts[prefix]}" \
     -r "$work/missing.txt" -c "$work/keep.txt" ||
     fail "pip could not install ${missing[*]} into ${facts[prefix]}"
 }
 
-# NVIDIA declares Python 3.12, but nothing in these packages needs it.
+# The packages declare that they need Python 3.12, but they also work with older versions.
 install_versions() {
   local pin fresh
-  # Without an import of megatron-core, which takes seconds.
+  # This avoids importing megatron-core, which takes seconds.
   local find_helper='from importlib.metadata import files
 for file in files("megatron-core"):
     if file.name.startswith("helpers_cpp") and file.suffix == ".so":
@@ -436,10 +443,11 @@ for file in files("megatron-core"):
       pip_step "unpacking $pin under $core_folder" --no-deps --target "$fresh" "$pin" &&
         rm -rf -- "$fresh"/triton/backends/*/bin "$fresh"/triton/backends/*/lib
     fi || {
-      say "warning: pip could not fetch $pin: the tests that need it are skipped"
+      say "warning: pip could not download $pin; tests that need it are skipped"
       continue
     }
-    # Their helper is for Python 3.12; its source is that of the environment's, which fits this one.
+    # Their compiled helper is for Python 3.12, so use the environment's helper. It has the same
+    # source, and is compiled for this Python.
     if [[ -d $fresh/megatron/core/datasets ]]; then
       cp -n -- "$("$python" -c "$find_helper")" "$fresh/megatron/core/datasets/" || true
     fi
@@ -460,29 +468,29 @@ PYTHON
 
 build_extension() {
   local found path=$root
-  # In an environment that is not ours, build tools that are too old for us stay as they are.
+  # In an environment that this project did not create, outdated build tools must not change.
   if ((${#tool[@]})); then
-    pip_step "fetching ${tool[*]} for the build" --target "$work/tools" "${tool[@]}" ||
-      say "warning: pip could not fetch ${tool[*]}"
+    pip_step "downloading ${tool[*]} for the build" --target "$work/tools" "${tool[@]}" ||
+      say "warning: pip could not download ${tool[*]}"
     path=$work/tools:$root
   fi
   PYTHONPATH=$path run_step 'building the C++ extension' count_files \
     "$python" setup.py -q build_ext --inplace || true
   found=$(extension_file)
   if [[ $found == reason:* ]]; then
-    say "warning: the C++ extension is not there, everything else works (${found#reason: });" \
+    say "warning: the C++ extension is missing, but everything else works (${found#reason: });" \
       "see $step_log"
     found=''
   fi
   extension=$found
 }
 
-# Makes `import megatron.adaptive` work from every folder in the environment that is ours.
+# Makes `import megatron.adaptive` work from every folder, if this project created the environment.
 install_checkout() {
   if [[ $python != "$venv/"* ]]; then return; fi
   MEGATRON_ADAPTIVE_EXTENSION=0 pip_step 'installing this checkout' \
     --no-deps --no-build-isolation -e . ||
-    say "warning: the checkout could not be installed; its programs work from its own folder"
+    say "warning: the checkout could not be installed; its programs work only from its folder"
 }
 
 set_up() {
@@ -494,7 +502,7 @@ set_up() {
     if ((asked[$part])); then install_part "$part"; fi
   done
   if [[ ${MEGATRON_ADAPTIVE_EXTENSION:-auto} != 0 ]]; then install_compiler; fi
-  # Before anything can fail: a half-done set-up must not look whole.
+  # Remove the stamp first, because an interrupted set-up must not look complete.
   rm -f -- "$(stamp_path)"
   install_requirements
   if ((asked[versions])); then install_versions; fi
@@ -510,13 +518,13 @@ set_up() {
   } >"$(stamp_path)"
 }
 
-# ---- environments outside the checkout: a machine with GPUs, another Python
+# ---- environments outside of the checkout, for machines with GPUs and for other Pythons
 
-# Prints a Python of a version, nothing where there is none.
+# Prints a Python of a version, or nothing if there is none.
 python_of_version() {
   local candidate
   for candidate in "python$1" "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/bin/python; do
-    # A shim of pyenv is there, but fails, where another version is chosen.
+    # pyenv's shim of a version exists, but fails, if another version is selected.
     if "$candidate" -c "import sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
       printf '%s\n' "$candidate"
       return
@@ -524,32 +532,32 @@ python_of_version() {
   done
 }
 
-# Makes the environment with torch alone.
+# Creates an environment that contains only torch.
 make_target() {
   local from
   if [[ $(cat -- "$target/.torch" 2>/dev/null) == "$target_torch" ]]; then return; fi
   from=$(python_of_version "$target_version")
   [[ -n $from ]] ||
-    fail "$option: there is no Python $target_version; install it (pyenv install $target_version, or python$target_version-venv of Debian)"
+    fail "$option: Python $target_version is not installed; install it with pyenv install $target_version, or Debian's python$target_version-venv"
   log_steps_to "$root/build/prerequisite.log"
-  run_step "making the environment $target from $from" - "$from" -m venv "$target" ||
-    fail "$option: $from could not make $target"
+  run_step "creating the environment $target with $from" - "$from" -m venv "$target" ||
+    fail "$option: $from could not create $target"
   python=$target/bin/python
-  pip_step "installing $target_torch: several GB are downloaded" "$target_torch" || fail "$option: pip could not install $target_torch into $target"
+  pip_step "installing $target_torch (several GB)" "$target_torch" || fail "$option: pip could not install $target_torch into $target"
   if ((gpu_target)); then
     "$python" -c 'import sys, torch; sys.exit(torch.version.cuda != "13.0")' ||
-      fail "$option: the $target_torch that pip installed is not for CUDA 13.0; name another package index"
+      fail "$option: the installed $target_torch is not for CUDA 13.0; use another package index"
   fi
   printf '%s\n' "$target_torch" >"$target/.torch"
 }
 
-# Installs the newest supported release of megatron-core, also where its wheel names a newer Python.
+# Installs the newest supported release of megatron-core, even if its wheel requires a newer Python.
 install_newest_core() {
   local site helper
   python=$target/bin/python
   log_steps_to "$root/build/prerequisite.log"
   if ((${target_version#3.} >= 12)) && [[ ! -e $target/.tried-muon ]]; then
-    pip_step "installing $muon" "$muon" || say "warning: pip could not install $muon, which has muon"
+    pip_step "installing $muon" "$muon" || say "warning: pip could not install $muon; tests with muon are skipped"
     touch "$target/.tried-muon"  # without a network, pip tries for a minute
   fi
   if "$python" -m pip show "${newest_core%%=*}" 2>/dev/null | grep -qx "Version: ${newest_core##*=}"; then
@@ -557,9 +565,9 @@ install_newest_core() {
   fi
   if pip_step "installing $newest_core" "$newest_core"; then return; fi
   work=$(mktemp -d)
-  # The compiled helper is that of the pinned release, whose wheel fits this Python.
+  # Use the compiled helper of the pinned release, whose wheel supports this Python.
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  if ! pip_step "fetching a helper for $newest_core" --no-deps --target "$work/pinned" \
+  if ! pip_step "downloading a helper for $newest_core" --no-deps --target "$work/pinned" \
     "$(grep '^megatron-core==' requirements.txt)" ||
     ! pip_step "unpacking $newest_core" --no-deps --target "$site" --python-version 3.12 \
       --only-binary :all: --ignore-requires-python "$newest_core"; then
@@ -574,12 +582,12 @@ install_newest_core() {
 
 if ((gpu_target)) || [[ -n $wanted_python ]]; then
   if ((gpu_target)) && [[ -n $wanted_python ]]; then
-    fail "--gpu-target --python $wanted_python: each is an environment of its own; give one of them"
+    fail "--gpu-target and --python $wanted_python cannot be combined; use one of them"
   elif ((gpu_target)); then
     option=--gpu-target
     target=$cache/gpu-target
     target_version=3.12
-    target_torch=torch==2.11.0 # its wheel on the package index is the one with CUDA 13.0
+    target_torch=torch==2.11.0 # the package index has its wheel for CUDA 13.0
   else
     option="--python $wanted_python"
     target=$cache/python-$wanted_python
@@ -588,7 +596,7 @@ if ((gpu_target)) || [[ -n $wanted_python ]]; then
   fi
   for part in "${!asked[@]}"; do
     if ((asked[$part])) && [[ $part != test ]]; then
-      fail "$option installs what --test does and nothing more: leave out --$part (or --all)"
+      fail "$option cannot be combined with --$part; remove --$part or --all"
     fi
   done
   if ((print_only)); then
@@ -596,7 +604,7 @@ if ((gpu_target)) || [[ -n $wanted_python ]]; then
     exit 0
   fi
   mkdir -p -- "$target"
-  # Checkouts share it: the lock is held while the usual set-up adds to it.
+  # Checkouts share the environment, so hold the lock while the usual set-up adds packages.
   exec 8>"$target/.lock"
   flock 8
   make_target
@@ -610,7 +618,7 @@ if ((print_only)); then
   exit 0
 fi
 if [[ -z $python ]] || ! is_set_up; then
-  # Two calls at once: the second waits, then finds the work done.
+  # If two calls run at once, the second waits, and then has nothing to do.
   mkdir -p -- "$root/build"
   exec 9>"$root/build/prerequisite.lock"
   flock 9

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a run on this node as conf.sh says, and waits for its other nodes.
+# Starts the run described in conf.sh on this node, and waits for the other nodes.
 #
 #   bash run_master.sh [conf.sh]
 #   bash run_master.sh --help

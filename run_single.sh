@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small GPT through a pipeline of processes on this machine, setting up what is missing.
+# Trains a small GPT in a pipeline of processes on this machine, after installing requirements.
 #
 #   bash run_single.sh --pipeline_parallel 2 --model_chunks 2
 #   bash run_single.sh --help

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Joins the run that run_master.sh starts on another node, waiting until it is there.
+# Waits for the run that run_master.sh starts on another node, and joins the run.
 #
 #   bash run_worker.sh --master-addr ADDRESS
 #   bash run_worker.sh --help

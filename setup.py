@@ -1,14 +1,14 @@
 """Builds the optional C++ extension; all other settings of the package are in pyproject.toml.
 
-Two environment variables control the build. Each is 0 (skip), 1 (required) or auto (the default:
-build if this machine can):
+Two environment variables control the build. Each is 0 (skip), 1 (required) or auto (the default,
+which builds if this machine can):
 
-* ``MEGATRON_ADAPTIVE_EXTENSION``: the extension as a whole. The package works without it, but
+* ``MEGATRON_ADAPTIVE_EXTENSION`` controls the whole extension. The package works without it, but
   messages between ranks of one node are slower.
-* ``MEGATRON_ADAPTIVE_RDMA``: its RDMA part, which needs ``infiniband/verbs.h``.
+* ``MEGATRON_ADAPTIVE_RDMA`` controls the extension's RDMA part, which needs ``infiniband/verbs.h``.
 
-Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (``~/.cache`` without that
-variable) under a digest of all their inputs, and shared by all checkouts of a user.
+Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/extension`` (below ``~/.cache`` if the
+variable is not set) under a digest of all their inputs. All checkouts of a user share them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def switch(name: str) -> str:
 
 
 def say(line: str) -> None:
-    """Prints one line about the build, which pip shows with -v or if the build fails."""
+    """Prints a line about the build; pip shows it with -v, or if the build fails."""
     print(f"megatron-adaptive: {line}", file=sys.stderr, flush=True)
 
 
@@ -74,20 +74,21 @@ def reason_of(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, subprocess.CalledProcessError):
-            return f"{cause.cmd[0]} failed with status {cause.returncode}, see its messages above"
+            return f"{cause.cmd[0]} failed with status {cause.returncode}; see its messages above"
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())
 
 
 class ObjectCache:
-    """Compiles a file unless the same file was already compiled in the same way.
+    """Compiles a file, unless the same file was already compiled in the same way.
 
-    A file that causes warnings is not cached but compiled each time. Therefore a cached object is
-    valid with and without ``-Werror``. Safe for threads and for processes that build concurrently.
+    A file that causes warnings is not cached, but compiled each time. Therefore, a cached object is
+    valid with and without ``-Werror``. This class is safe for threads, and for processes that build
+    concurrently.
     """
 
     def __init__(self, folder: Path, pybind11: tuple[str, str]) -> None:
-        """Stores the folder of the objects, and pybind11's version and headers."""
+        """Stores the folder for objects, and pybind11's version and include folder."""
         self._folder = folder
         self._pybind11 = pybind11
         self._texts: dict[Path, str] = {}
@@ -105,7 +106,7 @@ class ObjectCache:
         """
         kept = self._kept(command, source)
         if kept is not None and kept.exists():
-            with suppress(OSError):  # another process may remove it now
+            with suppress(OSError):  # another process may remove the object now
                 shutil.copyfile(kept, target)
                 kept.touch()
                 return
@@ -127,7 +128,7 @@ class ObjectCache:
         texts = [(str(path), self._texts[path]) for path in sorted(self._closure(Path(source)))]
         rdma = any(RDMA_MACRO in text for _, text in texts)
         digest = hashlib.sha256(repr((version, texts)).encode())
-        # Most files include no header of Python: one object serves all versions.
+        # Most files do not include Python's headers, so one object can be used for all versions.
         if uses_python := any(PYTHON_HEADER.search(text) for _, text in texts):
             digest.update(repr((sys.version, self._pybind11[0])).encode())
         python_folders = {f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")}
@@ -136,7 +137,8 @@ class ObjectCache:
                 continue
             if word in python_folders and not uses_python:
                 continue
-            # Folders of this environment do not count: the versions above identify their content.
+            # Ignore the paths of this environment's folders, because the versions above identify
+            # their content.
             own = word.startswith((f"-I{sys.prefix}", f"-I{self._pybind11[1]}"))
             digest.update(b"own" if own else word.encode() + b"\0")
         if rdma and VERBS_HEADER.exists():
@@ -168,7 +170,7 @@ class ObjectCache:
 
 @cache
 def compiler_version(compiler: str) -> str | None:
-    """Returns the compiler's version text, ``None`` if it does not print one."""
+    """Returns the compiler's version text, or ``None`` if it does not print a version."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -183,10 +185,10 @@ def cache_folder() -> Path:
 
 
 class BuildExtension(build_ext):
-    """Builds with RDMA if the headers exist; a failure is an error only if the user requires it."""
+    """Builds the extension, with RDMA if possible; failures are errors only if required."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds the extension, or prints in one line why it was not built."""
+        """Builds the extension, or prints a line with the reason why it was not built."""
         try:
             from pybind11.setup_helpers import ParallelCompile
 
@@ -212,7 +214,7 @@ class BuildExtension(build_ext):
         say(f"building the C++ extension {'with' if rdma else 'without'} RDMA")
 
     def _keep_objects(self) -> None:
-        """Makes the compiler use objects from the cache."""
+        """Makes the compiler use cached objects."""
         import pybind11
 
         compiler = self.compiler
@@ -245,7 +247,7 @@ class BuildExtension(build_ext):
         return False
 
     def _probe_rdma(self) -> str | None:
-        """Compiles a line with the verbs header; returns why that failed, or None on success."""
+        """Compiles a line with the verbs header, and returns the error, or ``None`` on success."""
         compiler = getattr(self.compiler, "compiler_cxx", None) or ["c++"]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.cc")
@@ -260,7 +262,7 @@ class BuildExtension(build_ext):
         return next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
 
     def _record(self, text: str) -> str:
-        """Writes a file that changes only with the configuration; objects depend on it."""
+        """Writes a file that changes only with the configuration; objects depend on this file."""
         path = Path(self.build_temp, "configuration.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:

@@ -1,4 +1,4 @@
-"""Checks a machine with a GPU; ``scripts/gpu_check.sh`` runs it, docs/gpu_check.md describes it.
+"""Checks a machine with a GPU; docs/gpu_check.md describes how to run the check.
 
 Only the module ``steps`` needs installed packages; the other modules need only Python.
 """

@@ -1,4 +1,4 @@
-"""Command line of the check; see ``scripts/gpu_check.sh``."""
+"""Provides the command line of the GPU check; see ``scripts/gpu_check.sh``."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ from gpu_check.parts import ALWAYS, chosen_parts, parts, set_up_part
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks the GPU of this machine; returns the exit status."""
+    """Checks this machine's GPU, and returns the exit status."""
     names = [part.name for part in parts(rehearse=False)]
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_check.sh", description="Run all checks that need a GPU, in limited time."
+        prog="scripts/gpu_check.sh",
+        description=("Run all checks that need a GPU, within a time limit."),
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="time for all parts together (%(default)g)"
+        "--minutes",
+        type=float,
+        default=10.0,
+        help=("time limit for all parts together, in minutes (default: %(default)g)"),
     )
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=names,
         metavar="NAME",
-        help=f"run these parts only, after set-up and {' and '.join(ALWAYS)}: {', '.join(names)}",
+        help=f"run only these parts, after set-up and {' and '.join(ALWAYS)}: {', '.join(names)}",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="folder of gpu_check.md and gpu_check.json; by default a folder in results/ with "
-        "date, card and driver",
+        help=(
+            "output folder for gpu_check.md and gpu_check.json; by default, a folder in "
+            "results/ that is named after the date, the GPU and the driver"
+        ),
     )
     parser.add_argument(
         "--pack",
         type=Path,
         metavar="FOLDER",
-        help="use this folder, which scripts/gpu_pack.sh created, instead of a network",
+        help="folder created by scripts/gpu_pack.sh, to use instead of a network",
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="run without a GPU, with small models"

@@ -1,14 +1,15 @@
 """Runs all parts of the check within a time budget, and updates a page and a JSON file.
 
-Each part is a process with a time limit. A part that hangs is stopped at its limit, a part that
-fails is recorded, and the other parts run. The page and the JSON file are written after each part,
-so that they exist even if the whole check is stopped::
+Each part is a process with a time limit. A part that exceeds its limit is stopped, a part that
+fails is recorded, and the other parts still run. The page and the JSON file are written after each
+part, so they exist even if the whole check is stopped::
 
     time   |<------------------------- minutes ------------------------->|
     parts  | set-up | device | ipc | equivalence |  ... planned for later parts |
                                limit = twice the planned time, unless later parts need that time
 
-Exit status: 0; 1 if a part failed or missed a goal; 2 if there is no GPU or PyTorch cannot use it.
+Exit status: 0 on success; 1 if a part failed or missed a goal; 2 if there is no GPU or PyTorch
+cannot use it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from gpu_check.parts import Part
 from harness.report import ROOT, Row, markdown, one_line
 
 _PAGE_S = 5.0
-"""Seconds reserved for writing the page."""
+"""Time reserved for writing the page, in seconds."""
 _LAST_LINES = 25
 _SHARED_GPU = (
-    "One GPU: ranks of `pp2`, `v`, `equivalence` and `training` took turns on it. Their times are "
-    "sums of time slices: they show what a pipeline costs, not what it gains."
+    "The ranks of `pp2`, `v`, `equivalence` and `training` shared one GPU. Their times are sums "
+    "of time slices, so they show the cost of a pipeline, not its speedup."
 )
 _MOST = 2.0
-"""Upper limit of a part's time limit, in multiples of its planned time."""
+"""Largest time limit of a part, as a multiple of its planned time."""
 _TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|RERUN)\b", re.MULTILINE)
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/\S+.*?)(?: - (.*))?$", re.MULTILINE)
 _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
@@ -45,17 +46,17 @@ _SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+: (.*)$", re.MULTILINE)
 
 @dataclass
 class Outcome:
-    """Result of a part.
+    """Result of a part of the check.
 
     Attributes:
         name: Name of the part.
         state: ``ok``, ``failed``, ``missed`` (a goal), ``cut`` or ``left out``.
-        reason: Reason in one line, unless the state is ``ok``.
+        reason: Reason for the state in one line; empty if the state is ``ok``.
         took_s: Duration of the part in seconds.
-        limit_s: Limit in seconds.
-        rows: Rows of the table.
-        facts: Further results by name.
-        tail: Last lines that the part printed, unless the state is ``ok``.
+        limit_s: Time limit of the part, in seconds.
+        rows: Rows of the part's table.
+        facts: Additional results, by name.
+        tail: Last lines of the part's output, unless the state is ``ok``.
     """
 
     name: str
@@ -69,17 +70,17 @@ class Outcome:
 
 
 class Check:
-    """Runs parts within a time budget and keeps the page up to date.
+    """Runs parts within a time budget, and keeps the page up to date.
 
     Args:
-        output: Folder of the page and the JSON file; created if it is missing.
-        minutes: Time for all parts together.
+        output: Folder for the page and the JSON file; created if it does not exist.
+        minutes: Time budget for all parts together, in minutes.
         rehearse: Whether to run without a GPU.
-        pack: Folder that ``scripts/gpu_pack.sh`` created, if any.
+        pack: Folder created by ``scripts/gpu_pack.sh``, or ``None`` if there is no pack.
 
     Attributes:
         facts: Facts about the machine and the sources, by name.
-        outcomes: Results of the parts so far.
+        outcomes: Results of the parts that have run.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Check:
     ) -> None:
         self._output = output
         self._end_s = time.monotonic() + 60 * minutes - _PAGE_S
-        # If there is more time than planned, the machine is slow, and limits grow accordingly.
+        # A larger time budget suggests a slow machine, so the limits of the parts grow with it.
         self._most = _MOST * max(1.0, minutes / 10)
         self._rehearse = rehearse
         self._begin = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -98,13 +99,13 @@ class Check:
         output.mkdir(parents=True, exist_ok=True)
 
     def run(self, set_up: Part | None, later: Sequence[Part]) -> int:
-        """Runs all parts; returns the exit status.
+        """Runs all parts, and returns the exit status.
 
         Args:
-            set_up: Part that installs what the other parts need.
-            later: Parts to run afterwards, the most valuable first.
+            set_up: Part that installs the requirements of the other parts; ``None`` to skip it.
+            later: Parts to run after the set-up, most valuable first.
         """
-        # This process adopts the processes that a part leaves behind, and kills them.
+        # This process adopts the processes that a part leaves behind, so that it can kill them.
         adopt_orphans()
         self.facts["nvidia-smi"] = nvidia_smi()
         self.facts |= card_and_driver(self.facts["nvidia-smi"])
@@ -126,7 +127,7 @@ class Check:
         return set(done.stdout.split())
 
     def _note_device(self, outcome: Outcome, available: set[str]) -> None:
-        """Stores the facts that the part ``device`` measured."""
+        """Stores the facts that the ``device`` part measured."""
         gpus = outcome.facts.get("gpus", 0)
         available |= {"gpus"} if gpus else set()
         available |= {"two GPUs"} if gpus > 1 else set()
@@ -147,7 +148,7 @@ class Check:
         limit_s = self._limit_s(part, later)
         result, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
         values = {"{python}": self._python, "{json}": str(result), "{limit}": f"{limit_s:.0f}"}
-        print(f"{part.name}: at most {limit_s:.0f} s", flush=True)
+        print(f"{part.name}: time limit {limit_s:.0f} s", flush=True)
         begin_s = time.monotonic()
         with log.open("w") as output:
             status = run_limited(
@@ -173,7 +174,7 @@ class Check:
         return outcome
 
     def _limit_s(self, part: Part, later: Sequence[Part]) -> float:
-        """Returns the longest time for a part that leaves later parts their planned times."""
+        """Returns a part's time limit, which leaves later parts their planned times."""
         spare_s = self._end_s - time.monotonic()
         for other in later:
             if spare_s - other.planned_s >= part.planned_s:
@@ -181,7 +182,7 @@ class Check:
         return max(1.0, min(self._most * part.planned_s, spare_s))
 
     def _take_python(self, text: str, outcome: Outcome) -> None:
-        """Stores the Python path from the set-up's last line, and the missing packages."""
+        """Stores the Python path in the set-up's last line, and the missing packages."""
         lines = text.splitlines()
         last = lines[-1].strip() if lines else ""
         if outcome.state == "ok" and Path(last).exists():
@@ -205,7 +206,7 @@ class Check:
             missing = ", ".join(self.facts.get("not installed", ()))
             problem = f"{self._python} has no torch{missing and f'; not installed: {missing}'}"
         elif "gpus" not in available and not self._rehearse:
-            problem = f"torch of {self._python} finds no GPU; --rehearse runs without one"
+            problem = f"torch in {self._python} finds no GPU; use --rehearse to run without a GPU"
         if problem is not None:
             print(f"error: {problem}", file=sys.stderr)
             return 2
@@ -214,7 +215,7 @@ class Check:
             for outcome in self.outcomes
             if outcome.state in ("failed", "missed", "cut")
         ]
-        print(f"not ok: {', '.join(bad)}" if bad else "all parts that ran are ok")
+        print(f"parts with problems: {', '.join(bad)}" if bad else "all parts that ran succeeded")
         return int(bool(bad))
 
     def write(self) -> None:
@@ -234,7 +235,7 @@ class Check:
     def _page(self) -> str:
         lines = [f"# GPU check, {self._begin}", ""]
         if self._rehearse:
-            lines += ["A rehearsal without a GPU: its times mean nothing.", ""]
+            lines += ["This is a rehearsal without a GPU, so its times are meaningless.", ""]
         if self.facts.get("gpus") == 1:
             lines += [_SHARED_GPU, ""]
         lines += ["| part | | seconds | limit | |", "|---|---|---|---|---|"]
@@ -255,16 +256,16 @@ class Check:
 
 
 def _judge(outcome: Outcome, status: int | None, text: str) -> None:
-    """Sets the state of a part after it has run.
+    """Sets the state of an outcome after the part has run.
 
     Args:
         outcome: Result of the part so far.
-        status: Exit status of the part, ``None`` if it was stopped.
-        text: Text that the part printed.
+        status: Exit status of the part, or ``None`` if it was stopped.
+        text: Output of the part.
     """
     missed = [row.what for row in outcome.rows if row.met is False]
     if status is None:
-        outcome.state, outcome.reason = "cut", f"it took more than {outcome.limit_s:.0f} s"
+        outcome.state, outcome.reason = "cut", f"exceeded the time limit of {outcome.limit_s:.0f} s"
     elif status:
         outcome.state = "failed"
         reason = outcome.reason or next(iter(text.strip().splitlines()[-1:]), "")
@@ -280,11 +281,11 @@ def _judge(outcome: Outcome, status: int | None, text: str) -> None:
 
 
 def read_tests(text: str, outcome: Outcome) -> None:
-    """Adds test results to an outcome, even if pytest was stopped.
+    """Adds pytest's results to an outcome, even if pytest was stopped.
 
     Args:
-        text: Text that pytest printed.
-        outcome: Result of the part; its facts, rows and reason are set.
+        text: Output of pytest.
+        outcome: Result of the part, whose facts, rows and reason are set.
     """
     counts: dict[str, int] = {}
     for _, state in _TEST.findall(text):

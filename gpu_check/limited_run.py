@@ -1,4 +1,4 @@
-"""Runs a program with a time limit, and leaves none of its processes behind."""
+"""Runs a program with a time limit, and kills all processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ _GRACE_S = 3.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of all descendants whose own parents exit."""
+    """Makes this process the parent of descendants whose own parents exit."""
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1)
 
 
 def run_limited(
     command: Sequence[str], output: Any, limit_s: float, variables: Mapping[str, str]
 ) -> int | None:
-    """Runs a program; no process that it started outlives it.
+    """Runs a program, and kills all processes that it leaves behind.
 
-    The program is asked to stop shortly before its limit, so that everything has exited by then.
+    The program is terminated shortly before its time limit, so that all its processes have exited
+    by then.
 
     Args:
         command: Command line of the program.
         output: Open file for the program's output.
-        limit_s: Seconds that the program may take.
-        variables: Further environment variables of the program.
+        limit_s: Time limit in seconds.
+        variables: Additional environment variables of the program.
 
     Returns:
-        Exit status of the program, ``None`` if it was stopped.
+        The exit status of the program, or ``None`` if it was stopped.
     """
     folders = [str(ROOT), str(ROOT / "build/gpu-check-site"), os.environ.get("PYTHONPATH")]
     path = os.pathsep.join(filter(None, folders))
@@ -86,7 +87,7 @@ def _kill_children() -> None:
 
 
 def _descendants() -> set[int]:
-    """Returns the process ids of all descendants of this process."""
+    """Returns the process IDs of all descendants of this process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

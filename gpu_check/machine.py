@@ -1,4 +1,4 @@
-"""Facts about the machine and the sources: GPU, driver, commit, and the results folder."""
+"""Provides facts about the machine and the sources: GPU, driver, commit and results folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def nvidia_smi() -> str:
 
 
 def card_and_driver(csv: str) -> dict[str, str]:
-    """Returns the first GPU's name and the driver's version, or an empty dict without a GPU.
+    """Returns the first GPU's name and the driver's version, or an empty dict if there is no GPU.
 
     Args:
-        csv: Result of :func:`nvidia_smi`: a header line and one line per GPU.
+        csv: Output of :func:`nvidia_smi`, with a header line and one line per GPU.
     """
     lines = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines()]
     if len(lines) < 2 or lines[0][:2] != ["name", "driver_version"] or len(lines[1]) < 2:
@@ -41,11 +41,11 @@ def card_and_driver(csv: str) -> dict[str, str]:
 
 
 def commit(pack: Path | None) -> str:
-    """Returns the commit of these sources and whether they differ, or why it is unknown.
+    """Returns the sources' commit, marked if they are modified, or the reason why it is unknown.
 
     Args:
-        pack: Folder that ``scripts/gpu_pack.sh`` created; it contains the commit, for copies of the
-            sources without their history.
+        pack: Folder created by ``scripts/gpu_pack.sh``. It contains the commit, for copies of the
+            sources without their Git history.
     """
     if pack is not None and not (ROOT / ".git").exists() and (pack / "commit").exists():
         return (pack / "commit").read_text(encoding="utf-8").strip()
@@ -58,10 +58,10 @@ def commit(pack: Path | None) -> str:
 
 
 def default_output(facts: dict[str, str], *, rehearse: bool) -> Path:
-    """Returns the results folder that is used if the user does not choose one.
+    """Returns the default folder for results.
 
-    Runs on a GPU go to ``results/``, which is under version control, in a folder with date and
-    card.
+    Results of runs on a GPU go to ``results/``, which is under version control, in a folder named
+    after the date, the GPU and the driver.
 
     Args:
         facts: Result of :func:`card_and_driver`.

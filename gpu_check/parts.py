@@ -1,4 +1,4 @@
-"""Parts of the check: their commands, planned times and requirements."""
+"""Defines the parts of the check: their commands, planned times and requirements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.report import ROOT
 NO_GPU = "there is no GPU"
 STEPS = ROOT / "gpu_check" / "steps.py"
 ALWAYS = ("device",)
-"""Parts that always run. ``device`` finds the GPUs that other parts need."""
+"""Parts that always run; ``device`` detects the GPUs that other parts need."""
 _IN_PARTS_OF_THEIR_OWN = tuple(
     f"test_{name}.py" for name in ("cuda_ipc", "equivalence", "resume", "training", "transport")
 )
@@ -20,13 +20,13 @@ _MEMORY_TEST = "gpu/test_memory.py::test_too_large_a_batch_says_what_to_lower"
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the check, which runs as a program.
+    """Part of the check, which runs as a program.
 
     Attributes:
         name: Name of the part and of its files.
         command: Command line; ``{python}``, ``{json}`` and ``{limit}`` stand for the Python of the
             new environment, the path of the part's result, and its time limit in seconds.
-        planned_s: Seconds that are reserved for the part while other parts run.
+        planned_s: Time in seconds that is reserved for the part while earlier parts run.
         needs: Requirements, each with the reason to skip the part if it is not met.
         tests: Whether the command runs pytest.
     """
@@ -39,7 +39,7 @@ class Part:
 
 
 def parts(*, rehearse: bool) -> list[Part]:
-    """Returns the parts after the set-up, the most valuable first."""
+    """Returns the parts that run after the set-up, most valuable first."""
     standin = ("transport/test_between_gpus.py",) if rehearse else ()
     others = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     gpu = () if rehearse else (("gpus", NO_GPU),)
@@ -76,7 +76,7 @@ def parts(*, rehearse: bool) -> list[Part]:
 
 
 def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tiny: bool) -> Part:
-    """Returns a part of ``steps.py``."""
+    """Returns a part that runs ``steps.py``."""
     command = ("{python}", str(STEPS), "--part", name, "--json", "{json}", "--limit", "{limit}")
     return Part(
         name=name,
@@ -89,8 +89,8 @@ def _steps(name: str, planned_s: float, needs: Sequence[tuple[str, str]], *, tin
 def _tests(
     name: str, planned_s: float, files: Sequence[str], needs: Sequence[tuple[str, str]]
 ) -> Part:
-    """Returns a part that runs files of ``tests``; ``files`` may contain pytest options."""
-    # The options in pyproject.toml use plugins that the machine may lack.
+    """Returns a part that runs tests in these files; ``files`` may contain pytest options."""
+    # Ignore the options in pyproject.toml, because they need plugins that the machine may lack.
     command = "{python} -m pytest -v -rfEs -o addopts=--import-mode=importlib".split()
     paths = (file if file.startswith("-") else f"tests/{file}" for file in files)
     return Part(
@@ -103,10 +103,10 @@ def _tests(
 
 
 def set_up_part(pack: Path | None = None) -> Part:
-    """Returns the part that installs what the other parts need.
+    """Returns the part that installs the requirements of the other parts.
 
     Args:
-        pack: Folder that ``scripts/gpu_pack.sh`` created, for a machine without a network.
+        pack: Folder created by ``scripts/gpu_pack.sh``, for a machine without a network.
     """
     command = ["bash", "scripts/gpu_check.sh", "--set-up"]
     if pack is not None:
@@ -115,7 +115,7 @@ def set_up_part(pack: Path | None = None) -> Part:
 
 
 def chosen_parts(names: Sequence[str] | None, *, rehearse: bool) -> list[Part]:
-    """Returns the parts with these names and the parts that always run, in their usual order."""
+    """Returns the named parts and the parts that always run, in their usual order."""
     every = parts(rehearse=rehearse)
     if names is None:
         return every

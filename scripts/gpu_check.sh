@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs all checks that need a GPU within some minutes, and writes a page and a JSON file with the
-# checks that ran, failed and were skipped:
+# Runs all checks that need a GPU within a few minutes. Writes a page and a JSON file that list
+# which checks ran, failed and were skipped.
 #
 #   scripts/gpu_check.sh [--minutes 10] [--parts NAME ...] [--output FOLDER] [--pack FOLDER]
-# [--rehearse]
+#                        [--rehearse]
 #
 # --rehearse runs the same checks without a GPU. docs/gpu_check.md describes the parts.
 # Without a network, copy the folder that scripts/gpu_pack.sh creates to the machine and pass it
@@ -42,7 +42,7 @@ take_pack() {
   local pack python
   pack=$(cd -- "$1" && pwd -P)
   export PIP_NO_INDEX=1 PIP_FIND_LINKS=$pack/wheels
-  # pip settings of this machine must not point to a network either.
+  # The pip settings of this machine must not refer to a network.
   export PIP_CONFIG_FILE=/dev/null PIP_CONSTRAINT=
   python=$(bash prerequisite.sh --print-python)
   if [[ $(cat -- "$pack/sources.sha256") != "$(bash scripts/gpu_pack.sh --digest)" ]]; then
@@ -54,7 +54,7 @@ take_pack() {
 import sys
 from megatron.adaptive import extension
 sys.exit(extension.why_missing())' >&2; then
-    export MEGATRON_ADAPTIVE_EXTENSION=0 # prerequisite.sh need not build it
+    export MEGATRON_ADAPTIVE_EXTENSION=0 # prerequisite.sh does not need to build the extension
   fi
 }
 

@@ -39,14 +39,14 @@ while (($#)); do
       if [[ $1 == --python ]]; then python=$2; else installed=$2; fi
       shift
       ;;
-    -*) fail "unknown option '$1'; there are --python PYTHON and --installed FILE" ;;
+    -*) fail "unknown option '$1'; use --python PYTHON or --installed FILE" ;;
     *) folder=$1 ;;
   esac
   shift
 done
 if [[ -z $python ]]; then
   python=$(bash prerequisite.sh --gpu-target --print-python)
-  [[ -x $python ]] || fail "there is no $python: run bash prerequisite.sh --gpu-target, or give --python PYTHON"
+  [[ -x $python ]] || fail "$python does not exist; run bash prerequisite.sh --gpu-target, or use --python PYTHON"
 fi
 "$python" -c 'import pybind11, setuptools' 2>/dev/null ||
   fail "--python $python cannot import pybind11 and setuptools, which build the extension; install them there"
@@ -56,7 +56,7 @@ work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 mkdir -p -- "$work/pack/wheels" "$work/pack/extension"
 "$python" scripts/pack_wheels.py "$work/pack/wheels" ${installed:+"$installed"} >&2
-# Debugging symbols are not needed there. libstdc++ may be older there than here.
+# Debugging symbols are not needed on the machine, whose libstdc++ may be older.
 LDFLAGS="-Wl,--strip-all -static-libstdc++ -static-libgcc ${LDFLAGS:-}" MEGATRON_ADAPTIVE_EXTENSION=1 \
   "$python" setup.py -q build_ext --build-lib "$work/lib" --build-temp "$work/temp" >&2
 cp -- "$work"/lib/megatron/adaptive/_C*.so "$work/pack/extension/"
@@ -67,4 +67,4 @@ rm -rf -- "$folder"
 mkdir -p -- "$(dirname -- "$folder")"
 mv -- "$work/pack" "$folder"
 printf '%s: %s MiB\n' "$folder" "$(du -sm -- "$folder" | cut -f1)"
-printf 'in a copy of this checkout there, with that folder in it: bash scripts/gpu_check.sh --pack %s\n' "$folder"
+printf 'copy this checkout and this folder to the machine, and run: bash scripts/gpu_check.sh --pack %s\n' "$folder"

@@ -2,8 +2,8 @@
 
     python scripts/pack_wheels.py FOLDER [INSTALLED]
 
-INSTALLED is a file of ``name==version`` lines, the output of ``pip freeze`` on that machine. The
-wheels fit the Python that runs this script.
+INSTALLED is a file with the output of ``pip freeze`` on that machine (``name==version`` lines). The
+wheels are for the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 from environment import ROOT, name_of, pins
 
 ASSUMED_MISSING = ("megatron-core", "plotly", "openpyxl", "et-xmlfile")
-"""Packages that an image for machine learning lacks; all others are assumed to be installed."""
+"""Packages that an image for machine learning usually lacks; others are assumed to be installed."""
 
 
 def installed_names(path: Path) -> set[str]:
@@ -46,7 +46,7 @@ def installed_names(path: Path) -> set[str]:
 
 
 def needs(wheel: Path) -> list[Requirement]:
-    """Returns the requirements of a wheel for this Python, without its extras."""
+    """Returns a wheel's requirements for this Python, without extras."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode("utf-8"))
@@ -58,7 +58,7 @@ def download(requirement: str, folder: Path) -> Path:
     """Downloads one wheel.
 
     Raises:
-        SystemExit: pip failed and has printed the reason.
+        SystemExit: pip failed and printed the reason.
     """
     before = set(folder.iterdir())
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
@@ -73,7 +73,8 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
     Args:
         folder: Folder of the wheels.
-        is_missing: Names of the missing packages; ``None`` for all that are not in ``present``.
+        is_missing: Names of the missing packages; ``None`` for all packages that are not in
+            ``present``.
         present: Names of the packages that are installed on the machine.
     """
     names = None if is_missing is None else set(is_missing)
@@ -90,12 +91,14 @@ def fetch(folder: Path, is_missing: Iterable[str] | None, present: set[str]) -> 
 
 
 def main() -> None:
-    """Fills the folder with wheels."""
+    """Downloads wheels to the folder, and prints their sizes."""
     folder, *rest = map(Path, sys.argv[1:])
     if rest:
         present = installed_names(rest[0])
         if "torch" not in present:
-            raise SystemExit(f"error: {rest[0]} has no line torch==...; it is too large to carry")
+            raise SystemExit(
+                f"error: {rest[0]} must list torch==..., because torch is too large for a pack"
+            )
         fetch(folder, None, present)
     else:
         fetch(folder, ASSUMED_MISSING, set())

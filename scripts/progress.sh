@@ -1,5 +1,5 @@
-# Shows the progress of a set-up: one line per step, with a progress bar on a terminal. The output
-# of the commands goes to a file. prerequisite.sh sources this file.
+# Shows the progress of the set-up, with a line for each step, and a progress bar on a terminal. The
+# output of the commands goes to a file. prerequisite.sh sources this script.
 # shellcheck shell=bash
 
 step_log=/dev/null # file for the output of the commands

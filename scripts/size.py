@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints the size of the project, and fails above the budgets in pyproject.toml ([tool.size]).
+"""Prints the size of the project, and fails if it exceeds the budgets in pyproject.toml.
 
-Counts lines of the files that git tracks (of all files without git), per folder of the package.
-Finds small files that only one other file imports, import cycles, public classes that share a
-name, and files that are too long. Imports inside functions count as well; imports for type
-checking alone do not form a cycle.
+Counts the lines of files that git tracks (of all files without git), per folder of the package.
+Also lists small files that only one other file imports, import cycles, public classes with the same
+name, and files that are too long. Imports inside functions are included. Imports only for type
+checking do not form a cycle. The budgets are in ``[tool.size]``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANY_IMPORTS = 25
 
 @dataclass
 class Module:
-    """One Python file of the package: its name, lines, imports and public classes."""
+    """Describes a Python file of the package: its name, lines, imports and public classes."""
 
     name: str
     path: str
@@ -58,7 +58,7 @@ def tracked_files() -> list[str]:
 
 
 def count_lines(path: str) -> int:
-    """Returns the number of newlines in a file, like wc; 0 for pictures and archives."""
+    """Returns the number of newlines in a file, like wc, or 0 for binary files."""
     content = (ROOT / path).read_bytes()
     return 0 if b"\0" in content else content.count(b"\n")
 
@@ -101,7 +101,7 @@ def _collect(node: ast.AST, module: Module, at_run_time: bool) -> None:
 
 
 def read_modules(paths: list[str]) -> dict[str, Module]:
-    """Parses the package's files and keeps their imports of modules in the package."""
+    """Parses the package's files, and collects their imports of modules in the package."""
     modules: dict[str, Module] = {}
     for path in paths:
         if not (path.startswith(PACKAGE + "/") and path.endswith(".py")):
@@ -135,7 +135,7 @@ def _targets(names: set[str], modules: dict[str, Module]) -> set[str]:
 
 
 def find_circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Returns a cycle of modules that import one another, or an empty list."""
+    """Returns a cycle of modules that import each other, or an empty list."""
     imports = {name: module.imports_at_run_time for name, module in modules.items()}
     try:
         TopologicalSorter(imports).prepare()
@@ -169,7 +169,7 @@ def find_shared_class_names(modules: dict[str, Module]) -> dict[str, list[str]]:
 
 
 def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
-    """Returns functions that are longer than a screen, and their lines without docstrings."""
+    """Returns functions that are too long, and their numbers of lines without docstrings."""
     long = []
     for path in paths:
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
@@ -184,11 +184,11 @@ def find_long_functions(paths: list[str]) -> list[tuple[str, int]]:
 
 
 def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[str, int]]:
-    """Returns files with too many import statements for one subject.
+    """Returns files with too many import statements.
 
     Args:
         paths: Paths of Python files.
-        allowed: Paths of files in which the statements are not counted, with the reason.
+        allowed: Paths of files in which the statements are not counted, with the reasons.
     """
     many = []
     for path in paths:
@@ -200,10 +200,10 @@ def find_many_imports(paths: list[str], allowed: dict[str, str]) -> list[tuple[s
 
 
 def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
-    """Measures the checkout and returns all values.
+    """Measures the checkout, and returns all figures.
 
     Args:
-        many_imports_allowed: Paths of files that may have many imports, with the reason.
+        many_imports_allowed: Paths of files that may have many imports, with the reasons.
     """
     paths = tracked_files()
     lines = {path: count_lines(path) for path in paths}
@@ -241,21 +241,23 @@ def measure(many_imports_allowed: dict[str, str]) -> dict[str, object]:
 
 
 def check(figures: dict[str, object], budgets: dict[str, int]) -> list[str]:
-    """Returns one line for each budget that is exceeded or has no measured value."""
+    """Returns a line for each budget that is exceeded or has no measured value."""
     wrong = []
     for name, budget in budgets.items():
         if name not in figures:
-            wrong.append(f"[tool.size] {name}: not one of {', '.join(figures)}")
+            wrong.append(
+                f"[tool.size] {name} is not a known figure; use one of {', '.join(figures)}"
+            )
             continue
         figure = figures[name]
         size = figure if isinstance(figure, int) else len(figure)  # type: ignore[arg-type]
         if size > budget:
-            wrong.append(f"{name} is {size:,}, above its budget of {budget:,}: make something go")
+            wrong.append(f"{name} is {size:,}, but must be at most {budget:,}; remove something")
     return wrong
 
 
 def main() -> int:
-    """Prints the values; returns 1 if a budget is exceeded."""
+    """Prints the figures, and returns 1 if a budget is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--all", action="store_true", help="also list the files behind each figure")

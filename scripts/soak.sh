@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs the full soak tests of tests/soak one after the other, and prints one line for each: its
-# result, its seconds, and the last line of its output. The output is in build/soak/NAME.log.
+# Runs the full soak tests of tests/soak one after another. Prints a line for each soak test, with
+# the result, the duration in seconds and the last line of its output. The whole output is in
+# build/soak/NAME.log.
 #
 #   scripts/soak.sh [--quick] [NAME ...]
 #
-# --quick runs the short forms. The names are in the table below; all soak tests together take at
-# most 38 hours, the sum of the minutes in the table. "features" needs a checkout of Megatron-LM,
-# whose path is in the variable MEGATRON_LM. Exits with status 1 if a soak test missed a goal,
-# failed, or took longer than its time limit.
-# The test suite runs short forms as tests (scripts/test.sh --all).
+# --quick runs short versions. The names and time limits are in the table below; all soak tests
+# together take at most 38 hours. "features" needs a checkout of Megatron-LM, whose path is in the
+# variable MEGATRON_LM. Exits with status 1 if a soak test missed a goal, failed, or exceeded its
+# time limit. The test suite (scripts/test.sh --all) also runs the short versions.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -47,7 +47,7 @@ for word in "$@"; do
   elif grep -q -- "^$word " <<<"$table"; then
     chosen+=("$word")
   else
-    printf 'error: %s: there is no such soak; there are %s\n' "$word" \
+    printf 'error: unknown soak test %s; the soak tests are %s\n' "$word" \
       "$(awk 'NF { printf "%s%s", separator, $1; separator = ", " }' <<<"$table")" >&2
     exit 2
   fi
@@ -69,7 +69,7 @@ while read -r name minutes module arguments; do
     >"$log" 2>&1 </dev/null || status=$?
   case $status in
     0) result=ok ;;
-    124 | 137) result="FAILED, above its $minutes minutes" ;;
+    124 | 137) result="FAILED, exceeded $minutes minutes" ;;
     *) result=FAILED ;;
   esac
   if ((status)); then failed=1; fi

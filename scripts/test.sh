@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# Sets up the requirements of the tests and runs the tests. Tests with virtual machines, a Slurm
-# cluster or sanitizers are skipped, and so are tests of more than about twenty seconds (marked
-# "long") if a shorter test covers the same code; --all runs these as well. Other arguments go to
-# pytest, e.g. scripts/test.sh -k schedule. With -m, this script does not select tests itself.
-# With two processors or more, three processes share the test files (-n 0 for one process), because
-# many tests mostly wait, for example for a cluster to start or a lost node to be noticed. With
-# little memory two processes share them. The tests of a file run in one process, since they share
-# ranks, nodes or a browser.
-# --gpu-target: runs the tests without a GPU for code that is used with GPUs, in an environment like
-# that of a GPU machine (prerequisite.sh --gpu-target), then rehearses scripts/gpu_check.sh there.
-# --python VERSION, such as 3.12: runs the core tests in an environment with that Python, its torch
+# Sets up the requirements of the tests, and runs the tests. Skips tests with virtual machines, a
+# Slurm cluster or sanitizers. Also skips tests that take more than about twenty seconds (marked
+# "long") if a shorter test covers the same code. --all runs all of these. Other arguments are
+# passed to pytest, for example scripts/test.sh -k schedule. With -m, this script does not select
+# tests itself.
+#
+# With two processors or more, the test files are distributed over three processes (two if memory is
+# low; use -n 0 for a single process). Many tests mostly wait, for example for a cluster to start.
+# The tests in a file run in one process, because they share ranks, nodes or a browser.
+#
+# --gpu-target runs tests of code that is used with GPUs, but without a GPU. The environment is like
+# that of a GPU machine (prerequisite.sh --gpu-target). Afterwards, scripts/gpu_check.sh is
+# rehearsed in this environment.
+#
+# --python VERSION, such as 3.12, runs the core tests in an environment with this Python, its torch
 # and the newest supported release of megatron-core (prerequisite.sh --python VERSION).
+#
 # If files are given together with --gpu-target or --python, only these files run.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -53,10 +58,10 @@ share=()
 if ((processors > 1)) && [[ " ${words[*]} " != *" -n "* ]]; then
   free_mib=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
   share=(-n $((free_mib < 12000 ? 2 : 3)) --dist loadfile --no-loadscope-reorder)
-  # With whole files per process, pytest-xdist hangs after it has replaced a crashed process.
+  # If it distributes whole files, pytest-xdist hangs after replacing a crashed process.
   share+=(--max-worker-restart 0)
 fi
-# The ranks of a test share the machine, so more threads per rank would only slow each other down.
+# The ranks of a test share the machine, so more threads per rank would only slow tests down.
 export OMP_NUM_THREADS=1
 # Otherwise hundreds of processes would compile the package's modules again.
 unset PYTHONDONTWRITEBYTECODE
@@ -64,7 +69,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 if ((gpu_target)) && [[ " ${words[*]} " != *" tests/"* ]]; then
   status=0
   "$python" -m pytest "${share[@]}" "${marks[@]}" "${words[@]}" "${beside_gpus[@]}" || status=$?
-  # The limits of parts suit GPU machines, which have more processors than most other machines.
+  # The time limits of the parts are for GPU machines, which usually have more processors.
   VIRTUAL_ENV=${python%/bin/python} bash scripts/gpu_check.sh --rehearse --minutes 30 || status=$?
   exit "$status"
 fi

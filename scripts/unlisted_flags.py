@@ -2,10 +2,10 @@
 
     python scripts/unlisted_flags.py TREE
 
-The tree is a checkout of Megatron-LM. Its sources are parsed, not imported: calls of
-``add_argument``, and the dataclasses from which Megatron-LM creates groups of flags. Each flag is
-printed with the file that defines it and its help text. New flags of a release belong into
-``megatron/adaptive/config/unsupported_flags.py``.
+The tree is a checkout of Megatron-LM. Its sources are parsed, not imported. Flags are defined by
+calls of ``add_argument``, and by dataclasses from which Megatron-LM creates groups of flags. Each
+flag is printed with the file that defines it and its help text. New flags of a release must be
+added to ``megatron/adaptive/config/unsupported_flags.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def texts(node: ast.expr | None) -> list[str]:
 
 
 def flags_of_calls(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yields name and help text of each flag that a module passes to ``add_argument``."""
+    """Yields the name and help text of each flag that a module passes to ``add_argument``."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -73,7 +73,7 @@ def groups_of(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
 
 
 def flags_of_class(node: ast.ClassDef, excluded: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields name and help text of the flag for each field of a dataclass."""
+    """Yields the name and help text of the flag for each field of a dataclass."""
     for item, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -119,8 +119,8 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
             classes.update((n.name, (file, n)) for n in nodes if n.name in missing)
     if unknown := sorted(missing - classes.keys()):
         raise SystemExit(
-            f"error: {root}: flags are made of {', '.join(unknown)}, but no file below megatron"
-            " defines such a class: give a whole checkout"
+            f"error: {root} must be a complete checkout of Megatron-LM, but no file below "
+            f"megatron defines {', '.join(unknown)}"
         )
     for group, excluded in groups.items():
         waiting = [group]
@@ -135,7 +135,7 @@ def flags_of_tree(root: Path) -> dict[str, tuple[str, str]]:
 
 
 def main() -> int:
-    """Prints the flags; returns 1 if there are any, else 0."""
+    """Prints the unlisted flags; returns 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=Path, help="checkout of Megatron-LM")
     options = parser.parse_args()
@@ -153,7 +153,7 @@ def main() -> int:
     for name in unlisted:
         file, text = flags[name]
         print(f"{name}  ({file})  {' '.join(text.split())[:160]}")
-    print(f"{len(unlisted)} of {len(flags)} flags are in no list", file=sys.stderr)
+    print(f"{len(unlisted)} of {len(flags)} flags are not listed", file=sys.stderr)
     return int(bool(unlisted))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lists words of the project that are hard to understand, and fails if there are too many.
+"""Lists unclear words in the project's texts, and fails if there are too many.
 
 Checks docstrings, glosses (the lines below ``Args:`` and ``Attributes:``), comments and names
 against the rules of CONTRIBUTING.md, as far as a program can::
@@ -7,8 +7,8 @@ against the rules of CONTRIBUTING.md, as far as a program can::
     python scripts/words.py            # counts by rule, and status 1 if a count is above its limit
     python scripts/words.py PATH ...   # each place in these files or folders
 
-Without PATH it checks the files and folders that pyproject.toml lists. The limits are in
-pyproject.toml as well ([tool.words]).
+Without PATH, it checks the files and folders that pyproject.toml lists. The limits are also in
+pyproject.toml ([tool.words]).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEADING = re.compile(r"^\s*[A-Z]\w+:$")
 
 @dataclass(frozen=True)
 class Stumble:
-    """A place in the text that breaks a rule.
+    """Describes a place in the text that breaks a rule.
 
     Attributes:
         rule: Name of the rule, as in pyproject.toml.
@@ -109,7 +109,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
 
 
 def _comment_stumbles(path: Path, text: str) -> Iterator[Stumble]:
-    """Checks comments; only the first of several lines certainly begins a sentence."""
+    """Checks comments; only the first line of a block certainly begins a sentence."""
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
@@ -138,7 +138,7 @@ def _name_stumbles(path: Path, tree: ast.Module) -> Iterator[Stumble]:
 
 
 def stumbles(path: Path) -> list[Stumble]:
-    """Returns the places in a Python file that break a rule, in the order of lines."""
+    """Returns the places in a Python file that break a rule, by line number."""
     text = path.read_text()
     tree = ast.parse(text)
     listed = list(_name_stumbles(path, tree))
@@ -149,7 +149,7 @@ def stumbles(path: Path) -> list[Stumble]:
 
 
 def main() -> int:
-    """Prints counts or places; returns 1 if a count is above its limit."""
+    """Prints counts or places, and returns 1 if a count is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", type=Path, help="list the places in these paths")
     options = parser.parse_args()
@@ -165,7 +165,7 @@ def main() -> int:
     for rule, limit in settings["limits"].items():
         print(f"{rule.replace('_', ' '):<31} {counts[rule]:7,} of {limit:,}")
         if counts[rule] > limit:
-            print(f"error: {rule} is above its limit: say it in plain words", file=sys.stderr)
+            print(f"error: {rule} is above its limit; reword the listed places", file=sys.stderr)
             status = 1
     return status
 

@@ -1,4 +1,4 @@
-"""Runs a headless Chromium for tests of pages."""
+"""Runs a headless Chromium for tests of HTML pages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FLAGS = (
 
 @contextmanager
 def opened_browser(profile: Path) -> Iterator[Any]:
-    """Yields the driver of a browser; skips the test if there is no browser.
+    """Yields the driver of a browser, or skips the test if there is no browser.
 
     Args:
-        profile: Folder for the browser's own files.
+        profile: Folder for the browser's profile.
     """
     webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
     programs = shutil.which("chromium"), shutil.which("chromedriver")
     if None in programs:
-        pytest.skip("no chromium and chromedriver: bash prerequisite.sh --views")
+        pytest.skip("chromium or chromedriver is missing: run bash prerequisite.sh --views")
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
     for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import pytest
 
-# A shell's background job ignores SIGINT, which programs started by the tests would inherit.
+# A shell's background job ignores SIGINT, and programs started by the tests would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files whose tests start processes although their folders do not show it.
+# Tests in these files start processes, although their folders do not indicate it.
 FORKING = ("test_extension.py", "test_node.py", "test_liveness.py", "test_loader.py")
 # Number of tests that may be rerun after a failure in one run of all tests.
 MOST_RERUNS = 3
 # Markers of suites that need packages or privileges that a machine may lack.
 SUITES = ("rdma_lab", "slurm_lab", "sanitizer")
-# Files that take minutes run first; if one started last, the other workers would be idle.
+# Files that take minutes run first. If such a file started last, the other workers would be idle.
 LONGEST_FIRST = (
     *("labs", "multiprocess", "cluster", "modules", "plugin", "examples", "soak"),
     *("test_gpu_rehearsal.py", "test_gpt_steps.py"),
@@ -37,16 +37,16 @@ LONGEST_FIRST = (
 )
 
 
-# Folders with functions that numba compiles, for half a minute of processor time each.
+# numba compiles functions in these folders, which takes half a minute of CPU time per folder.
 COMPILED = ("planner", "schedule")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _machine_code() -> Iterator[None]:
-    """Shares the code that numba compiles between all checkouts with the same sources.
+    """Shares numba's compiled code between all checkouts with the same sources.
 
-    numba trusts machine code of a source with the same modification time, so the fixture derives
-    the time of sources from their content.
+    numba uses cached machine code only if the source has the same modification time. Therefore, the
+    fixture derives the modification times of sources from their content.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-adaptive"
     kept = []
@@ -57,10 +57,10 @@ def _machine_code() -> Iterator[None]:
             content = path.read_bytes()
             digest.update(content)
             time_s = int(hashlib.sha256(content).hexdigest()[:7], 16)
-            with contextlib.suppress(OSError):  # another user's checkout
+            with contextlib.suppress(OSError):  # the checkout belongs to another user
                 os.utime(path, (time_s, time_s))
         kept.append((folder / "__pycache__", cache / "numba" / digest.hexdigest()[:24]))
-        with contextlib.suppress(OSError):  # without write permission it is compiled again
+        with contextlib.suppress(OSError):  # without write permission, the code is compiled again
             _copy_machine_code(*reversed(kept[-1]))
     yield
     for made, folder in kept:
@@ -70,13 +70,14 @@ def _machine_code() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives programs that tests start a temporary folder, which is removed after the run.
+    """Gives programs started by tests a temporary folder, which is removed after the run.
 
-    A killed program leaves its temporary files, which would be thousands in a run of all tests.
+    Killed programs leave temporary files behind. A run of all tests would leave thousands of files.
     """
-    tmp_path_factory.getbasetemp()  # not in this folder, which keeps folders of failed tests
+    # creates pytest's folder elsewhere, because it keeps folders of failed tests
+    tmp_path_factory.getbasetemp()
     folder = tempfile.mkdtemp(prefix="tests-")
-    # Remove it after multiprocessing has removed its own folder in it.
+    # Remove the folder after multiprocessing has removed its own subfolder.
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,9 +88,9 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None:
-    """Reserves the name of a test's folder, which pytest has removed, so that it is not reused.
+    """Keeps the name of a test's folder in use after pytest has removed the folder.
 
-    A process of the earlier test could otherwise write to the folder of a later test.
+    Otherwise, a process of the earlier test could write to the folder of a later test.
     """
     if fixturedef.argname == "tmp_path" and fixturedef.cached_result is not None:
         folder = fixturedef.cached_result[0]
@@ -98,7 +99,7 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object]) -> None
 
 
 def _copy_machine_code(source: Path, target: Path) -> None:
-    """Copies files that are missing or smaller in the target; other processes may do the same."""
+    """Copies files that are missing or smaller in the target; safe to run concurrently."""
     paths = sorted(source.glob("*.nbc")) + sorted(source.glob("*.nbi"))  # an index comes last
     for path in paths:
         there = target / path.name
@@ -120,8 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     may_rerun = config.getoption("reruns", None) != 0
     rank = {folder: number for number, folder in enumerate(LONGEST_FIRST)}
-    # Tests that fork this process run first: later it has many threads, and a child may inherit a
-    # lock that a thread holds.
+    # Tests that fork this process run first. Later, the process has many threads, and a child may
+    # inherit a lock that a thread holds.
     rank["test_loader.py"] = -1
     items.sort(
         key=lambda item: rank.get(item.path.name, rank.get(item.path.parent.name, len(rank)))
@@ -143,7 +144,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run in which more than a few tests passed only when they were rerun."""
+    """Fails a run in which too many tests passed only when they were rerun."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reruns = [] if reporter is None else reporter.stats.get("rerun", [])
     if len(reruns) > MOST_RERUNS and session.exitstatus == pytest.ExitCode.OK:
@@ -151,15 +152,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints one line for each skipped suite with the reason."""
+    """Prints a line with the reason for each skipped suite."""
     left_out: dict[str, list[str]] = {}
     for report in terminalreporter.getreports("skipped"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if any(name in report.keywords for name in SUITES) or "prerequisite.sh" in reason:
             left_out.setdefault(reason, []).append(report.nodeid.split("::")[0])
     if reruns := len(terminalreporter.stats.get("rerun", [])):
-        limit = f"at most {MOST_RERUNS} may in a run"
-        terminalreporter.write_line(f"{reruns} tests ran again after a failure; {limit}")
+        limit = f"at most {MOST_RERUNS} reruns are allowed"
+        terminalreporter.write_line(f"{reruns} tests were rerun after a failure; {limit}")
     for reason, files in left_out.items():
         where = ", ".join(sorted(set(files)))
-        terminalreporter.write_line(f"left out: {len(files)} tests of {where}: {reason}")
+        terminalreporter.write_line(f"skipped {len(files)} tests in {where}: {reason}")

@@ -1,8 +1,8 @@
-"""Builds the C++ tests in ``csrc/tests``, by default with address and undefined sanitizers.
+"""Builds the C++ tests in ``csrc/tests``, by default with address and UB sanitizers.
 
-Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (``~/.cache`` without that
-variable) under a digest of their inputs, for all checkouts of a user, so only changes are compiled
-again.
+Objects are cached in ``$XDG_CACHE_HOME/megatron-adaptive/cpp-tests`` (below ``~/.cache`` if the
+variable is not set) under a digest of their inputs. All checkouts of a user share the cache, so
+only changed sources are recompiled.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ ROOT = Path(__file__).resolve().parents[1]
 BASICS = ("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-I", "csrc", "-pthread")
 THREADS = ("-O1", "-fsanitize=thread")
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# For real verbs, which needs the library and headers; only code that uses verbs is recompiled.
+# Real verbs need the library and its headers. Only code that uses verbs is recompiled.
 VERBS_DEFINED = "-DMEGATRON_ADAPTIVE_RDMA"
 VERBS = ("-O1", VERBS_DEFINED)
-# Folders of C++ sources that all test programs are linked with; they need no Python.
+# All test programs are linked with the C++ sources in these folders, which do not need Python.
 FOLDERS = ("common", "cuda", "shm", "tcp", "rdma")
 COMPILE_LIMIT_S = 280
 KEPT_S = 14 * 24 * 3600.0  # objects that were not used for this time are removed
 
 
 class CppTests:
-    """Builds the test programs with one compiler.
+    """Builds test programs with a compiler.
 
     Args:
         compiler: Path of the compiler.
-        flags: Flags of the compiler in addition to ``BASICS``.
-        folder: Folder for the programs; each choice of flags needs its own.
+        flags: Compiler flags in addition to ``BASICS``.
+        folder: Folder for the programs; each combination of flags needs a separate folder.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class CppTests:
         self._headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers))
 
     def build(self, name: str, *more: str) -> Path:
-        """Returns the program of ``csrc/tests/<name>.cc`` and ``more`` files there.
+        """Builds a program from ``csrc/tests/<name>.cc`` and ``more`` files, and returns its path.
 
         A program without a ``main`` function is linked with ``test_main.cc``.
 
         Raises:
-            AssertionError: It does not compile without warnings; the message has the compiler's
-                output.
+            AssertionError: The program does not compile without warnings; the message is the
+                compiler's output.
         """
         sources = [ROOT / "csrc" / "tests" / f"{part}.cc" for part in (name, *more)]
         if not any("\nint main(" in source.read_text() for source in sources):
@@ -75,7 +75,7 @@ class CppTests:
         return program
 
     def library(self, name: str) -> Path:
-        """Returns the shared library of ``csrc/tests/<name>.cc``, which is built separately.
+        """Builds ``csrc/tests/<name>.cc`` as a separate shared library, and returns its path.
 
         Raises:
             AssertionError: See :meth:`build`.
@@ -115,7 +115,7 @@ class CppTests:
 
 
 def compiler_or_skip() -> str:
-    """Returns the C++ compiler; skips the test where there is none."""
+    """Returns the C++ compiler, or skips the test if there is no compiler."""
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
     if compiler is None:
         import pytest  # benchmarks use this file without pytest
@@ -125,7 +125,7 @@ def compiler_or_skip() -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of cached objects, after removing objects that were not used for long."""
+    """Returns the folder of cached objects, after removing objects unused for two weeks."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "megatron-adaptive" / "cpp-tests"
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,6 @@ def cache_folder() -> Path:
         try:
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()
-        except FileNotFoundError:  # another checkout's tests removed it
+        except FileNotFoundError:  # a test of another checkout removed the file
             pass
     return folder

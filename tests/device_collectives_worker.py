@@ -1,6 +1,6 @@
 """Calls collectives of megatron-core and torch over gloo with GPU tensors, on one rank.
 
-Runs all cases, one after the other, in the environment that ``torchrun`` gives.
+Runs all cases in sequence, with the environment variables that ``torchrun`` sets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORLD_SIZE = 2
 
 
 def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-untyped-def]
-    """Returns megatron-core's gradient buffer of two layers, moved to the device."""
+    """Returns megatron-core's gradient bucket group of two layers, moved to the device."""
     accelerator.install()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -46,7 +46,7 @@ def _bucket_group(*, distributed: bool, overlaps: bool):  # type: ignore[no-unty
 
 
 def _gradients(*, distributed: bool, overlaps: bool) -> None:
-    """Checks that gradients of all replicas are averaged, also with sharded optimizer states."""
+    """Checks that gradients of all replicas are averaged, even with sharded optimizer states."""
     group = _bucket_group(distributed=distributed, overlaps=overlaps)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -61,7 +61,7 @@ def _gradients(*, distributed: bool, overlaps: bool) -> None:
 
 
 def _parameters() -> None:
-    """Checks that each rank's shard of the parameters reaches the others."""
+    """Checks that each rank's shard of the parameters reaches the other ranks."""
     group = _bucket_group(distributed=True, overlaps=False)
     rank = dist.get_rank()
     for bucket in group.buckets:
@@ -74,7 +74,7 @@ def _parameters() -> None:
 
 
 def _pipeline(batched: bool) -> None:
-    """Checks that messages of megatron-core's own schedule arrive."""
+    """Checks that messages between stages arrive under megatron-core's own schedule."""
     accelerator.install()
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -97,11 +97,11 @@ def _pipeline(batched: bool) -> None:
 
 
 def _unequal_parts() -> None:
-    """Checks experts that several ranks share in parts of different sizes."""
+    """Checks all-gather and reduce-scatter with parts of different sizes."""
     rank, sizes = dist.get_rank(), [1, 2]
     sent = on_device(torch.full((sizes[rank], 2), rank + 1.0))
     parts = [on_device(torch.zeros(size, 2)) for size in sizes]
-    group = dist.group.WORLD  # accelerator.install() may have replaced the functions
+    group = dist.group.WORLD  # functions in torch.distributed may have been replaced
     group.allgather([parts], [sent]).wait()
     assert [values(part) for part in parts] == [[[1.0, 1.0]], [[2.0, 2.0]] * 2]
     group.reduce_scatter([sent], [parts]).wait()
@@ -109,7 +109,7 @@ def _unequal_parts() -> None:
 
 
 def _coalesced_lists() -> None:
-    """Checks that several tensors of several ranks are gathered in one call."""
+    """Checks that a single call gathers several tensors from several ranks."""
     rank = dist.get_rank()
     sent = [on_device(torch.full((size,), rank + 1.0)) for size in (1, 2)]
     parts = [[on_device(torch.zeros(size)) for size in (1, 2)] for _ in range(WORLD_SIZE)]
@@ -121,7 +121,7 @@ def _coalesced_lists() -> None:
 
 
 def _from_anybody() -> None:
-    """Checks that a receive from any rank returns the sender."""
+    """Checks that a receive from any rank returns the sender's rank."""
     tensor = on_device(torch.tensor([7.0]))
     if dist.get_rank() == 0:
         dist.send(tensor, 1)
@@ -131,7 +131,7 @@ def _from_anybody() -> None:
         assert values(tensor) == [7.0]
 
 
-# The first cases run before accelerator.install(), which replaces functions that they call.
+# The first cases must run before accelerator.install(), which replaces functions that they call.
 CASES: tuple[Callable[[], None], ...] = (
     _unequal_parts,
     _coalesced_lists,
@@ -147,9 +147,9 @@ CASES: tuple[Callable[[], None], ...] = (
 
 
 def main() -> None:
-    """Runs the cases."""
+    """Runs all cases."""
     device_collectives.install()
-    device_collectives.install()  # changes nothing else
+    device_collectives.install()  # a second call must change nothing
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
     for case in CASES:
         case()

@@ -1,9 +1,9 @@
-"""Provides a tensor that appears to be on a GPU, to test gloo on machines without one.
+"""Provides a tensor that appears to be on a GPU, for tests of gloo without a GPU.
 
-Its memory is the host's, so that all operators work, but gloo sees it as it would see a real GPU
-tensor. gloo's own code runs and refuses the device where it does so. Calls that copy through the
-host run on the host's memory, because torch without CUDA has no code for them. Calls that pass a
-device address to a socket are refused here.
+The tensor uses the host's memory, so all operators work, but gloo treats it like a real GPU tensor.
+gloo's own code runs, and rejects the device where it would reject a GPU. Calls that copy through
+the host run on the host's memory, because torch without CUDA has no code for them. Calls that pass
+a device address to a socket are rejected here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-# Read in ProcessGroupGloo.cpp, see megatron.adaptive.device_collectives.
+# The names are from ProcessGroupGloo.cpp; see megatron.adaptive.device_collectives.
 _COPIED = frozenset(
     (
         *("allreduce_", "broadcast_", "reduce_", "gather_", "scatter_", "alltoall_"),
@@ -31,13 +31,13 @@ _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class DeviceTensor(torch.Tensor):
-    """Is a tensor that claims to be on ``cuda:0``.
+    """Tensor on the host that claims to be on ``cuda:0``.
 
     Args:
         host: Tensor on the host, whose memory this tensor shares.
 
     Attributes:
-        host: Tensor that holds the memory.
+        host: Tensor that owns the memory.
     """
 
     host: torch.Tensor
@@ -52,23 +52,23 @@ class DeviceTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
-        """Copies values; torch would require CUDA before it dispatches this operator."""
+        """Copies values, because torch would require CUDA before it dispatches this operator."""
         self.host.copy_(_host(source))
         return self
 
-    def __getitem__(self, index: Any) -> DeviceTensor:  # for the same reason
+    def __getitem__(self, index: Any) -> DeviceTensor:  # torch requires CUDA for its own method
         return DeviceTensor(self.host[index])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator on the host's memory, and a collective as gloo does on a GPU's."""
+        """Runs operators on the host's memory, and collectives in the same way as gloo on a GPU."""
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
         if func.namespace == "c10d" and name not in _COPIED:
             if name in _BY_ADDRESS:
-                raise RuntimeError(f"gloo's sockets would read at a device's address: {name}")
+                raise RuntimeError(f"gloo would pass a device address to a socket in {name}")
             return func.redispatch(_CUDA, *args, **kwargs)
         answer = func(*tree_map(_host, args), **tree_map(_host, kwargs))
         if func.namespace == "c10d":
@@ -91,7 +91,7 @@ def _host(value: Any) -> Any:
 
 
 def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Returns a GPU tensor with these values; a real one if there is a GPU."""
+    """Returns a GPU tensor with these values, which is simulated if there is no GPU."""
     return host.cuda() if torch.cuda.is_available() else DeviceTensor(host)
 
 

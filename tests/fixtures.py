@@ -1,4 +1,4 @@
-"""Provides fixtures for tests that build a trainer: a small corpus, token files, a trainer."""
+"""Provides fixtures for tests that build a trainer: a small corpus, token files and a trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.adaptive import accelerator
 from megatron.adaptive.data.corpus import Corpus, CorpusSpec, make_corpus
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer
 
-# The tested code imports megatron-core in this process.
+# Call install() first, because the tested code imports megatron-core in this process.
 accelerator.install()
 
 from megatron.core.datasets import gpt_dataset  # noqa: E402, F401
@@ -31,7 +31,7 @@ NUM_SOURCES = 60
 
 
 def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
-    """Writes Python files of some hundred bytes each, with fixed content."""
+    """Writes Python files of a few hundred bytes each, with deterministic content."""
     rng = random.Random(5)
     names = [f"{a}_{b}" for a in ("load", "save", "merge", "split") for b in ("key", "row", "col")]
     for number in range(count):
@@ -46,7 +46,7 @@ def write_sources(folder: Path, count: int = NUM_SOURCES) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Returns a corpus of 60 documents with a vocabulary of 400."""
+    """Returns a corpus of 60 documents with a vocabulary of 400 tokens."""
     root = tmp_path_factory.mktemp("corpus")
     write_sources(root / "sources")
     return make_corpus(
@@ -82,7 +82,7 @@ def write_tokens(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Any]:
-    """Returns the worker's module, whose model is built here on a single rank."""
+    """Yields the worker's module, for building its model in this process on a single rank."""
     spec = spec_from_file_location("checkpoint_worker", WORKER)
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +95,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def make(worker: Any) -> Iterator[Callable[..., Any]]:
-    """Returns a function that builds a trainer in this process from flags, given as keywords."""
+    """Yields a function that builds a trainer in this process from flags in keyword arguments."""
     jobs = worker.Jobs()
 
     def build(**flags: object) -> Any:

@@ -1,4 +1,4 @@
-"""Tests the device of a process: its choice, memory, and clocks."""
+"""Tests the device of a process: its selection, memory and clocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_detect_without_cuda(backend: str | None) -> None:
 
 @without_gpu
 def test_nccl_without_cuda_is_refused() -> None:
-    # A torch built for CUDA needs a driver; a torch without CUDA needs another build.
+    # If torch is built with CUDA, the driver is missing. Otherwise, another build of torch is
+    # needed.
     remedy = "nvidia-smi" if torch.backends.cuda.is_built() else "use gloo"
     with pytest.raises(SetupError, match=f"--distributed-backend nccl: .*{remedy}"):
         detect(0, backend="nccl")
@@ -48,7 +49,7 @@ def test_nccl_without_cuda_is_refused() -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Simulates a machine with two GPUs for ``detect``; returns the devices made current."""
+    """Simulates a machine with two GPUs, and returns the list of devices that are made current."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -79,7 +80,7 @@ def test_ranks_share_gpus_in_turn(
 
 @without_gpu
 def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> None:
-    """Checks this because a new thread's current device is always GPU 0."""
+    """Checks that threads change the current device, which is always GPU 0 in a new thread."""
     gpu = torch.device("cuda", 1)
     threads = [
         threading.Thread(target=call, args=arguments)
@@ -98,19 +99,20 @@ def test_threads_make_the_processs_gpu_current(two_gpus: list[torch.device]) -> 
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     cpu = detect(0)
     before = cpu.memory_in_use_bytes()
-    # Memory from the heap could reuse free memory.
+    # Map new memory, because memory from the heap could reuse freed memory.
     block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.write(bytes(1) * len(block))
     after = cpu.memory_in_use_bytes()
     assert after - before > 32 << 20
-    # The two figures are measured differently, and other threads free memory in between.
+    # Allow a margin, because the two figures are measured differently, and other threads may free
+    # memory in between.
     assert cpu.peak_memory_bytes() - before > 32 << 20
     block.close()
 
 
 @without_gpu
 def test_the_peak_of_a_process_is_not_that_of_the_program_that_started_it() -> None:
-    """The peak came from ru_maxrss, which counts the memory of the former program as well."""
+    """Checks the peak of a child process; ``ru_maxrss`` would include its parent's memory."""
     program = (
         "from megatron.adaptive.accelerator import detect; print(detect(0).peak_memory_bytes())"
     )
@@ -135,7 +137,7 @@ def test_cpu_clock_is_the_monotonic_one() -> None:
 
 
 class MadeUpDevice:
-    """Simulates a device whose clock drifts, and which reaches a mark later than it was set."""
+    """Simulates a device with a drifting clock, which passes marks later than they are set."""
 
     def __init__(self, drift: float) -> None:
         self.host_ns = 10**12
@@ -178,7 +180,7 @@ def test_cuda_clock_keeps_with_the_host_for_hours(
     clock = CudaClock()
     for step in range(3 * 3600 // 2):
         device.host_ns += 2 * 10**9
-        # The device is idle at the first mark of a step, and later marks are queued.
+        # The device is idle at the first mark of a step; later marks are queued.
         for number in range(4):
             device.host_ns += 3_000_000
             device.delay_ns = 8_000 + number * 40_000_000
@@ -218,7 +220,7 @@ def test_cuda_clock_waits_until_the_device_has_passed_a_mark() -> None:
 def agreed(
     gpus: list[str], monkeypatch: pytest.MonkeyPatch, asked: str | None = None
 ) -> list[Accelerator | SetupError]:
-    """Lets ranks that see one GPU each agree; ``gpus`` are the identities of the GPUs."""
+    """Runs ``agree_on_sharing`` on ranks that see one GPU each; ``gpus`` has the GPUs' UUIDs."""
     current = threading.local()
     monkeypatch.setattr(
         torch.cuda,
@@ -247,7 +249,7 @@ def test_ranks_that_see_one_gpu_each_share_it_only_if_it_is_the_same(
 ) -> None:
     apart = agreed(["a", "b", "c"], monkeypatch)
     assert [(answer.backend, answer.shares) for answer in apart] == [("nccl", 1)] * 3  # type: ignore[union-attr]
-    # The whole job uses one backend, even for a rank that does not share its GPU.
+    # The whole job uses one backend, even on a rank that does not share its GPU.
     mixed = agreed(["a", "b", "a"], monkeypatch)
     expected = [("gloo", 2), ("gloo", 1), ("gloo", 2)]
     assert [(answer.backend, answer.shares) for answer in mixed] == expected  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Tests collectives over gloo with GPU tensors, as for ranks that share a GPU."""
+"""Tests collectives over gloo with GPU tensors, for ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _group() -> object:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.usefixtures("_group")
 def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
-    """Checks that the stand-in for a GPU tensor reaches gloo's own code."""
+    """Checks that the simulated GPU tensor reaches gloo's own code."""
     refuse = dist.ProcessGroup.allreduce_coalesced
     refuse = getattr(refuse, "__wrapped__", refuse)
     with pytest.raises(RuntimeError, match="unsupported device type cuda"):
@@ -41,7 +41,7 @@ def test_gloo_itself_refuses_a_coalesced_reduction() -> None:
 
 
 def test_every_method_of_a_process_group_that_takes_tensors_has_a_treatment() -> None:
-    """Checks that a renamed or new collective in a torch release is noticed."""
+    """Checks that ``TREATMENTS`` lists all collectives of the installed torch."""
     methods = {
         name
         for name in dir(dist.ProcessGroup)
@@ -67,7 +67,7 @@ def test_ranks_that_share_a_gpu_get_them(
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, why: str, **variables: str) -> None:
-    """Makes torch with CUDA 13.0 report that there is no GPU."""
+    """Simulates torch with CUDA 13.0 on a machine without a usable GPU."""
 
     def fail() -> None:
         raise RuntimeError(why)

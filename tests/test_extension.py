@@ -24,7 +24,7 @@ from megatron.adaptive.errors import DeadlineError, TransportError
 from .cpp_tests import SANITIZED, THREADS, CppTests, compiler_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
-# Longer than any successful wait, so that a hang ends in DeadlineError.
+# The timeout is longer than any successful wait, so a hang ends with DeadlineError.
 PATIENT_S = 60.0
 SOON_S = 0.01
 
@@ -38,7 +38,9 @@ def native() -> ModuleType:
 
 
 def in_child(body: Callable[[], None]) -> int:
-    """Forks a child that runs ``body`` and exits with 0, or with 1 and a traceback."""
+    """Forks a child that runs ``body``, and returns its process ID; the child exits with 1 on
+    error.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -109,7 +111,8 @@ except errors.SetupError as error:
             shutil.copy(package / name, copied)
         (copied / "_C.cpython-399-x86_64-linux-gnu.so").touch()
         code = "from megatron.adaptive import extension; print(extension.why_missing())"
-        # -S excludes the environment's packages, including this checkout with its own build.
+        # The option -S excludes the environment's packages, including this checkout with its own
+        # build.
         command = [sys.executable, "-S", "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
         said = subprocess.run(
@@ -158,7 +161,7 @@ class TestDecisionLog:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        # This thread only runs during the wait of the other thread if waiting releases the GIL.
+        # This thread runs during the other thread's wait only if waiting releases the GIL.
         time.sleep(0.02)
         other.abort(17)
         thread.join(PATIENT_S)
@@ -174,8 +177,8 @@ class TestDecisionLog:
 
         def follow() -> None:
             def interrupt(*_: object) -> None:
-                # Only the first signal ends the wait; more may arrive before the other side sees
-                # it.
+                # Only the first signal ends the wait; more signals may arrive before the other side
+                # notices.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 raise KeyboardInterrupt
 
@@ -249,7 +252,7 @@ class TestRdma:
 
 
 def check_program(command: list[str | Path], expected: str, **env: str) -> None:
-    """Runs a C++ test program, which must succeed and print ``expected``."""
+    """Runs a C++ test program, and checks that it succeeds and prints ``expected``."""
     done = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=250
     )
@@ -283,7 +286,7 @@ def test_cpp(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fuzz_records", "fuzz_shm", "fuzz_tcp"])
 def test_bytes_of_other_processes_are_survived(name: str) -> None:
-    """Checks fixed changes of fixed inputs; fuzz.h explains how to search for new ones."""
+    """Checks fixed mutations of fixed inputs; fuzz.h explains how to search for new failures."""
     program = CppTests(compiler_or_skip()).build(name, "fuzz_main")
     check_program([program, "--runs", "3000"], "seeds and 3000 changes of them")
 
@@ -297,14 +300,14 @@ def test_bytes_of_other_processes_are_survived(name: str) -> None:
     ids=["address", "thread"],
 )
 def test_channels_between_gpus(flags: tuple[str, ...], folder: str) -> None:
-    """Checks this with a stand-in for CUDA's driver; tests/gpu uses the real driver."""
+    """Tests the channels with a simulated CUDA driver; tests/gpu uses the real driver."""
     programs = CppTests(compiler_or_skip(), flags=flags, folder=ROOT / "build" / folder)
     library = str(programs.library("standin_cuda"))
     check_program([programs.build("cuda_ipc_test")], "0 failed\n", STANDIN_CUDA_LIBRARY=library)
 
 
 class TestBuild:
-    """Tests setup.py: the extension that it builds on each machine, and its error messages."""
+    """Tests the builds and error messages of setup.py."""
 
     @staticmethod
     def build(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

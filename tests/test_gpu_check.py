@@ -1,4 +1,4 @@
-"""Tests the GPU check with its time limits; ``tests/test_gpu_rehearsal.py`` runs all parts."""
+"""Tests the GPU check and its time limits; ``tests/test_gpu_rehearsal.py`` runs all parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpu_check.machine import card_and_driver, default_output
 from gpu_check.parts import Part, chosen_parts, parts, set_up_part
 from harness.report import ROOT
 
-# One process outlives its parent and leaves its session.
+# The script starts a process that outlives its parent and leaves its session.
 HANGS = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[1:]]
@@ -54,7 +54,7 @@ sys.exit(check.run(None, some_parts(sys.argv[1])))
 
 
 def some_parts(folder: str) -> list[Part]:
-    """Returns parts that finish in every possible way; the folder identifies their processes."""
+    """Returns parts that cover all outcomes; ``folder`` in a command line identifies a process."""
     return [
         part("device", WRITES, "{json}", "0.5"),
         part("hangs", HANGS, folder, planned_s=2.0),
@@ -67,7 +67,7 @@ def some_parts(folder: str) -> list[Part]:
 
 
 def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
-    # Run in a separate process, because the check kills all its descendants.
+    # Run the check in a separate process, because it kills all its descendants.
     command = [sys.executable, "-c", RUN, str(tmp_path), "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
@@ -75,7 +75,7 @@ def test_what_hangs_or_fails_is_recorded_and_the_rest_runs(tmp_path: Path) -> No
     states = {part["name"]: (part["state"], part["reason"]) for part in content["parts"]}
     assert states == {
         "device": ("ok", ""),
-        "hangs": ("cut", "it took more than 4 s"),
+        "hangs": ("cut", "exceeded the time limit of 4 s"),
         "fails": ("failed", "status 1: no such thing"),
         "misses": ("missed", "a ratio"),
         "two": ("left out", "there is only one"),
@@ -147,7 +147,7 @@ def test_ten_minutes_hold_the_planned_limits_of_all_parts_that_one_gpu_can_run()
         ]
         assert sum(part.planned_s for part in on_one_gpu) <= 560
     assert on_one_gpu[0].planned_s == 30
-    # The most valuable parts come first, and parts that may break the GPU come last.
+    # The most valuable parts come first; parts that may break the GPU come last.
     assert [part.name for part in listed] == (
         "device ipc equivalence pp1 pp2 memory resume v transports training others nccl te oom"
     ).split()
@@ -172,7 +172,8 @@ def test_every_test_of_a_gpu_is_in_one_part() -> None:
     ]
     files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(named) == files
-    # Its test that uses all memory is deselected there, and is the last part.
+    # The last part is the test in test_memory.py that uses all memory. The other part with this
+    # file deselects the test.
     assert sorted(named) == sorted([*files, "tests/gpu/test_memory.py"])
 
 

@@ -1,4 +1,4 @@
-"""Tests the folder that brings the GPU check to a machine without a network."""
+"""Tests the pack, a folder that brings the GPU check to a machine without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINS = dict(
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
-    """Writes a wheel that contains only its requirements."""
+    """Writes a wheel that contains only metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     lines += [f"Requires-Dist: {need}" for need in needs]
@@ -32,7 +32,7 @@ def write_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """Returns a folder of wheels that replaces a package index."""
+    """Returns a folder of wheels that replaces the package index."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(
@@ -111,7 +111,7 @@ def test_what_a_machine_lacks_comes_with_what_that_requires(index: Path, tmp_pat
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("numpy==2.0\n", "has no line torch==...; it is too large to carry"),
+        ("numpy==2.0\n", "must list torch==..., because torch is too large for a pack"),
         ("Package    Version\n", "'Package    Version' is not a line of pip freeze"),
         ("torch==2.11.0\nnumba==1\n", "pip found no wheel of "),
     ],

@@ -18,7 +18,7 @@ REMARK = (
 
 
 def test_a_remark_about_the_debug_mode_is_no_synchronization() -> None:
-    """Checks that it does not count, so that a step that never waits reaches its goal."""
+    """Checks that torch's note about the debug mode is not counted as a synchronization."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.warn(REMARK, stacklevel=1)

@@ -1,4 +1,4 @@
-"""Tests that the gate admits visitors with the job's secret, and refuses others unread."""
+"""Tests that the handshake accepts only peers that know the job's secret."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCHDOG_S = 20.0
 
 
 class Door:
-    """Runs a gate, and holds the connections that it admitted and their messages."""
+    """Runs a gate, and stores the connections that it accepted and the messages that it logged."""
 
     def __init__(self, secret: str = SECRET) -> None:
         self.came: queue.Queue[SealedSocket] = queue.Queue()
@@ -54,7 +54,7 @@ class Door:
             sealed.socket.close()
 
     def refuses(self, *parts: bytes) -> bool:
-        """Sends these parts; returns whether the gate refuses the connection and closes it."""
+        """Sends these parts, and returns whether the gate rejects and closes the connection."""
         stranger = socket.create_connection(self.place, WATCHDOG_S)
         with stranger, contextlib.suppress(ConnectionError):
             for part in parts:
@@ -74,7 +74,7 @@ def door() -> Iterator[Door]:
 
 
 def both(first: str = SECRET, second: str = SECRET, purpose: str = "test") -> list[Handshake]:
-    """Runs the handshake of two sides as far as possible."""
+    """Runs the handshake of both sides as far as possible."""
     visitor = Handshake(first, purpose, visiting=True)
     listener = Handshake(second, "test", visiting=False)
     listener.advance(visitor.advance(listener.advance(visitor.first)))
@@ -149,7 +149,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
     assert door.refuses(hello, bytes(32))
     recorded = Recorder(door)
     assert door.came.get(timeout=WATCHDOG_S)
-    assert door.refuses(*recorded.sent)  # the same bytes again
+    assert door.refuses(*recorded.sent)  # a replay of the same bytes
     assert door.refuses(b"".join(recorded.sent))
     (said,) = door.said
     assert "a connection from 127.0.0.1 to port" in said
@@ -159,7 +159,7 @@ def test_strangers_are_refused_and_said_once_in_a_while(door: Door) -> None:
 
 
 class Recorder:
-    """Completes a handshake with the right secret and records the bytes that it sent."""
+    """Completes a handshake with the correct secret, and records the bytes that it sent."""
 
     def __init__(self, door: Door) -> None:
         shake = Handshake(SECRET, "test", visiting=True)
@@ -254,7 +254,7 @@ def test_a_secret_comes_from_a_variable_or_a_file(
     monkeypatch.setenv("MEGATRON_ADAPTIVE_SECRET", SECRET)
     assert job_secret() == SECRET
     monkeypatch.delenv("MEGATRON_ADAPTIVE_SECRET_FILE")
-    assert job_secret() is None  # processes that are started later do not get it
+    assert job_secret() is None  # later processes do not inherit the secret
 
 
 def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
@@ -268,7 +268,8 @@ def test_a_visitor_at_the_moment_of_the_end_leaves_no_traceback(
         is_held.set()
         go.wait(WATCHDOG_S)
 
-    # While the loop is blocked, a visitor connects and the gate is closed: it sees both at once.
+    # While the loop is blocked, a client connects and the gate is closed, so the loop sees both
+    # events at once.
     door.gate._loop.call_soon_threadsafe(hold)
     assert is_held.wait(WATCHDOG_S)
     with socket.create_connection(door.place, WATCHDOG_S):

@@ -1,4 +1,4 @@
-"""Tests which modules work without others, and that ``megatron`` stays a namespace package."""
+"""Tests imports without optional packages, and that ``megatron`` stays a namespace package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WITHOUT_TORCH = [
     "megatron.adaptive.trace",
 ]
 
-# Folders of a checkout, and the folders that their files must not import from. Only the tests of
-# the benchmarks may import benchmarks.
+# Each folder of a checkout is listed with the folders that its files must not import from. Only the
+# tests of benchmarks may import benchmarks.
 FORBIDDEN = {
     "megatron": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
     "harness": ("benchmarks", "gpu_check", "studies", "tests"),
@@ -37,8 +37,9 @@ FORBIDDEN = {
     "examples": ("benchmarks", "gpu_check", "harness", "studies", "tests"),
 }
 
-# Imports every module below a package (or one module) with torch and megatron-core unavailable; for
-# ``schedule`` also numba, which is slow to import and only needed for compiled simulation.
+# The script imports every module below a package (or a single module) while torch and megatron-core
+# are unavailable. For ``schedule``, numba is also unavailable, because it is slow to import and
+# needed only for compiled simulation.
 BLOCKED_IMPORT = """
 import importlib, pkgutil, sys
 
@@ -101,7 +102,7 @@ assert importlib.util.find_spec("megatron.core") is not None
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_runs_where_there_is_no_checkout(tmp_path: Path) -> None:
-    """Checks this with a wheel and a source archive; the wheel is installed and run elsewhere."""
+    """Builds a wheel and a source archive, and runs the installed wheel outside of the checkout."""
     environment = {**os.environ, "PYTHON": sys.executable}
     build = ["bash", str(ROOT / "scripts" / "build_wheel.sh"), str(tmp_path / "dist")]
     done = subprocess.run(
@@ -145,7 +146,7 @@ print(extension.require("the test").__file__, environment.WORK_FOLDER)
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
-    """Checks this so that users can take benchmarks without tests, and nothing needs benchmarks."""
+    """Checks that benchmarks can be used without tests, and that nothing needs benchmarks."""
     wrong = [
         f"{path.relative_to(ROOT)}: imports {name}"
         for path in (ROOT / folder).rglob("*.py")
@@ -157,7 +158,7 @@ def test_folders_do_not_import_what_stands_beside_them(folder: str) -> None:
 
 
 def imported_names(path: Path) -> list[str]:
-    """Returns the modules that a file imports, at its top or within its functions."""
+    """Returns the modules that a file imports, at the top level or within functions."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

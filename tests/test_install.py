@@ -1,7 +1,8 @@
-"""Checks that pip adds this package to an environment without changing other packages.
+"""Tests that pip adds this package to an environment without changing other packages.
 
-The packages are wheels made here, and real pip decides by their names, versions and requirements.
-To run the package, an environment refers to the modules of the Python that runs the tests.
+The wheels of other packages are created here, and real pip resolves their names, versions and
+requirements. To run the package, an environment refers to the modules of the Python that runs the
+tests.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ CONTAINER = {
     "pyyaml": "6.0.2",
     "tomli": "2.2.1",
 }
-"""Packages and versions like those of a training container in 2026."""
+"""Packages and versions of a typical training container in 2026."""
 ABSENT = {"openpyxl": "3.1.5", "plotly": "6.3.0", "xxhash": "3.5.0"}
-"""Packages that the container lacks."""
+"""Packages that are missing in the container."""
 NEEDS = {"megatron-core": ["torch>=2.6.0", "numpy"], "numba": ["numpy>=1.24"]}
 INDEX = {"torch": ["2.6.0", "2.13.0"], "megatron-core": ["0.16.1", "0.18.2", "0.19.2", "0.20.0"]}
-"""Further versions in the folder, among which pip can choose."""
+"""Additional versions that pip can choose from."""
 
 
 def write_wheel(
     folder: Path, name: str, version: str, files: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes a wheel of a package without modules."""
+    """Writes a wheel that contains only the given files and its metadata."""
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in NEEDS.get(name, ()))
@@ -78,7 +79,7 @@ def write_wheel(
 
 
 class Environment:
-    """Manages a virtual environment without packages, which pip changes from outside, offline."""
+    """Manages a virtual environment that an outside pip changes offline."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -87,8 +88,8 @@ class Environment:
     def pip(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs pip without this machine's settings, and without the checkout on its path.
 
-        A built checkout contains ``megatron_adaptive.egg-info``, which pip would take for an
-        installed package. installed package.
+        A built checkout contains ``megatron_adaptive.egg-info``, which pip would mistake for an
+        installed package.
         """
         variables = {
             key: value
@@ -106,7 +107,7 @@ class Environment:
         )
 
     def try_install(self, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-        """Installs with a folder as the only index."""
+        """Installs packages with a folder as the only index."""
         return self.pip("install", "--no-index", "--find-links", folder, *arguments)
 
     def install(self, *arguments: str | Path, folder: Path) -> None:
@@ -127,7 +128,7 @@ class Environment:
         )
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of packages by name, without packages that only refer to others."""
+        """Returns the versions of the environment's own packages, by name."""
         code = (
             "import json, sysconfig, importlib.metadata as m; "
             "present = m.distributions(path=[sysconfig.get_path('purelib')]); "
@@ -144,7 +145,7 @@ def empty(tmp_path: Path) -> Environment:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies the sources from which the package is built, without existing builds."""
+    """Copies the sources that the package is built from, without existing builds."""
     for name in ("megatron", "csrc", "examples"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -156,7 +157,7 @@ def copy_sources(folder: Path) -> Path:
 
 
 def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Builds a wheel into a folder as pip does without a network, from a copy of the sources."""
+    """Builds a wheel from a copy of the sources, as pip does without a network."""
     sources = copy_sources(folder / "sources")
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-index", "--no-deps"]
     return subprocess.run(
@@ -171,7 +172,7 @@ def build_wheel(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds this package's wheel without the extension; its requirements are the same."""
+    """Builds this package's wheel without the extension, which does not affect the requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     done = build_wheel(folder, MEGATRON_ADAPTIVE_EXTENSION="0")
     assert done.returncode == 0, done.stderr
@@ -181,7 +182,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Makes a folder of wheels: the container's, the missing ones, and other versions."""
+    """Creates a folder with the container's wheels, the missing packages, and other versions."""
     folder = tmp_path_factory.mktemp("index")
     for name, version in {**CONTAINER, **ABSENT}.items():
         for other in {version, *INDEX.get(name, ())}:
@@ -299,11 +300,11 @@ TRAINING = """
 def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
     empty: Environment, wheel: Path, tmp_path: Path
 ) -> None:
-    """Checks that pip accepts a pre-release if there is no other version."""
+    """Checks that pip accepts a pre-release if no other version exists."""
     core = UNPACKED / "megatron-core==0.19.2"
     triton = next(UNPACKED.glob("triton==*"), None)
     if not core.exists() or triton is None:
-        pytest.skip("megatron-core 0.19.2 is not there: bash prerequisite.sh --versions")
+        pytest.skip("megatron-core 0.19.2 is missing: run bash prerequisite.sh --versions")
     paths = {"megatron-core": [core], "torch": [*site.getsitepackages(), triton]}
     for name, version in {**CONTAINER, **ABSENT}.items():
         lines = "".join(f"{path}\n" for path in paths.get(name, ()))
@@ -323,7 +324,7 @@ def test_a_folder_of_wheels_fills_an_empty_environment_that_trains(
 
 
 def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this package's program with folders at the start of Python's path."""
+    """Runs this package's program with folders at the start of Python's import path."""
     return subprocess.run(
         [sys.executable, "-m", "megatron.adaptive", *arguments],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, [*path, ROOT]))},
@@ -335,7 +336,7 @@ def run_with(path: Sequence[Path], *arguments: str) -> subprocess.CompletedProce
 
 
 def write_core(folder: Path, minor: int) -> Path:
-    """Writes the parts of a megatron-core that show its version."""
+    """Writes the files of a megatron-core that define its version."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text(

@@ -1,4 +1,4 @@
-"""Tests the C++ class Node from Python; tests/transport tests what the transports promise."""
+"""Tests the C++ class Node from Python; tests/transport tests the transports' guarantees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.adaptive.transport.interface import CODE_OF
 from megatron.adaptive.transport.native import make_tensors_with
 
 TOKEN = b"0123456789abcdef"
-# Longer than any successful wait.
+# The timeout is longer than any successful wait.
 PATIENT_S = 60.0
 SOON_S = 0.02
 
@@ -42,14 +42,14 @@ def make_node(native: ModuleType, rank: int = 0, **options: Any) -> Any:
 
 @pytest.fixture
 def alone(native: ModuleType) -> Iterator[Any]:
-    """Returns a node without channels."""
+    """Yields a node without channels."""
     node = make_node(native)
     yield node
     node.close(PATIENT_S)
 
 
 def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
-    """Returns two nodes of this process with a channel through shared memory."""
+    """Returns two nodes in this process with a channel through shared memory."""
     low, high = make_node(native, 0), make_node(native, 1)
     address = high.listen("unix")
     with ThreadPoolExecutor(1) as pool:
@@ -61,7 +61,7 @@ def open_pair(native: ModuleType, **options: Any) -> tuple[Any, Any]:
 
 @pytest.fixture
 def pair(native: ModuleType) -> Iterator[tuple[Any, Any]]:
-    """Returns two nodes with a channel of three slots of 64 KiB."""
+    """Yields two nodes with a channel of three slots of 64 KiB."""
     low, high = open_pair(native, slots=3, slot_bytes=1 << 16)
     yield low, high
     low.close(PATIENT_S)
@@ -128,13 +128,13 @@ class TestMessages:
     def test_arrivals_of_a_class_of_the_caller(
         self, native: ModuleType, pair: tuple[Any, Any]
     ) -> None:
-        """Checks the result of take(), and that data kept with an arrival is freed with it."""
+        """Checks the result of take(), and that data attached to an arrival is freed with it."""
 
         class Mine(native.Arrival):  # type: ignore[misc, name-defined]
             __slots__ = ()
 
             def _take(self) -> torch.Tensor:
-                raise AssertionError("for variants and devices alone")
+                raise AssertionError("must be called only for variants and devices")
 
         low, high = pair
         with pytest.raises(TypeError, match="a subclass of Arrival"):

@@ -1,4 +1,4 @@
-"""Checks the form of pages, and the files, names and headings that they mention."""
+"""Tests the style of pages, and that the files, names and headings that they mention exist."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ USE_PAGE_LINES = 150
 LONGEST_SENTENCE = 40
 """Maximum number of words in a sentence."""
 NOTEBOOK = "tutorial.md"
-"""Page that is a notebook with its output, and therefore may be longer."""
+"""Page that is a notebook with its output, and may therefore be longer."""
 GENERATED = "flags.md"
-"""Page that a program prints; its sentences are checked in the program."""
+"""Page that a program prints; its sentences are checked where they are defined."""
 
 
 def paths_in(page: Path) -> set[str]:
-    """Returns paths of this project that a page names."""
+    """Returns the paths of this project that a page mentions."""
     named = PATH.findall(page.read_text())
     return {path for path in named if path.split("/")[0] in (*FOLDERS, *TOP, "megatron")}
 
 
 def names_in_table(page: str, title: str) -> set[str]:
-    """Returns names in the first column of the table below a title."""
+    """Returns the names in the first column of the table below a heading."""
     text = (ROOT / "docs" / page).read_text().partition(f"\n{title}\n")[2]
     text = re.split(r"^##", text, maxsplit=1, flags=re.MULTILINE)[0]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
@@ -47,7 +47,7 @@ def names_in_table(page: str, title: str) -> set[str]:
 
 
 def groups_of_pages() -> dict[str, list[str]]:
-    """Returns the pages of each group of the site's navigation; the first page has no group."""
+    """Returns the pages of each group in the site's navigation; the first page has no group."""
     navigation: list[Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert navigation[0] == "index.md"
     return {name: pages for entry in navigation[1:] for name, pages in entry.items()}
@@ -62,7 +62,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Returns the sentences of a page's paragraphs, lists and tables; code counts as one word."""
+    """Returns the sentences in a page's paragraphs, lists and tables; code counts as one word."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "code", text)
@@ -117,7 +117,7 @@ def test_sentences_are_short(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_that_pages_name_exist(page: Path) -> None:
     if page.name == "CHANGELOG.md":
-        return  # about files of earlier releases
+        return  # it mentions files of earlier releases
     # CONTRIBUTING.md says that this file does not exist.
     missing = {
         path

@@ -1,6 +1,7 @@
 """Tests errors of ``prerequisite.sh --python VERSION``, and its progress without a network.
 
-The script runs in a copy of the files that it reads, with its own cache folder and interpreters.
+The script runs in a copy of the files that it reads, with a separate cache folder and separate
+interpreters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 def run(
     checkout: Path, arguments: str, *, script: str = "prerequisite.sh", **variables: str
 ) -> tuple[int, str, str]:
-    """Runs a copied script; returns its status, standard output and standard error."""
+    """Runs a copied script, and returns its status, standard output and standard error."""
     done = subprocess.run(
         ["bash", str(checkout / script), *arguments.split()],
         capture_output=True,
@@ -44,7 +45,7 @@ def run(
             "HOME": str(checkout.parent),
             "PYENV_ROOT": str(checkout.parent / "none"),
             "XDG_CACHE_HOME": str(checkout.parent / "cache"),
-            # pip finds no settings, and does not use the network.
+            # pip ignores the machine's settings, and does not use the network.
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_NO_INDEX": "1",
             **variables,
@@ -56,23 +57,26 @@ def run(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("--python", "--python '': a version of two numbers is needed, such as 3.12"),
-        ("--python 3", "--python '3': a version of two numbers is needed, such as 3.12"),
-        ("--python 3.12.1", "--python '3.12.1': a version of two numbers is needed, such as 3.12"),
-        ("--python 2.7", "--python '2.7': a version of two numbers is needed, such as 3.12"),
-        ("--python 3.9", "--python 3.9: this project needs Python 3.10 or newer"),
+        ("--python", "--python must be a version of two numbers, such as 3.12, got ''"),
+        ("--python 3", "--python must be a version of two numbers, such as 3.12, got '3'"),
+        (
+            "--python 3.12.1",
+            "--python must be a version of two numbers, such as 3.12, got '3.12.1'",
+        ),
+        ("--python 2.7", "--python must be a version of two numbers, such as 3.12, got '2.7'"),
+        ("--python 3.9", "--python must be 3.10 or newer, got 3.9"),
         (
             "--python 3.99",
-            "--python 3.99: there is no Python 3.99; install it (pyenv install 3.99, or"
-            " python3.99-venv of Debian)",
+            "--python 3.99: Python 3.99 is not installed; install it with pyenv install 3.99, or"
+            " Debian's python3.99-venv",
         ),
         (
             "--python 3.12 --rdma",
-            "--python 3.12 installs what --test does and nothing more: leave out --rdma (or --all)",
+            "--python 3.12 cannot be combined with --rdma; remove --rdma or --all",
         ),
         (
             "--python 3.12 --gpu-target",
-            "--gpu-target --python 3.12: each is an environment of its own; give one of them",
+            "--gpu-target and --python 3.12 cannot be combined; use one of them",
         ),
     ],
 )
@@ -80,7 +84,7 @@ def test_a_python_that_cannot_be_set_up_is_refused_in_one_line(
     checkout: Path, arguments: str, line: str
 ) -> None:
     assert run(checkout, arguments) == (2, "", f"error: {line}\n")
-    # scripts/test.sh passes the error on, and runs no test.
+    # scripts/test.sh reports the same error, and does not run tests.
     if arguments.startswith("--python 3.9"):
         status, printed, errors = run(checkout, arguments, script="scripts/test.sh")
         assert (status != 0, printed, errors) == (True, "", f"error: {line}\n")
@@ -94,7 +98,7 @@ def test_the_environment_to_be_used_is_named_without_making_it(checkout: Path) -
 
 
 def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> None:
-    """Checks that the environment is made, and that a later call retries the missing torch."""
+    """Checks that the environment is created, and that a later call retries the missing torch."""
     commands, versions = checkout.parent / "bin", checkout.parent / "pyenv/versions"
     commands.mkdir()
     shim = commands / f"python{VERSION}"
@@ -109,7 +113,7 @@ def test_a_python_of_pyenv_is_used_where_its_command_fails(checkout: Path) -> No
         status, printed, errors = run(checkout, f"--python {VERSION}", **variables)
         first, *_, last = errors.splitlines()
         assert (status, printed) == (2, "")
-        assert first == f"making the environment {environment} from {real}"
+        assert first == f"creating the environment {environment} with {real}"
         assert last.startswith(f"error: --python {VERSION}: pip could not install torch==")
         assert (environment / "bin/python").exists()
         assert not (environment / ".torch").exists()

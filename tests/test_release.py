@@ -1,4 +1,4 @@
-"""Tests that files which name the package's version or run its commands fit the package."""
+"""Tests that files with the package's version, or with its commands, match the package."""
 
 from __future__ import annotations
 

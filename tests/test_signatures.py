@@ -1,7 +1,7 @@
-"""Checks that types show readers and type checkers the arguments of the package's functions.
+"""Tests that public functions declare their parameters for readers and type checkers.
 
 An entry point such as ``Pipeline`` lists its parameters, and passes them to a dataclass of settings
-or to another function. The defaults and descriptions exist in both places, and must not differ.
+or to another function. The defaults and descriptions exist in both places, and must be equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from megatron.adaptive import accelerator
 
-accelerator.install()  # before megatron-core is imported
+accelerator.install()  # must run before megatron-core is imported
 
 from megatron.adaptive.config.schema_files import forms  # noqa: E402
 from megatron.adaptive.modules.assembly import PipelineOptions, PipelineSettings  # noqa: E402
@@ -59,7 +59,7 @@ ANY_NAMES = {
     "trace/read.py RankTrace.of_tables": "fields of TraceHeader, from files of other programs",
     "trace/views/page.py encode": "values of a block of the page",
 }
-"""Public functions that accept any keyword, and what the keywords are."""
+"""Public functions that accept arbitrary keyword arguments, and the meaning of the keywords."""
 
 
 def _public_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -88,7 +88,9 @@ def test_public_functions_write_out_their_parameters() -> None:
         and more.annotation is not None
         and ast.unparse(more.annotation) == "Any"
     }
-    assert hidden == ANY_NAMES.keys(), "write the parameters out, or give the reason above"
+    assert hidden == ANY_NAMES.keys(), (
+        "list the parameters explicitly, or add a reason to ANY_NAMES"
+    )
 
 
 def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
@@ -103,7 +105,7 @@ def test_an_ignored_type_error_has_a_code_and_a_reason() -> None:
             or (ignore[2] is None and not lines[number - 1].lstrip().startswith("# "))
         )
     ]
-    assert without == [], "give the code, and the reason as a comment behind or above it"
+    assert without == [], "add the error code, and the reason as a comment behind or above the line"
 
 
 def _glosses(subject: Any, section: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Checks that threads that use a GPU first make their process's GPU current.
+"""Tests that threads which use a GPU first make their process's GPU current.
 
-A new thread's current device is GPU 0, on which its first CUDA call would make a context of about
-half a gigabyte for each process of the node.
+A new thread's current device is GPU 0. Its first CUDA call would otherwise create a context of
+about half a gigabyte on GPU 0, for each process of the node.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "adaptive"
 THREADS = ("Thread", "Worker", "ThreadPoolExecutor")
 
-# Files that start threads, and the function that keeps each of them off GPU 0.
+# Files that start threads are listed by the way in which their threads avoid GPU 0.
 MAKES_CURRENT = (
     "checkpoint/snapshots.py",
     "transport/native.py",

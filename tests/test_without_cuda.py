@@ -1,8 +1,8 @@
-"""Tests each substitution for CUDA with a canary, and what the substitutions leave alone.
+"""Tests each substitution for CUDA with a canary, and that other code is unaffected.
 
-A canary runs the part of megatron-core that needs its substitution. It must work with all
-substitutions and fail without its own, so it shows changes in new releases of torch or
-megatron-core.
+A canary runs the part of megatron-core that needs a substitution. It must work with all
+substitutions, and fail if only this substitution is missing. A canary therefore detects changes in
+new releases of torch or megatron-core.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no substitute")
 
-# Runs in separate processes, forked from a process that has loaded only torch. megatron-core must
-# be imported before or after the substitutions, and only once, because that takes seconds.
+# The script runs experiments in separate processes, forked from a process that has imported only
+# torch. megatron-core must be imported before or after the substitutions, and only once, because
+# importing it takes seconds.
 EXPERIMENTS = """
 import datetime, faulthandler, importlib, json, os, sys, tempfile, traceback, warnings
 warnings.simplefilter("ignore")
@@ -70,7 +71,7 @@ def tensor_moves():
 
 def tensor_type():
     from megatron.core.optimizer import OptimizerConfig, optimizer as loaded
-    # Constants of code are what they were when it was loaded.
+    # Reload the module, because constants in its code were set when it was loaded.
     Float16OptimizerWithFloat16Params = importlib.reload(loaded).Float16OptimizerWithFloat16Params
     half, full = (torch.nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.bfloat16, torch.float))
     optimizer = Float16OptimizerWithFloat16Params(
@@ -123,13 +124,13 @@ def between_two(function):
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
-        if dist.is_initialized():  # otherwise its error would replace that of the start
+        if dist.is_initialized():  # otherwise a second error would hide the first
             dist.destroy_process_group()
 
 def exchanged_parts():
     from megatron.core.tensor_parallel.mappings import all_to_all
     def exchange(group):
-        # 1 and 2 rows of the first rank, 2 and 1 of the second.
+        # The first rank sends 1 and 2 rows, and the second rank 2 and 1 rows.
         sizes = torch.tensor([1, 2] if group.rank() == 0 else [2, 1])
         given = torch.full((3,), float(group.rank()))
         return all_to_all(group, given, sizes, sizes).tolist()
@@ -146,7 +147,7 @@ def unequal_parts():
         return whole.flatten().tolist() + own.grad.flatten().tolist()
     return between_two(there_and_back)
 
-# The compiler comes first: optimizers load it too.
+# The compiler's canary runs first, because optimizers also load the compiler.
 CANARIES = [
     compiler, current_device, synchronize, streams, factories, tensor_moves, tensor_type,
     random_state, grouped_products, exchanged_parts, unequal_parts,
@@ -156,7 +157,8 @@ CLASSES = torch.Tensor, torch.nn.Module
 undo = {}
 
 def state(finder):
-    # What substitutions change, by a function that sets a value, or takes it away if it is None.
+    # Returns the values that substitutions may change, each group with a function that sets a
+    # value, or removes it if the value is None.
     def in_dict(names):
         return lambda name, value: names.pop(name) if value is None else names.update({name: value})
 
@@ -199,7 +201,7 @@ def finders():
     return sum(isinstance(finder, without_cuda.Finder) for finder in sys.meta_path)
 
 def contents():
-    # All that torch's modules and these classes hold.
+    # Returns all attributes of torch's modules and of these classes.
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
     return {
         f"{getattr(owner, '__name__', owner)}.{name}": value
@@ -284,19 +286,19 @@ failed = 0
 for _ in range(2):
     child, status = os.wait()
     if code := os.waitstatus_to_exitcode(status):
-        print(f"{names[child]} ended with status {code}", file=sys.stderr)
+        print(f"{names[child]} exited with status {code}", file=sys.stderr)
         failed = 1
 sys.exit(failed)
 """
 LIMIT_S = 200
-"""Seconds after which an experiment prints its stacks and exits."""
-# Errors of a torch built for CUDA, and of a torch without CUDA, differ.
+"""Timeout of an experiment in seconds, after which it prints its stacks and exits."""
+# A torch built for CUDA, and a torch without CUDA, raise different errors.
 NO_CUDA = (
     "Found no NVIDIA driver"
     if torch.backends.cuda.is_built()
     else "Torch not compiled with CUDA enabled"
 )
-# Answer of each canary, and a part of its error message.
+# Each canary has its expected answer, and a part of the error without its substitution.
 CANARIES: dict[str, tuple[Any, str]] = {
     "current_device": ("cpu", NO_CUDA),
     "synchronize": (True, NO_CUDA),
@@ -314,14 +316,14 @@ CANARIES: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """Returns the answers: ``{"value": ...}`` or ``{"error": text}`` for a canary."""
+    """Returns the answers; a canary's answer is ``{"value": ...}`` or ``{"error": text}``."""
     done = experiments(LIMIT_S)
     assert done.returncode == 0, failure_of(done)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the experiments, each of which prints its stacks and exits after the timeout."""
+    """Runs the experiments, which print their stacks and exit after the timeout."""
     return subprocess.run(
         [sys.executable, "-c", f"LIMIT_S = {limit_s}\n{EXPERIMENTS}"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -333,7 +335,7 @@ def experiments(limit_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def failure_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns the reason of a failed run: its status, its errors and its last answer."""
+    """Returns the description of a failed run: its status, last answer and errors."""
     answer = (done.stdout.splitlines() or ["none"])[-1][:500]
     return f"status {done.returncode}; last answer: {answer}; errors:\n{done.stderr}"
 
@@ -343,7 +345,7 @@ def test_experiments_that_fail_say_why() -> None:
     text = failure_of(experiments(0.2))
     assert "status 1" in text
     assert "Timeout (0:00:00.200000)!" in text
-    assert "canaries ended with status 1" in text
+    assert "canaries exited with status 1" in text
 
 
 @without_gpu
@@ -351,7 +353,7 @@ def test_experiments_that_fail_say_why() -> None:
 def test_canary_dies_without_its_substitution_alone(name: str, answers: dict[str, Any]) -> None:
     answered = answers[f"{name} with"]
     if "cannot import name 'grouped_gemm_util'" in answered.get("error", ""):
-        pytest.skip("from 0.17 on megatron-core has no grouped products of its own")
+        pytest.skip("megatron-core 0.17 and newer have no grouped_gemm_util module")
     assert answered == {"value": CANARIES[name][0]}
     answer = answers[f"{name} without"]
     expected = CANARIES[name][1].split(" or ")
@@ -370,13 +372,12 @@ def test_install_after_megatron_core_is_refused(answers: dict[str, Any]) -> None
 def test_substitutions_are_made_once(answers: dict[str, Any]) -> None:
     assert answers["names"] == sorted(f"_substitute_{name}" for name in CANARIES)
     assert answers["twice"] == [True, True]
-    assert answers["compiler"] == [False, False]  # is not loaded with megatron-core
+    assert answers["compiler"] == [False, False]  # the compiler is not loaded with megatron-core
 
 
 @without_gpu
 def test_a_program_of_megatron_lm_gets_them_and_others_do_not(answers: dict[str, Any]) -> None:
-    """Checks that ``with torch.device(...)`` still works: torch identifies factories by
-    identity, so they must not be wrapped."""
+    """Checks that ``with torch.device(...)`` works, which needs unwrapped factory functions."""
     assert answers["given"] == ["cpu", "cpu", "meta", "cpu", 1, "cpu", "cpu", "meta"]
     for answer in answers["others"][:3]:
         assert NO_CUDA in answer["error"]
@@ -393,8 +394,11 @@ def test_torch_stays_what_it_is(answers: dict[str, Any]) -> None:
 
 @without_gpu
 def test_no_substitute_is_an_object_that_torch_has_already(answers: dict[str, Any]) -> None:
-    """Checks this because torch's compiler identifies functions by identity, so torch 2.11 refuses
-    a substitute that it has already ("Duplicate torch object")."""
+    """Checks that each substitute is a new object.
+
+    torch 2.11's compiler identifies functions by identity, and rejects a known object as a
+    substitute ("Duplicate torch object").
+    """
     assert answers["shared"] == []
 
 
@@ -405,7 +409,8 @@ def test_with_cuda_nothing_is_substituted() -> None:
     assert torch.zeros(1, device="cuda").is_cuda
 
 
-# A Megatron-LM that contains only the start; up to 0.16 it runs the CUDA compiler.
+# TRAINER is a Megatron-LM with only its start code. Up to version 0.16, this code runs the CUDA
+# compiler.
 TRAINER = {
     "core/__init__.py": "",
     "training/__init__.py": "",
@@ -443,8 +448,11 @@ print(*counts, initialize_megatron.__name__, torch.cuda.device_count())
 
 @without_gpu
 def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
-    """Checks that ``pretrain_gpt.py`` does not exit with "Megatron requires CUDA.", and that 0.16
-    does not join CUDA's folder, which is None, to the compiler's name."""
+    """Checks that ``pretrain_gpt.py`` starts without CUDA.
+
+    It must not exit with "Megatron requires CUDA.". Megatron-LM 0.16 must not fail because the
+    path of CUDA's folder is None.
+    """
     for name, text in TRAINER.items():
         path = tmp_path / "megatron" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -457,5 +465,6 @@ def test_megatron_lms_own_trainer_starts_without_cuda(tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    # One device for Megatron-LM, none for others. A program may pass allow_no_cuda by position.
+    # Megatron-LM sees one device, and other code sees none. Programs may pass allow_no_cuda by
+    # position.
     assert done.stdout == "1 1 1 initialize_megatron 0\n", done.stderr

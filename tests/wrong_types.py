@@ -1,7 +1,7 @@
-"""Calls entry points with values of a wrong type, each of which mypy must report.
+"""Calls entry points with arguments of wrong types, which mypy must report.
 
-Nothing runs this file. ``scripts/check.sh`` checks it with mypy, which fails if an ignored error
-does not occur: the parameter has lost its type then.
+This file is never run. ``scripts/check.sh`` checks it with mypy. If an ignored error does not
+occur, a parameter has lost its type, and mypy fails.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run ``python -m megatron.adaptive data corpus`` from a clone, installed or not."""
+"""Runs ``python -m megatron.adaptive data corpus`` from a clone, installed or not."""
 
 import sys
 from pathlib import Path

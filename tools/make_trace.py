@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run ``tests.support.make_trace`` from a clone, installed or not."""
+"""Runs ``tests.support.make_trace`` from a clone, installed or not."""
 
 import sys
 from pathlib import Path

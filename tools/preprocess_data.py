@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run ``megatron.adaptive.cli.preprocess_data`` from a clone, installed or not."""
+"""Runs ``megatron.adaptive.cli.preprocess_data`` from a clone, installed or not."""
 
 import sys
 from pathlib import Path

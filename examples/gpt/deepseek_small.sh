@@ -5,8 +5,9 @@
 #
 #   bash examples/gpt/deepseek_small.sh
 #
-# Options of the trainer may follow; they override the options below. It uses random tokens, or with
-# DATA_DIR=data/stdlib the corpus of python tools/make_corpus.py --output-dir data/stdlib.
+# Options of the trainer may follow; they override the options below. The data are random tokens.
+# With DATA_DIR=data/stdlib, they are the corpus that is created by
+# python tools/make_corpus.py --output-dir data/stdlib.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
@@ -99,8 +100,8 @@ OUTPUT_ARGS=(
 
 # With several ranks on few processors, more threads per rank would slow down all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
-# with. Experts whose messages overlap with work need more than one queue.
+# With a single hardware queue, tensor-parallel communication starts before the kernels that it
+# overlaps with. Overlapping expert-parallel communication needs more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small mixture of experts on one machine, CPU or GPU: 8 experts on 2 ranks of each of 2
-# stages.
+# Trains a small mixture-of-experts model on one machine, on CPUs or GPUs. Each of 2 pipeline stages
+# has 2 ranks, which share the 8 experts of a layer.
 #
 #   bash examples/gpt/moe_small.sh
 #   EXPERT_PARALLEL=1 PIPELINE_PARALLEL=2 bash examples/gpt/moe_small.sh --train-iters 20
@@ -27,7 +27,7 @@ MODEL_ARGS=(
   --hidden-dropout 0.0
 )
 
-# A dense layer comes first, then layers of 8 experts, 2 of which each token uses, and a shared
+# A dense layer comes first. Each other layer has 8 experts, of which a token uses 2, and a shared
 # expert.
 EXPERT_ARGS=(
   --num-experts 8

@@ -8,9 +8,9 @@
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
 
-DATA_PREFIX=${DATA_PREFIX:?set it to the data without .bin and .idx, see tools/preprocess_data.py}
-VOCAB_FILE=${VOCAB_FILE:?set it to the vocabulary, vocab.json}
-MERGE_FILE=${MERGE_FILE:?set it to the merges, merges.txt}
+DATA_PREFIX=${DATA_PREFIX:?set it to the data path without .bin or .idx; see tools/preprocess_data.py}
+VOCAB_FILE=${VOCAB_FILE:?set it to the path of vocab.json}
+MERGE_FILE=${MERGE_FILE:?set it to the path of merges.txt}
 RUN_DIR=${RUN_DIR:-$root/runs/gpt-345m}
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 PIPELINE_PARALLEL=${PIPELINE_PARALLEL:-2}
@@ -68,8 +68,8 @@ OUTPUT_ARGS=(
   --eval-iters 10
 )
 
-# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
-# with. Experts whose messages overlap with work need more than one queue.
+# With a single hardware queue, tensor-parallel communication starts before the kernels that it
+# overlaps with. Overlapping expert-parallel communication needs more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Trains a small GPT on one machine, CPU or GPU: the script of run_single.sh, to read and change.
+# Trains a small GPT on one machine, on CPUs or GPUs. run_single.sh runs this script, and you can
+# copy and change it.
 #
 #   PIPELINE_PARALLEL=2 MODEL_CHUNKS=2 bash examples/gpt/pretrain_gpt_distributed_small.sh
 #
-# Options of the trainer may follow; they override the options below. It needs the data of
+# Options of the trainer may follow; they override the options below. The script needs data, which
+# this command creates:
 #   python tools/make_corpus.py --output-dir data/stdlib
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -16,7 +18,7 @@ DATA_PARALLEL=${DATA_PARALLEL:-1}
 SCHEDULE=${SCHEDULE:-adaptive}
 DATA_DIR=${DATA_DIR:-$root/data/stdlib}
 RUN_DIR=${RUN_DIR:-$root/runs/small}
-# torchrun works as well; this launcher checks the options first and exits with a short message.
+# This launcher checks the options before it starts ranks. You can use torchrun instead.
 LAUNCHER=("$PYTHON" -m megatron.adaptive job launch)
 
 DISTRIBUTED_ARGS=(
@@ -55,7 +57,7 @@ TRAINING_ARGS=(
   --clip-grad 1.0
 )
 
-# The default warm-up is used only if no warm-up is given, because the trainer accepts only one.
+# Add a default warm-up only if the options have none, because the trainer accepts only one warm-up.
 if [[ " $* " != *" --lr-warmup-"* ]]; then
   TRAINING_ARGS+=(--lr-warmup-fraction 0.05)
 fi
@@ -83,8 +85,8 @@ fi
 
 # With several ranks on few processors, more threads per rank would slow down all ranks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# With one hardware queue, messages of tensor parallelism start before the kernels that they overlap
-# with. Experts whose messages overlap with work need more than one queue.
+# With a single hardware queue, tensor-parallel communication starts before the kernels that it
+# overlaps with. Overlapping expert-parallel communication needs more than one queue.
 case " $* " in
   *" --overlap-moe-expert-parallel-comm "*) queues=32 ;;
   *) queues=1 ;;

@@ -4,7 +4,7 @@
 #   DATA_PREFIX=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #     bash examples/gpt/pretrain_gpt_xl_1.5b.sh
 #
-# It runs pretrain_gpt_345m.sh in the same folder with a different shape. Options of the trainer may
+# The script runs pretrain_gpt_345m.sh with a different model shape. Options of the trainer may
 # follow; they override the options below.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd -P)

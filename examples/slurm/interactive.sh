@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Opens a shell on a node with its GPUs, for experiments; torchrun --standalone uses only that node.
+# Opens a shell on a node with GPUs, for experiments. torchrun --standalone uses only this node.
 #
 #   bash examples/slurm/interactive.sh [options of srun]
 set -euo pipefail

@@ -1,12 +1,14 @@
 """Runs small random programs that use torch, transformers, peft and accelerate.
 
-Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs the program of each seed, and writes to
-``RESULTS`` a JSON list with its observations: values, devices, dtypes, errors. ``PREPARATION`` is
-``plain``, or ``early`` or ``late``: then ``megatron.adaptive`` is imported and installed before or
-after the other libraries. Observations of a seed must not depend on the preparation.
+Usage: ``programs.py PREPARATION RESULTS SEED...``. Runs the program of each seed, and writes a JSON
+list with its observations (values, devices, dtypes and errors) to ``RESULTS``. With ``early`` or
+``late`` as ``PREPARATION``, ``megatron.adaptive`` is imported and installed before or after the
+other libraries; with ``plain``, it is not imported. The observations of a seed must not depend on
+the preparation.
 
-A program consists of up to five statements: functions below that take a :class:`random.Random` and
-yield observations. Small seeds run one statement each, in order; larger seeds draw statements.
+A program consists of up to five statements, which are functions that take a :class:`random.Random`
+and yield observations. Small seeds run one statement each, in order; larger seeds draw random
+statements.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Statement = Callable[[random.Random], Iterator[Any]]
 
 
 def install() -> None:
-    """Imports and installs all parts of this project that other libraries could notice."""
+    """Imports and installs all parts of this project that could affect other libraries."""
     import megatron.adaptive
     from megatron.adaptive import accelerator
 
@@ -92,7 +94,7 @@ LIKE = ("empty_like", "ones_like", "zeros_like", "rand_like", "randn_like")
 
 
 def seen(value: Any) -> Any:
-    """Returns the compared form of a value, as JSON."""
+    """Returns a value in a comparable form, as JSON."""
     if isinstance(value, torch.Tensor):
         facts = [str(value.device), str(value.dtype), list(value.shape), value.requires_grad]
         if value.device.type == "meta":
@@ -109,7 +111,7 @@ def seen(value: Any) -> Any:
         return [seen(item) for item in value]
     if isinstance(value, bool | int | None):
         return value
-    # Addresses differ between processes.
+    # Remove addresses, which differ between processes.
     return re.sub(r"0x[0-9a-f]+", "0x", value if isinstance(value, str) else repr(value))
 
 
@@ -358,7 +360,7 @@ def transforms(rng: random.Random) -> Iterator[Any]:
 
 
 class Names(TorchFunctionMode):
-    """Records which functions are called."""
+    """Records the names of the called functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +372,7 @@ class Names(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Records which operations are dispatched."""
+    """Records the names of the dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +485,7 @@ def identities(rng: random.Random) -> Iterator[Any]:
 
 
 def process(rng: random.Random) -> Iterator[Any]:
-    """Observes state of the whole process."""
+    """Observes the state of the whole process."""
     yield dict(os.environ)
     for name in ("", "torch", "transformers", "accelerate", "peft", "torch.distributed"):
         logger = logging.getLogger(name)
@@ -509,7 +511,7 @@ def process(rng: random.Random) -> Iterator[Any]:
 
 
 def complaints(rng: random.Random) -> Iterator[Any]:
-    """Observes which warnings reach a user under the active filters."""
+    """Observes which warnings users see under the active filters."""
     shown: list[str] = []
     former = warnings.showwarning
     warnings.showwarning = lambda message, kind, *rest: shown.append(f"{kind.__name__}: {message}")
@@ -585,8 +587,7 @@ def loaded(rng: random.Random) -> Iterator[Any]:
     model = model_of(rng)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        # Fills freed memory with values other than zero, so that uninitialized tensors are
-        # detected.
+        # Fill freed memory with nonzero values, so that uninitialized tensors are detected.
         rubbish = [torch.full((n,), 7.0) for n in range(1, 64)]
         del rubbish
         for options in (
@@ -717,7 +718,7 @@ def trained_by_transformers(rng: random.Random) -> Iterator[Any]:
     yield seen(model)
 
 
-# The rare statements take long.
+# Rare statements are slow, so programs contain them less often.
 COMMON: tuple[Statement, ...] = (
     *(factories, device_contexts, default_device, default_dtype, seeds, seeds_of_cuda),
     *(answers_of_cuda, moves, types, transforms, modes, training, storing, collectives),
@@ -734,7 +735,7 @@ STATEMENTS = COMMON + RARE
 
 
 def program(seed: int) -> list[Statement]:
-    """Returns the statements of a seed."""
+    """Returns the statements of the program with this seed."""
     if seed < len(STATEMENTS):
         return [STATEMENTS[seed]]
     rng = random.Random(f"program {seed}")
@@ -743,7 +744,7 @@ def program(seed: int) -> list[Statement]:
 
 
 def observe(seed: int) -> list[Any]:
-    """Runs the program of a seed; returns its observations."""
+    """Runs the program of a seed, and returns its observations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Checks that other libraries behave the same in a process that uses this project."""
+"""Tests that other libraries behave the same in a process that uses this project."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .programs import STATEMENTS
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs.py")
 PREPARATIONS = ("plain", "early", "late")
-# Number of seeds of the long test; use some hundreds before a release.
+# Number of seeds of the long test; use a few hundred before a release.
 PROGRAMS_OF_A_RUN = int(os.environ.get("BEHAVIOURS", "30"))
 FIRST_SEED = int(os.environ.get("BEHAVIOURS_SEED", "1000"))
 
 
 def observed(folder: Path, seeds: range, limit_s: float) -> dict[str, list[Any]]:
-    """Returns the observations of each seed's program, by the preparation of its process."""
+    """Returns the observations of each seed's program, by preparation of the process."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
         "PYTHONPATH": str(ROOT),

@@ -15,7 +15,7 @@ from tests.multiprocess.launch import forking
 
 
 def results(**changes: Any) -> dict[str, dict[str, Any]]:
-    """Returns results of jobs with three rounds of one second per step, with changed times."""
+    """Returns results with three rounds of one second per step, except the times in ``changes``."""
     return {
         job: {
             "times": {

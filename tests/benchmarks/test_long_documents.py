@@ -1,4 +1,4 @@
-"""Checks the memory of the compared orders, and that ratios are computed pair by pair."""
+"""Tests the memory limits of the compared schedules, and ratios per repetition."""
 
 from __future__ import annotations
 

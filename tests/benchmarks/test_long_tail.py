@@ -1,4 +1,4 @@
-"""Checks that all ways to run the long tail train on the same documents."""
+"""Tests that all compared runs of the long-tail benchmark train on the same documents."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Runs one of several ranks, which repeatedly set up a job, train, and close everything.
+"""Runs one of several ranks that repeatedly set up a job, train, and close everything.
 
-Usage: ``closing_rank.py RESULT FLAG ...``. Rank 0 writes the memory that all ranks together held
-each time, before and after closing, as a JSON list of pairs of objects with ``allocated_bytes``,
-``device_bytes`` and ``shared_bytes``: tensors on the GPU, total GPU memory in use, and mapped
-shared memory of the host. The first two are 0 without a GPU.
+Usage: ``closing_rank.py RESULT FLAG ...``. In each repetition, the memory of all ranks is measured
+before and after closing. Rank 0 writes a JSON list of pairs of objects with ``allocated_bytes``,
+``device_bytes`` and ``shared_bytes``. These are tensors on the GPU, total GPU memory in use, and
+mapped shared memory of the host. The first two are 0 without a GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TIMES, STEPS = 4, 2
 
 
 def train_once(meshes: Meshes, config: TrainerConfig) -> dict[str, int]:
-    """Sets up the model, its channels and its data, takes some steps, and closes everything.
+    """Sets up the model, channels and data, takes some steps, and closes everything.
 
     Returns:
-        Bytes that this process held before closing.
+        The number of bytes that this process held before closing, by kind of memory.
     """
     job = meshes.join(config)
     run = build_run(job)
@@ -78,12 +78,14 @@ def held(is_cuda: bool) -> dict[str, int]:
 
 
 def meet(store: dist.Store, key: str, times: int, ranks: int) -> None:
-    """Waits until all ranks have called this with this key the given number of times."""
+    """Waits until all ranks have called this function with this key ``times`` times."""
     store.add(key, 1)
     end_s = time.monotonic() + 60
     while store.add(key, 0) < times * ranks:
         if time.monotonic() > end_s:
-            raise RuntimeError(f"{key}: {store.add(key, 0)} of {times * ranks} within 60 s")
+            raise RuntimeError(
+                f"{key}: timed out after 60 s with {store.add(key, 0)} of {times * ranks} calls"
+            )
         time.sleep(0.01)
 
 
@@ -99,7 +101,8 @@ def main() -> None:
     for _ in range(TIMES):
         before = train_once(meshes, config)
         give_back(is_cuda)
-        # A rank that is behind or ahead would hold memory of the shared GPU.
+        # Wait for all ranks, because a rank that is ahead or behind would hold memory of the shared
+        # GPU.
         meet(store, "left", len(seen) + 1, environment.world_size)
         seen.append((before, held(is_cuda)))
         meet(store, "measured", len(seen), environment.world_size)

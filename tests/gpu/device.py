@@ -1,8 +1,8 @@
-"""Decides where tests run: on a GPU, or in a rehearsal on a CPU if they do not need a GPU.
+"""Selects where tests run: on a GPU, or in a rehearsal on a CPU if they can run there.
 
-The ordinary suite trains similar jobs on the CPU and skips these. With ``GPU_CHECK_REHEARSAL``,
-which ``scripts/gpu_check.sh --rehearse`` sets, they run on the CPU as well, so that errors in their
-code are found before a GPU is available.
+The ordinary suite trains similar jobs on the CPU and skips these tests. With
+``GPU_CHECK_REHEARSAL``, which ``scripts/gpu_check.sh --rehearse`` sets, these tests also run on the
+CPU, so that errors in their code are detected before a GPU is available.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Defines jobs that run on a GPU: comparisons with one process, and the whole trainer.
+"""Defines jobs that run on a GPU: comparisons with a single process, and runs of the trainer.
 
-All jobs of ``tests/multiprocess/worker.py`` with the same world size share their processes, because
+All jobs of ``tests/multiprocess/worker.py`` with the same world size share processes, because
 starting a process on a GPU takes ten seconds.
 """
 
@@ -30,21 +30,21 @@ TRAINER = (
 )
 ALONE = "--pipeline-schedule megatron"
 FP32 = 1e-4
-"""Largest relative difference; the order of sums on a GPU varies."""
+"""Largest relative difference between fp32 jobs; the order of summation on a GPU varies."""
 HALF = 2e-2
-"""Largest relative difference of types with two or three digits."""
+"""Largest relative difference between jobs with 16-bit types."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuJob:
-    """One job, and the losses that it must have.
+    """Describes a job, and the losses that it must have.
 
     Attributes:
         flags: Trainer flags in addition to ``BASE``.
         ranks: Number of processes.
-        like: Name of the job with the same losses; empty for a job that is itself the reference.
+        like: Name of the job with the same losses; empty if this job is a reference.
         rel: Largest relative difference of a loss or gradient norm from the job ``like``.
-        moves: Layers of each stage after an iteration, by that iteration.
+        moves: Layers of each stage after a given iteration, by iteration.
     """
 
     flags: str
@@ -61,12 +61,13 @@ class GpuJob:
 
 
 class GpuJobs:
-    """Trains the jobs of a table and compares them.
+    """Runs the jobs of a table and compares their results.
 
     Args:
         table: Jobs by name.
-        new_folder: Function that creates a folder with a name.
-        limit_s: Timeout of all jobs of one world size on a GPU; three times as long on a CPU.
+        new_folder: Function that creates a folder with the given name.
+        limit_s: Timeout in seconds for all jobs of a world size on a GPU; three times longer on a
+            CPU.
     """
 
     def __init__(self, table: dict[str, GpuJob], new_folder: Any, limit_s: float) -> None:
@@ -77,7 +78,7 @@ class GpuJobs:
         return [job.case(name) for name, job in self._table.items() if job.ranks == ranks]
 
     def losses(self, name: str) -> list[float]:
-        """Returns the losses of a job; the first call trains all jobs with the same world size."""
+        """Returns the losses of a job; the first call runs all jobs with the same world size."""
         seen = self._runs(self._table[name].ranks, name)
         losses_of_rank: list[list[float]] = [losses for losses in seen["losses"] if losses]
         assert all(losses == losses_of_rank[0] for losses in losses_of_rank), losses_of_rank
@@ -108,11 +109,11 @@ def compared(table: dict[str, GpuJob]) -> list[str]:
 
 
 def trainer_flags(more: str) -> list[str]:
-    """Returns the flags of a job of ``pretrain_gpt.py`` in two ranks."""
+    """Returns the flags for running ``pretrain_gpt.py`` on two ranks."""
     return [*TRAINER.split(), *more.split()]
 
 
 def losses_in(log: Path) -> dict[int, float]:
-    """Returns the losses of the trainer's log by iteration."""
+    """Returns the losses in the trainer's log, by iteration."""
     pairs = re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log.read_text(errors="replace"))
     return {int(iteration): float(loss) for iteration, loss in pairs}

@@ -1,4 +1,4 @@
-"""Tests sending tensors between processes on one GPU over CUDA IPC: contents, order, no waits."""
+"""Tests CUDA IPC between processes on one GPU: contents, order, and absence of waits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check_no_waits(rank: int, transport: NativeTransport, device: torch.device) 
 
 
 def check_that_sending_returns(rank: int, transport: NativeTransport, device: torch.device) -> None:
-    """Checks that sending returns while the device still computes the sent tensor."""
+    """Checks that a send returns while the device is still computing the tensor."""
     tensor = torch.ones(1 << 16, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)

@@ -1,4 +1,4 @@
-"""Checks that layers of Transformer Engine defer their weight gradients to W."""
+"""Tests that layers of Transformer Engine defer their weight gradients to W actions."""
 
 from __future__ import annotations
 

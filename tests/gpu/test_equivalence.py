@@ -1,4 +1,4 @@
-"""Compares losses of two ranks that share a GPU with one process: V, split backwards, rule."""
+"""Compares losses of two ranks that share a GPU with losses of a single process."""
 
 from __future__ import annotations
 

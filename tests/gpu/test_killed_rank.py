@@ -1,4 +1,4 @@
-"""Tests killing a rank of the whole trainer, on a GPU if there is one."""
+"""Tests that killing a rank of the trainer stops the other rank, on a GPU if there is one."""
 
 from __future__ import annotations
 

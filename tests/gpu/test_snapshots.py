@@ -1,4 +1,4 @@
-"""Tests in-memory copies of the state that a GPU holds."""
+"""Tests in-memory copies of the training state of a GPU."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_every_type_arrives(ends: Ends, device: torch.device, dtype: torch.dtype
 
 
 def test_copies_follow_the_computation(ends: Ends, device: torch.device) -> None:
-    """Checks kernels of random duration before and after; freed memory is reused immediately."""
+    """Checks messages between kernels of random duration; freed memory is reused at once."""
     sender, receiver = ends
     rng = random.Random(3)
     for number in range(60):

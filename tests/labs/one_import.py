@@ -1,9 +1,10 @@
-"""Runs programs of the package one after another, forked from a process that has imported it.
+"""Runs programs one after another, each forked from a process that has imported the package.
 
-On a small machine importing torch takes longer than the programs themselves. The argument is a JSON
-list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``: a line to print first,
-environment variables, and a command: a script and its arguments, ``-m``, a module and its
-arguments, or ``-c``, code and its arguments. Exits with the status of the first program that fails.
+Importing torch on a small machine takes longer than the programs themselves. The argument is a JSON
+list of objects ``{"title": "", "variables": {NAME: VALUE}, "words": []}``. Each object has a line
+to print first, environment variables, and a command. A command is a script, ``-m`` and a module, or
+``-c`` and code, each followed by its arguments. Exits with the status of the first program that
+fails.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def import_all() -> None:
 
 
 def main() -> int:
-    """Runs all programs; returns the exit status."""
+    """Runs all programs, and returns the exit status."""
     import_all()
     for program in json.loads(sys.argv[1]):
         print(program["title"], flush=True)
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def run(program: dict[str, Any]) -> int:
-    """Runs a program in this process; returns its status."""
+    """Runs a program in this process, and returns its exit status."""
     os.environ.update(program["variables"])
     arguments = program["words"]
     try:

@@ -1,13 +1,13 @@
-"""Implements the RDMA channel's protocol a second time, from docs/reference/transport.md alone.
+"""Reimplements the RDMA channel's protocol, using only docs/reference/transport.md.
 
-Runs in the lab as rank 1 with Debian's Python and ``python3-pyverbs``, with any program of this
-project as rank 0, and sends back every message that it receives::
+Runs as rank 1 of the RDMA lab, with Debian's Python and ``python3-pyverbs``. Rank 0 may be any
+program of this project. Sends back every message that it receives::
 
     python -m tests.labs.rdma_lab -- sh -c 'if [ $RANK = 1 ]; then
         /usr/bin/python3 tests/labs/pyverbs_peer.py --port 21001; else ...; fi'
 
-Imports nothing of this package and only the standard library besides pyverbs. Uses one lane, and
-returns slots in random order on purpose.
+Imports nothing from this package, only pyverbs and the standard library. Uses one lane (one queue
+pair for each direction), and returns slots in random order on purpose.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PATIENCE_S = 30.0
 
 
 class ProtocolError(Exception):
-    """The other endpoint did something that the protocol does not allow."""
+    """Raised if the other endpoint violates the protocol."""
 
 
 class Wire:
-    """Exchanges a hello and then framed records over the TCP link."""
+    """Exchanges a hello, then framed records, over a TCP connection."""
 
     def __init__(self, host: str, port: int, token: bytes, rank: int, target: int) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -66,7 +66,9 @@ class Wire:
         self.socket.sendall(HELLO.pack(HELLO_MAGIC, 1, 0, token, rank, target, b"rdma"))
         magic, version, verdict, back, who, _, purpose = HELLO.unpack(self._read(HELLO.size))
         if (magic, version, verdict, back, who) != (HELLO_MAGIC, 1, 0, token, target):
-            raise ProtocolError(f"the hello says verdict {verdict}, rank {who}, {purpose!r}")
+            raise ProtocolError(
+                f"unexpected hello: verdict {verdict}, rank {who}, purpose {purpose!r}"
+            )
 
     def send(self, record: bytes) -> None:
         """Sends one record."""
@@ -76,7 +78,7 @@ class Wire:
         """Returns the next record."""
         magic, size, num_fds = RECORD.unpack(self._read(RECORD.size))
         if magic != RECORD_MAGIC or num_fds != 0:
-            raise ProtocolError("no record came")
+            raise ProtocolError("received data that is not a record")
         record = self._read(size)
         if record[:4] == b"DRX1":
             raise ProtocolError(record[4:].decode(errors="replace"))
@@ -87,7 +89,7 @@ class Wire:
         while len(data) < size:
             part = self.socket.recv(size - len(data))
             if not part:
-                raise ProtocolError("the link ended")
+                raise ProtocolError("the peer closed the connection")
             data += part
         return data
 
@@ -96,10 +98,10 @@ class Peer:
     """Implements one endpoint of a bidirectional channel with a single lane.
 
     Args:
-        wire: Link to the other endpoint.
+        wire: Connection to the other endpoint.
         job: ID of the job.
         slots: Number of slots in each direction.
-        slot_bytes: Largest payload of a slot.
+        slot_bytes: Largest payload of a slot, in bytes.
         device: Name of the verbs device.
         gid_index: Index of the device's RoCE v2 GID.
     """
@@ -120,9 +122,9 @@ class Peer:
         self._credit = MR(self._domain, PAGE_BYTES, both)
         self._source = MR(self._domain, PAGE_BYTES, e.IBV_ACCESS_LOCAL_WRITE)
         self._credit.write(bytes(8), 8)
-        # pyverbs does not support requests without memory.
+        # pyverbs does not support work requests without a memory segment, so this segment is empty.
         self._nothing = [SGE(self._source.buf, 0, self._source.lkey)]
-        # The queue receives completions of both directions, which the queue pair identifies.
+        # One completion queue serves both directions. Completions contain the queue pair's number.
         self._queue = CQ(self._context, 16 * slots + 64)
         cap = QPCap(max_send_wr=4 * slots, max_recv_wr=4 * slots + 8)
         init = QPInitAttr(
@@ -165,7 +167,10 @@ class Peer:
         )
         expected = (b"DRP1", 1, 1, self._slots, self._job, self._slot_bytes, self._stride)
         if (magic, version, lanes, slots, job, slot_bytes, stride) != expected:
-            raise ProtocolError(f"the other end is {(magic, version, lanes, slots, slot_bytes)}")
+            raise ProtocolError(
+                "the other endpoint has different parameters: "
+                f"{(magic, version, lanes, slots, slot_bytes)}"
+            )
         self._peer_arena, self._peer_credit = arena, credit
         qp_out, qp_in, psn_out, psn_in, self._arena_key, self._credit_key, _, peer_mtu, _, raw = (
             LANE.unpack(record[ENDPOINT.size :])
@@ -176,7 +181,7 @@ class Peer:
         self._connect(self._in, qp_out, psn_out, self._psns[1], dgid, gid_index, path_mtu)
         self._wire.send(b"DRY1")
         if self._wire.receive() != b"DRY1":
-            raise ProtocolError("the other end is not ready")
+            raise ProtocolError("the other endpoint is not ready")
 
     def _connect(
         self, pair: Any, number: int, psn: int, own_psn: int, dgid: Any, gid_index: int, mtu: int
@@ -220,7 +225,7 @@ class Peer:
         word = int.from_bytes(self._credit.read(8, 0), "little")
         returned = word ^ self._seen
         if returned & ~self._in_flight:
-            raise ProtocolError("slots were returned that the other end did not have")
+            raise ProtocolError("the peer returned slots that it did not hold")
         self._seen = word
         self._in_flight &= ~returned
 
@@ -244,12 +249,12 @@ class Peer:
         pair.post_send(request)
 
     def receive(self) -> tuple[tuple[int, ...], bytes, int] | None:
-        """Returns header fields, bytes and slot of the next piece; ``None`` after the last."""
+        """Returns header fields, bytes and slot of the next piece, or ``None`` after the last."""
         while True:
-            self._wait(lambda: self._arrived, "no message came")
+            self._wait(lambda: self._arrived, "timed out waiting for a message")
             bits = self._arrived.pop(0)
             if bits >> 8 != self._due_number:
-                raise ProtocolError(f"write {bits >> 8} came where {self._due_number} was due")
+                raise ProtocolError(f"expected write {self._due_number}, got write {bits >> 8}")
             self._due_number = (self._due_number + 1) & 0xFFFFFF
             if bits & 0xFF == CONTROL_GONE:
                 self.peer_gone = True
@@ -262,23 +267,24 @@ class Peer:
         start = slot * self._stride
         header = MESSAGE.unpack(self._arena.read(HEADER_BYTES, start))
         if header[0] != MESSAGE_MAGIC or header[8] != self._job:
-            raise ProtocolError("what came is no message of this job")
+            raise ProtocolError("received data that is not a message of this job")
         if header[2] == KIND_END:
             return None
         nbytes, offset, piece_bytes = header[13:16]
         if header[9] != self._due_sequence:
-            raise ProtocolError(f"message {header[9]} came where {self._due_sequence} was due")
+            raise ProtocolError(f"expected message {self._due_sequence}, got message {header[9]}")
         if offset + piece_bytes == nbytes:
             self._due_sequence += 1
         payload = self._arena.read(piece_bytes, start + HEADER_BYTES) if piece_bytes else b""
         return header, payload, slot
 
     def give_back(self) -> None:
-        """Returns the held slots to the sender, in one write."""
+        """Returns the held slots to the sender in a single write."""
         for slot in self.held:
             self._returned ^= 1 << slot
         self.held.clear()
-        # The word must not change while the previous write is in progress.
+        # Each write uses another word of the buffer, because the previous write may still read its
+        # word.
         offset = self._num_credit_writes % 512 * 8
         self._source.write(self._returned.to_bytes(8, "little"), 8, offset)
         self._num_credit_writes += 1
@@ -286,7 +292,7 @@ class Peer:
         self._post(self._in, [part], self._peer_credit, self._credit_key, self._num_credit_writes)
 
     def send(self, header: tuple[int, ...], payload: bytes) -> None:
-        """Sends a message with the labels, type and shape of ``header``."""
+        """Sends a payload as a message with the labels, type and shape of ``header``."""
         offset = 0
         while True:
             piece = payload[offset : offset + self._slot_bytes]
@@ -298,12 +304,12 @@ class Peer:
 
     def _send_piece(self, header: tuple[int, ...], nbytes: int, offset: int, piece: bytes) -> None:
         everything = (1 << self._slots) - 1
-        self._wait(lambda: self._in_flight != everything, "no slot is free")
+        self._wait(lambda: self._in_flight != everything, "timed out waiting for a free slot")
         free = [slot for slot in range(self._slots) if not self._in_flight >> slot & 1]
         slot = random.choice(free)
         self._in_flight |= 1 << slot
         fields = list(header)
-        fields[6:8] = [0, 0]  # no checksum
+        fields[6:8] = [0, 0]  # 0 means that there is no checksum
         fields[9] = self._sequence
         fields[13:16] = [nbytes, offset, len(piece)]
         data = MESSAGE.pack(*fields) + piece
@@ -317,21 +323,21 @@ class Peer:
         self._post(self._out, [part], address, self._arena_key, immediate)
 
     def close(self) -> None:
-        """Sends the end mark, waits for the other end's mark, and closes the connection."""
+        """Sends the end marker, waits for acknowledgements, and closes the connection."""
         labels = (0, 0, 0)
         end = (MESSAGE_MAGIC, 1, KIND_END, 1, 8, 0, 0, 0, self._job, 0, *labels, 0, 0, 0)
         self._send_piece((*end, *[0] * 7), 0, 0, b"")
-        self._wait(lambda: self._pending_sends == 0, "the other end does not acknowledge")
+        self._wait(lambda: self._pending_sends == 0, "timed out waiting for acknowledgements")
         if not self.peer_gone:
             gone = self._num_sent << 8 | CONTROL_GONE
             self._post(self._out, self._nothing, self._peer_arena, self._arena_key, gone)
-            self._wait(lambda: self._pending_sends == 0, "the other end does not acknowledge")
+            self._wait(lambda: self._pending_sends == 0, "timed out waiting for acknowledgements")
         self._wire.socket.sendall(b"g")
         self._wire.socket.close()
 
 
 def echo(peer: Peer) -> int:
-    """Sends all data back until the other endpoint closes; returns the number of messages."""
+    """Sends all messages back until the other endpoint closes, and returns their number."""
     parts: list[bytes] = []
     count = 0
     while (arrival := peer.receive()) is not None:
@@ -350,11 +356,11 @@ def echo(peer: Peer) -> int:
 
 
 def main() -> int:
-    """Runs the program that sends data back."""
+    """Runs the echo program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="10.77.0.1")
     parser.add_argument("--port", type=int, default=21001)
-    parser.add_argument("--token", default="07" * 16, help="of the job, in hexadecimal")
+    parser.add_argument("--token", default="07" * 16, help="token of the job, in hexadecimal")
     parser.add_argument("--job", type=int, default=0x1234_5678_9ABC)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--slot-bytes", type=int, default=8192)

@@ -1,6 +1,6 @@
-"""Compares RDMA with perftest between two small virtual machines; see ``rdma_lab``.
+"""Compares the RDMA transport with perftest between two small virtual machines (``rdma_lab``).
 
-Part ``kills`` kills ranks that are connected by RDMA within one machine.
+The part ``kills`` kills ranks that are connected by RDMA on one machine.
 
 python -m tests.labs.rdma_speed [--quick] [--part PART ...] [--json FILE]
 """
@@ -24,7 +24,7 @@ from tests.multiprocess.launch import ROOT, environment
 from tests.soak import killed_ranks
 
 BANDWIDTH, LATENCY = 0.90, 1.2
-"""Lower limit of the bandwidth and upper limit of the latency, relative to perftest's."""
+"""Minimum bandwidth and maximum latency of the RDMA transport, relative to perftest."""
 PROGRAM = "rdma_measure"
 LIMIT_S = 900.0
 
@@ -33,13 +33,13 @@ def why_not() -> str | None:
     """Returns the reason why the lab or the RDMA transport cannot run, or ``None`` if they can."""
     module = extension.load()
     if module is None or not getattr(module, "has_rdma", lambda: True)():
-        return "the extension was built without RDMA: bash prerequisite.sh --rdma"
+        return "the extension was built without RDMA: run bash prerequisite.sh --rdma"
     reason = rdma_lab.why_not()
     return None if reason is None else f"{reason} (bash prerequisite.sh --lab)"
 
 
 def measure(repetitions: int) -> Result:
-    """Boots two nodes, on which measurements of perftest and of the RDMA transport alternate.
+    """Boots two nodes, and measures perftest and the RDMA transport alternately.
 
     Raises:
         RuntimeError: The nodes failed.
@@ -60,13 +60,15 @@ def measure(repetitions: int) -> Result:
             share=Path(folder),
         )
         if result.status:
-            raise RuntimeError(f"the nodes ended with {result.status}: {result.text[-2000:]}")
+            raise RuntimeError(
+                f"the nodes exited with status {result.status}: {result.text[-2000:]}"
+            )
         samples = json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
     return Result(rows=rows_of(samples), facts={"samples": samples})
 
 
 def build_channel() -> Path | None:
-    """Builds the program that measures the C++ channel; ``None`` if it cannot be built."""
+    """Builds the program that measures the C++ channel, or returns ``None`` if it cannot."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         return None
@@ -75,7 +77,7 @@ def build_channel() -> Path | None:
 
 
 def rows_of(samples: dict[str, list[float]]) -> list[Row]:
-    """Returns the rows of one boot: bandwidth by size, and half of the round trip time.
+    """Returns the rows of one boot: the bandwidth for each size, and half the round-trip time.
 
     Args:
         samples: Seconds per message, by name of the series.
@@ -105,12 +107,12 @@ def rows_of(samples: dict[str, list[float]]) -> list[Row]:
 
 
 def kills(count: int) -> Result:
-    """Kills ranks that are connected by RDMA, within one node; see ``tests.soak.killed_ranks``."""
+    """Kills ranks that are connected by RDMA on one node; see ``tests.soak.killed_ranks``."""
     title = f"{count} kills at random moments, rdma"
     reason = why_not()
     if reason is not None:
         return Result(rows=[missing(title, reason, goal=0)])
-    # The trials need a separate folder, because files of the host change meanwhile.
+    # The trials need a private temporary folder, because other programs change the host's folder.
     script = """
         mkdir /run/private
         TMPDIR=/run/private exec "$PYTHON" -m tests.soak.killed_ranks --raw rdma \\
@@ -131,14 +133,18 @@ def kills(count: int) -> Result:
             share=Path(folder),
         )
         if result.status:
-            raise RuntimeError(f"the node ended with {result.status}: {result.text[-2000:]}")
+            raise RuntimeError(
+                f"the node exited with status {result.status}: {result.text[-2000:]}"
+            )
         outcomes = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
     return Result(rows=killed_ranks.rows_of(outcomes, title), facts={"kills, rdma": outcomes})
 
 
 def main() -> int:
-    """Measures and prints; returns 1 if a limit is missed."""
-    options = parser_of(__doc__, ("speed", "kills"), "three turns and kills").parse_args()
+    """Measures, prints the results, and returns 1 if a limit is missed."""
+    options = parser_of(
+        __doc__, ("speed", "kills"), ("three repetitions and three kills")
+    ).parse_args()
     parts = {
         "speed": lambda: measure(3 if options.quick else 5),
         "kills": lambda: kills(3 if options.quick else 100),

@@ -1,4 +1,4 @@
-"""Prepares keys and settings of an sshd, and an ssh that reaches it."""
+"""Prepares the keys and settings of an sshd, and an ssh command that reaches it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PidFile {0}/sshd.pid
 
 
 def why_not() -> str | None:
-    """Returns the reason why no sshd can run here, or ``None`` if one can."""
+    """Returns the reason why sshd cannot run here, or ``None`` if it can."""
     is_here = Path(SSHD).exists() and shutil.which("ssh")
-    return None if is_here else "no ssh or sshd: bash prerequisite.sh --slurm"
+    return None if is_here else "ssh or sshd is missing: run bash prerequisite.sh --slurm"
 
 
 def prepare(folder: Path, server: str, client: str) -> tuple[Path, list[str]]:
-    """Writes keys, settings and a wrapper of ``ssh``.
+    """Writes keys, settings and a wrapper script for ``ssh``.
 
     Args:
         folder: Folder for these files and for ``sshd.pid``.
-        server: Further settings of sshd; ``{0}`` is the folder.
-        client: Settings of ssh for all hosts, without its key.
+        server: Additional sshd settings, in which ``{0}`` stands for the folder.
+        client: Settings of ssh for all hosts, without the key.
 
     Returns:
-        The folder of the program, and the command that starts sshd in the background.
+        The folder of the wrapper script, and the command that starts sshd in the background.
     """
     for name in ("key", "host_key"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]

@@ -1,4 +1,4 @@
-"""Tests that nodes of the lab reach each other by RDMA and that exit statuses are correct."""
+"""Tests RDMA between nodes of the lab, and the exit statuses of commands."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ POWER_OFF = "import ctypes; ctypes.CDLL(None).reboot(0x4321FEDC)"
 
 
 def rdma_lab_or_skip(pytestconfig: pytest.Config) -> None:
-    """Skips the test if the lab cannot run; otherwise checks that a program runs in it."""
+    """Skips the test if the lab cannot run; otherwise prepares the lab."""
     if reason := rdma_lab.why_not():
         pytest.skip(reason)
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
     try:
-        with capture.global_and_fixture_disabled():  # shows that compiling takes minutes
+        # the user should see that compiling takes minutes
+        with capture.global_and_fixture_disabled():
             rdma_lab.prepare()
-    except rdma_lab.LabError as error:  # no network, most likely
+    except rdma_lab.LabError as error:  # there is most likely no network
         pytest.skip(str(error))
 
 
@@ -44,7 +45,7 @@ def shell(script: str, *, nodes: int = 2, timeout_s: float = 60.0) -> Result:
 
 
 def test_nodes_have_devices_and_reach_each_other(tmp_path: Path) -> None:
-    """Checks three nodes, so that two of them communicate through the third."""
+    """Checks the devices and links of three nodes; two of them communicate through the third."""
     script = """
         ibv_devinfo -v -d $LAB_RDMA_DEV
         echo mine $(cat /sys/class/infiniband/rxe0/ports/1/gids/$LAB_RDMA_GID)
@@ -80,7 +81,7 @@ def test_perftest_measures_between_nodes() -> None:
     )
     result = run([DEBIAN_PYTHON, "-c", program], timeout_s=120.0, env={"PYTHONPATH": str(ROOT)})
     assert result.status == 0, result.text
-    assert result.output[0] == result.output[1]  # both nodes are given the same numbers
+    assert result.output[0] == result.output[1]  # both nodes get the same numbers
     rate, latency_us = map(float, result.output[0].removeprefix("measured ").split())
     assert rate > 0
     assert latency_us > 0
@@ -105,7 +106,7 @@ def test_node_that_loses_power() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Checks that all processes of a node exit, even a program that would keep running."""
+    """Checks that no process of a node survives, not even a background program."""
     groups: set[int] = set()
 
     def up(_rank: int, _line: str) -> None:
@@ -114,25 +115,25 @@ def test_nothing_is_left_behind() -> None:
 
     script = ["sh", "-c", "sleep 600 & echo up"]
     assert run(script, nodes=1, timeout_s=60.0, on_line=up).status == 0
-    assert groups  # other nodes on this machine may start and exit meanwhile
+    assert groups  # other labs may start and stop nodes at the same time
     assert [pid for pid in _kernels() if _group(pid) in groups] == []
 
 
 def _kernels() -> set[int]:
-    """Returns the processes that run a node's kernel, which include all its programs."""
+    """Returns the process IDs of all node kernels, which also run the nodes' programs."""
     kernel = str(rdma_lab.prepare())
     pids = set()
     for link in Path("/proc").glob("[0-9]*/exe"):
         try:
             if str(link.readlink()).startswith(kernel):
                 pids.add(int(link.parent.name))
-        except OSError:  # it exited, or belongs to another user
+        except OSError:  # the process exited, or belongs to another user
             continue
     return pids
 
 
 def _group(pid: int) -> int:
-    """Returns the group of a process; -1 if the process has exited."""
+    """Returns the process group of a process, or -1 if the process has exited."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

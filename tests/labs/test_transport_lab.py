@@ -1,4 +1,4 @@
-"""Tests the transports between small machines with software RDMA, through real verbs."""
+"""Tests the transports between small machines with software RDMA, using real verbs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ lab = pytest.fixture(scope="module", autouse=True)(rdma_lab_or_skip)
 
 @pytest.fixture(scope="module")
 def programs() -> CppTests:
-    """Returns the C++ tests for real verbs."""
+    """Returns the C++ tests, built with real verbs."""
     return build_with_verbs("cpp-tests-verbs")
 
 
 def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
-    """Returns the C++ tests for real verbs; skips the test if they cannot be built."""
+    """Returns the C++ tests, built with real verbs; skips the test if they cannot be built."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("needs a C++ compiler and libibverbs-dev")
@@ -63,7 +63,7 @@ def build_with_verbs(folder: str, flags: Sequence[str] = ()) -> CppTests:
 
 
 def on_nodes(script: str, *, nodes: int, timeout_s: float, **more: str) -> Result:
-    """Runs a shell script on all nodes; ``$PYTHON`` is this Python."""
+    """Runs a shell script on all nodes; ``$PYTHON`` is this interpreter."""
     return run(
         ["sh", "-ec", script],
         nodes=nodes,
@@ -95,27 +95,27 @@ SANITIZED_TESTS = (
     ("channel_test", "returns (rdma)", "1"),
     ("channel_test", "reserve (rdma)", "1"),
 )
-"""Program, its arguments, and the nodes that run it; one program per kind, as nodes are slow."""
+"""Program, its argument, and the nodes that run it; few tests, because the nodes are slow."""
 
 
 @pytest.mark.sanitizer
 def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
-    """Runs the address, undefined behaviour and thread sanitizers over real verbs, in one boot."""
+    """Checks that C++ programs over real verbs pass the address, UB and thread sanitizers."""
     if reason := rdma_lab.qemu.why_not():
         pytest.skip(reason)
     lines, expected, port = [], {"0": 0, "1": 0}, 21000
     for name, flags in SANITIZERS.items():
         programs = build_with_verbs(f"cpp-tests-verbs-{name}", flags)
         for program, only, nodes in SANITIZED_TESTS:
-            # Each program uses other ports, because the ports of the previous one are not free at
-            # once.
+            # Each program uses different ports, because the previous program's ports are not free
+            # immediately.
             port += 100
             command = shlex.join([str(programs.build(program)), only])
             lines.append(f"case {nodes} in *$RANK*) LAB_FIRST_PORT={port} {command};; esac")
             for node in nodes:
                 expected[node] += 1
     runs = "\n".join(lines)
-    # The thread sanitizer supports at most this many random address bits.
+    # The thread sanitizer supports at most 28 bits of address randomization.
     script = f"""
         echo 28 >/proc/sys/vm/mmap_rnd_bits
         export ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=halt_on_error=1 TEST_PATIENCE_S=240
@@ -129,7 +129,7 @@ def test_cpp_with_sanitizers_on_emulated_nodes() -> None:
 
 @pytest.mark.parametrize("name", ["rdma_channel_test", "rdma_fault_test"])
 def test_cpp_on_two_nodes(programs: CppTests, name: str) -> None:
-    """Checks killed peers, lost packets, a cut link, a bad key, missing receives, wrong data."""
+    """Checks transfers, lost peers, lost packets, a cut link, and violations of the protocol."""
     result = run([str(programs.build(name))], timeout_s=600.0)
     assert result.status == 0, result.text
     for said in result.output:
@@ -148,7 +148,7 @@ def test_killed_ranks_leave_nothing_and_are_missed() -> None:
 
 
 def test_a_peer_written_from_the_description_alone(programs: CppTests) -> None:
-    """Checks both directions: the peer sends all data back, in the same types and shapes."""
+    """Checks that the peer sends all data back with the same types and shapes."""
     script = f"""
         if [ $RANK = 0 ]; then
             {programs.build("rdma_echo_test")} 21001 8 8192

@@ -1,12 +1,12 @@
 """Saves and loads checkpoints in many shapes, as the ranks of a job that tests start.
 
 Usage: ``checkpoint_worker.py SCENARIO FOLDER``. A rank that detects an error raises an exception,
-and the test shows its output. The same processes run all shapes, because starting processes takes
-seconds.
+and the test prints the rank's output. The same processes run all shapes, because starting processes
+takes seconds.
 
-Initial weights depend only on their position in the model, and synthetic gradients only on the
-weight itself. Every shape therefore takes bitwise identical steps, and a state that was loaded from
-another shape's checkpoint can be compared with the state that this shape reached by itself.
+The initial value of a weight depends only on its position in the model, and its synthetic gradient
+only on its value. Therefore, steps are bitwise identical in every shape. A state that was loaded
+from another shape's checkpoint can be compared with the state of a run that always had this shape.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def settings(flags: Flags) -> TrainerConfig:
 
 
 class Jobs:
-    """Holds the job of this process, and rejoins whenever the mesh changes."""
+    """Holds this process's job, and rejoins the job whenever the mesh changes."""
 
     def __init__(self) -> None:
         self._job: TrainingJob | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Returns the job in the mesh of ``config``."""
+        """Returns the job, with the mesh of ``config``."""
         if self._job is not None and _mesh(self._job.config) != _mesh(config):
             self.leave()
         if self._job is None:
@@ -96,9 +96,10 @@ class Jobs:
         return self._job
 
     def leave(self) -> None:
-        """Leaves the job and agrees on a new port, as the launcher's store knows the old groups.
+        """Leaves the job and agrees on a new port, because the launcher's store knows the old
+        groups.
 
-        A process group that is not destroyed keeps dozens of threads.
+        Process groups that are not destroyed keep dozens of threads.
         """
         if self._job is None:
             return
@@ -120,7 +121,7 @@ def _mesh(config: TrainerConfig) -> tuple[object, ...]:
 
 
 class Training:
-    """Holds a model with optimizer and schedule in one shape, and its checkpoints."""
+    """Holds a model, an optimizer and a scheduler in one shape, and their checkpoints."""
 
     def __init__(self, jobs: Jobs, flags: Flags) -> None:
         self.config = settings(flags)
@@ -141,11 +142,11 @@ class Training:
         self.checkpoints = Checkpoints(run, self.local, self.config)
 
     def resume(self) -> Progress | None:
-        """Loads a checkpoint as the trainer does."""
+        """Loads a checkpoint in the same way as the trainer."""
         return self.checkpoints.load()
 
     def step(self, count: int = 1) -> None:
-        """Takes optimizer steps with gradients that are a function of the weights only."""
+        """Takes optimizer steps with gradients that depend only on the weights."""
         for _ in range(count):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -155,10 +156,11 @@ class Training:
             self.scheduler.step(self.config.batch.global_batch_size)
 
     def learn(self, first: int, last: int) -> list[float]:
-        """Trains on synthetic tokens from iteration ``first`` to ``last``; one process only.
+        """Trains on synthetic tokens from iteration ``first`` until before ``last``, in one
+        process.
 
         Returns:
-            Loss of each iteration. Dropout uses the current state of the random generators.
+            Loss of each iteration. Dropout uses the current state of the random number generators.
         """
         losses = []
         chunk, device = self.chunks[0], self.job.accelerator.device
@@ -224,10 +226,10 @@ def progress(iteration: int) -> Progress:
 
 
 def require_equal(actual: dict[str, Any], expected: dict[str, Any], subject: str) -> None:
-    """Checks that two states are equal bit for bit."""
+    """Checks that two states are bitwise equal."""
     if actual.keys() != expected.keys():
         raise SystemExit(
-            f"{subject}: {sorted(actual.keys() ^ expected.keys())[:6]} on one side only"
+            f"{subject}: only one state has {sorted(actual.keys() ^ expected.keys())[:6]}"
         )
     for name, value in expected.items():
         if not torch.equal(actual[name], value):
@@ -252,7 +254,7 @@ def saving(folder: Path) -> Flags:
 def reshape(
     jobs: Jobs, folder: Path, common: Flags, sources: list[Flags], targets: list[Flags]
 ) -> None:
-    """Loads each source's checkpoint into each target, and checks that all take equal steps."""
+    """Loads each source's checkpoint into each target, and checks that steps remain identical."""
     for number, source in enumerate(sources):
         run = Training(jobs, common | source | saving(folder / f"{number}"))
         run.step()
@@ -270,19 +272,19 @@ def reshape(
             subject = f"{source} -> {target}"
             run = Training(jobs, common | target | {"--load": str(folder / f"{number}")})
             if run.checkpoints.load() != progress(2):
-                raise SystemExit(f"{subject}: the loaded counters differ from the saved ones")
+                raise SystemExit(f"{subject}: the loaded counters differ from the saved counters")
             require_equal(run.state(), saved, f"{subject} loaded")
             run.step()
             require_equal(run.state(), later, f"{subject} one step later")
 
 
 def scenario_reshape(jobs: Jobs, folder: Path) -> None:
-    """Checks many models and optimizers in many meshes, chunks, and uneven or empty partitions."""
+    """Checks models and optimizers with many meshes, chunks, and uneven or empty partitions."""
     empty = shape(1, 4, partition="0-3-1-0")
     hollow = shape(1, 4, partition="0-4-0-0")  # one rank has no parameters
     chunked = shape(1, 2, 2, partition="1-0-2-1", pipeline_placement="loop")
     spread = shape(2, 1, ckpt_fully_parallel_load=None)
-    # One rank has the first and the last stage, and so both copies of a tied embedding.
+    # One rank has the first and the last stage, and therefore both copies of a tied embedding.
     turned = shape(1, 2, 2, partition="1-2-1-0", pipeline_placement="v")
     copies = shape(1, 1)
     both = shape(2, 2)
@@ -299,8 +301,8 @@ def scenario_reshape(jobs: Jobs, folder: Path) -> None:
     fp16: Flags = {"--fp16": None, "--initial-loss-scale": "65536"}
     split: Flags = {
         "--use-distributed-optimizer": None,
-        # Every mesh needs the same number of rows, because rows in a shard of the state have no
-        # names.
+        # Every mesh must have the same number of rows, because the rows in a shard of the optimizer
+        # state have no names.
         "--make-vocab-size-divisible-by": "64",
     }
     together: Flags = {"--ckpt-fully-parallel-load": None}
@@ -327,7 +329,7 @@ def refused(save: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def full_disk(limit_bytes: int, *, here: bool) -> Iterator[None]:
-    """Limits the file size of this rank, so that the system refuses longer writes."""
+    """Limits the size of files that this rank can write if ``here``, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if here:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
@@ -345,12 +347,12 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
         with full_disk(limit_bytes, here=rank == failing):
             text = refused(lambda: run.checkpoints.save(progress(2)))
         if f"rank {failing}: " not in text or "iteration 2 was not written" not in text:
-            raise SystemExit(f"rank {failing} failed, but the error says: {text}")
+            raise SystemExit(f"rank {failing} failed, but the error is: {text}")
         if "File too large" not in text:
-            raise SystemExit(f"the error does not say why: {text}")
+            raise SystemExit(f"the error does not contain the reason: {text}")
         left = sorted(entry.name for entry in folder.iterdir() if entry.name != ".lease")
         if left != ["iter_0000001", "latest_checkpointed_iteration.txt"]:
-            raise SystemExit(f"after a failed save the folder holds {left}")
+            raise SystemExit(f"the folder contains {left} after a failed save")
         dist.barrier()
     if rank == 0:
         (folder / ".iter_0000007.partial").mkdir()  # left by a crashed run
@@ -360,7 +362,7 @@ def scenario_failures(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_killed(jobs: Jobs, folder: Path) -> None:
-    """Kills a rank while it writes."""
+    """Kills a rank while it writes a checkpoint."""
     run = Training(jobs, shape(1, 2) | saving(folder))
     run.step(2)
     run.checkpoints.save(progress(1))
@@ -376,7 +378,7 @@ def scenario_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def with_disks(folder: Path, **flags: str | None) -> Flags:
-    """Simulates nodes that have separate disks, one per rank."""
+    """Simulates nodes with separate disks, one node per rank."""
     os.environ["MEGATRON_ADAPTIVE_NODE"] = f"node-{Environment.read().rank}"
     disks = saving(folder / "shared") | {"--save-local": str(folder / "disk")}
     return shape(1, 2, **flags) | disks | {"--load": str(folder / "shared")}
@@ -384,7 +386,8 @@ def with_disks(folder: Path, **flags: str | None) -> Flags:
 
 def scenario_local(jobs: Jobs, folder: Path) -> None:
     """Checks that checkpoints on node-local disks reach shared storage, and load from both."""
-    # Embeddings are untied, or the last stage would need the embedding that the first one writes.
+    # Embeddings are untied, because otherwise the last stage would need the first stage's
+    # embedding.
     flags = with_disks(folder, keep_checkpoints="2", untie_embeddings_and_output_weights=None)
     run = Training(jobs, flags)
     for iteration in range(1, 5):
@@ -395,10 +398,12 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
     shared, rank = CheckpointFolder(folder / "shared"), dist.get_rank()
     steps_on_node = run.local._folder.steps()
     if shared.latest() != 4 or len(shared.steps()) > 2 or list(steps_on_node) != [3, 4]:
-        raise SystemExit(f"{shared.steps()} in shared storage and {steps_on_node} on a node")
+        raise SystemExit(
+            f"shared storage has {shared.steps()}, and a node's disk has {steps_on_node}"
+        )
     here = {path.name for path in steps_on_node[4].glob("*.distcp")}
     if here != {f"__{rank}_0.distcp"}:
-        raise SystemExit(f"a node has {here}")
+        raise SystemExit(f"a node's disk has {here}")
     dist.barrier()
     for target in ({}, shape(2, 1), {"--ckpt-fully-parallel-load": None}):
         again = Training(jobs, flags | target)
@@ -406,7 +411,7 @@ def scenario_local(jobs: Jobs, folder: Path) -> None:
             raise SystemExit("the newest checkpoint was not loaded")
         if not target:
             require_equal(again.state(), saved, "loaded")
-    if rank == 0:  # correct sizes, so that only reading detects the damage
+    if rank == 0:  # The sizes are correct, so only reading detects the damage.
         for path in shared.complete_path(4).glob("*.distcp"):
             path.write_bytes(bytes(path.stat().st_size))
     dist.barrier()
@@ -436,7 +441,7 @@ def scenario_copy_killed(jobs: Jobs, folder: Path) -> None:
 
 
 def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
-    """Resumes from the copies that ``scenario_copy_killed`` left."""
+    """Resumes from the copies that ``scenario_copy_killed`` left behind."""
     flags = with_disks(folder)
     whole = len(list((folder / "disk").glob("*/*"))) == 2
     expected = 2 if whole else 1
@@ -453,7 +458,7 @@ def scenario_copy_resumed(jobs: Jobs, folder: Path) -> None:
     run.checkpoints.save(progress(expected + 1))
     steps = list(run.local._folder.steps())
     if steps[-1] != expected + 1:
-        raise SystemExit(f"a node has {steps}")
+        raise SystemExit(f"a node's disk has {steps}")
 
 
 SCENARIOS = {

@@ -1,4 +1,4 @@
-"""Defines the jobs of ``test_equivalence.py``: models, shapes, orders and options."""
+"""Defines the jobs of ``test_equivalence.py``: models, shapes, schedules and options."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ SHORT_STEPS = 2  # for cases that test other options; validation follows
 BASE = f"{SMALL_GPT} --num-layers 8 --train-iters 3"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-# All features in which modern models differ from GPT-2.
+# MODERN has the features in which modern models differ from GPT-2.
 MODERN = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--group-query-attention --num-query-groups 2 --normalization RMSNorm --disable-bias-linear"
 )
-# Documents of 20 to 80 tokens; the longest are truncated.
+# Documents have 20 to 80 tokens; longer documents than the sequence length are truncated.
 LENGTHS = f"{NO_DROPOUT} --variable-seq-lengths --seq-length 72 --max-position-embeddings 72"
 MODERN_LENGTHS = f"{MODERN} {LENGTHS}"
-# One layer of multi-token prediction with a tied embedding.
+# TIED_MTP has one multi-token prediction layer with a tied embedding.
 TIED_MTP = f"{NO_DROPOUT} --position-embedding-type rope --mtp-num-layers 1"
 MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
-# Since megatron-core 0.17, packing changes the numbers: the prediction losses of a microbatch are
-# weighted by its number of documents per token.
+# Since megatron-core 0.17, packing changes the losses of multi-token prediction: those of a
+# microbatch are weighted by its number of documents per token.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
-# DeepSeek: latent attention, prediction of two more tokens, a loss per token.
+# DEEPSEEK has latent attention, prediction of two more tokens, and a loss per token.
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 8 "
     "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --mtp-num-layers 2 "
     "--calculate-per-token-loss --eod-mask-loss"
 )
-# Experts balanced by the router's bias, and a shared expert.
+# DEEPSEEK_EXPERTS adds experts balanced by the router's bias, and a shared expert.
 DEEPSEEK_EXPERTS = (
     f"{DEEPSEEK} --num-experts 8 --moe-layer-freq [0]+[1]*7 --moe-ffn-hidden-size 16 "
     "--moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-shared-expert-intermediate-size 16 --moe-router-load-balancing-type none"
 )
-# Gemma: norms after both blocks, capped logits, other rotary frequencies in windows.
+# GEMMA has norms after both blocks, capped logits, and other rotary frequencies in windows.
 GEMMA = (
     f"{NO_DROPOUT} --position-embedding-type rope --geglu --normalization RMSNorm "
     "--disable-bias-linear --apply-layernorm-1p --scale-embeddings --norm-block-outputs "
@@ -54,18 +54,18 @@ GEMMA = (
     "--window-attn-skip-freq ([1]*3+[0])*2 --window-rotary-base 100"
 )
 GEMMA_LENGTHS = f"{GEMMA} {LENGTHS}"
-# Sequences that are long enough to be sliced.
+# Sequences are long enough to be sliced.
 LONG = f"{NO_DROPOUT} --seq-length 64 --max-position-embeddings 64"
 MODERN_LONG = f"{MODERN} {LONG}"
-# Three of four layers use sliding windows, which are longer than a slice.
+# Three of four layers use sliding windows that are longer than a slice.
 WINDOWS_LONG = f"{MODERN_LONG} --window-size 20,0 --window-attn-skip-freq 4"
 LATENT_LONG = DEEPSEEK_EXPERTS.replace("--mtp-num-layers 2 ", LONG.replace(NO_DROPOUT, "") + " ")
 GEMMA_LONG = f"{GEMMA} {LONG} --calculate-per-token-loss --eod-mask-loss"
 # Three of four layers use sliding windows.
 WINDOWS = f"{MODERN} --window-size 4,0 --window-attn-skip-freq 4"
-# Layers of four kinds, each used twice: other widths, no attention, linear attention, no MLP.
+# Each of four kinds of layers is used twice: other widths, no attention, linear attention, no MLP.
 UNLIKE = f"{MODERN} {UNLIKE_LAYERS}"
-# Experts in three of four layers, with biases as in GPT-2. MODERN_EXPERTS has modern layers.
+# Three of four layers have experts, with biases as in GPT-2. MODERN_EXPERTS has modern layers.
 EXPERTS = (
     f"{NO_DROPOUT} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-aux-loss-coeff 0.01 "
     "--moe-z-loss-coeff 0.001 --moe-ffn-hidden-size 48"
@@ -77,18 +77,18 @@ MODERN_EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 32"
 )
-# Experts without auxiliary loss, which depends on whole microbatches, and documents of unequal
-# lengths.
+# Experts have no auxiliary loss, because it depends on whole microbatches, and documents have
+# unequal lengths.
 EXPERT_LENGTHS = (
     f"{MODERN_LENGTHS} --num-experts 4 --moe-layer-freq ([0]+[1]*3)*2 --moe-ffn-hidden-size 48 "
     "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
 )
-# Experts, latent attention and multi-token prediction together.
+# DEEP_EXPERTS combines experts, latent attention and multi-token prediction.
 DEEP_EXPERTS = (
     f"{NO_DROPOUT} --disable-bias-linear --position-embedding-type rope --multi-latent-attention "
     "--mtp-num-layers 1 --num-experts 4 --moe-layer-freq [0]+[1]*7 --moe-aux-loss-coeff 0.01"
 )
-# Tokens above the capacity are dropped; their number does not depend on the parallelism.
+# Tokens above the capacity are dropped. Their number does not depend on the parallelism.
 FULL_EXPERTS = (
     f"{EXPERTS} --moe-expert-capacity-factor 0.7 --moe-pad-expert-input-to-capacity "
     "--calculate-per-token-loss"
@@ -129,17 +129,17 @@ RECOMPUTE = f"{RECOMPUTED} uniform --recompute-num-layers 1"
 
 @dataclass(frozen=True)
 class Case:
-    """One job to train.
+    """Describes a job to train.
 
     Attributes:
-        schedule: Order of work.
-        tp, pp, chunks, dp, cp: Shape.
-        extra: Further flags.
-        model: Flags that change the numbers; the reference has them too.
-        run: Number that distinguishes two runs of one job.
-        after: Job whose checkpoint this one continues.
-        until: Last iteration; 0 chooses it from the other attributes.
-        variant: Another order of summation or an error planted into one process, see
+        schedule: Name of the schedule.
+        tp, pp, chunks, dp, cp: Parallel sizes, and number of chunks per rank.
+        extra: Additional flags.
+        model: Flags that change the figures; the reference job has the same flags.
+        run: Number that distinguishes several runs of a job.
+        after: Job from whose checkpoint this job continues.
+        until: Last iteration; 0 to derive it from the other attributes.
+        variant: Order of summation, or an error that is planted into one process; see
             ``variants.py``.
     """
 
@@ -168,7 +168,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        # Documents of different lengths form one microbatch: the loss never includes padding.
+        # The documents form one microbatch, because the loss never includes padding.
         at_once = "--micro-batch-size 8" if "--variable-seq-lengths" in self.model else ""
         until = self.until if self.until > SHORT_STEPS else 0
         return Case("megatron", model=self.model, extra=at_once, until=until)
@@ -185,7 +185,7 @@ class Case:
         return "-".join(word for word in parts if word)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the case in the form that ``worker.py`` reads."""
+        """Returns the case in the format that ``worker.py`` reads."""
         flags = f"{BASE} {self.model} {self.extra} --pipeline-schedule {self.schedule}".split()
         flags += ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
@@ -203,12 +203,12 @@ class Case:
 
 
 def same(first: Case, *others: dict[str, Any]) -> tuple[Case, ...]:
-    """Returns a case and variants of it."""
+    """Returns a case and variants of this case."""
     return (first, *(dataclasses.replace(first, **other) for other in others))
 
 
 def every_shape() -> Iterator[Case]:
-    """Yields all shapes with up to four processes, under every schedule that applies."""
+    """Yields all shapes with up to four processes, under every schedule that supports the shape."""
     for tp in (1, 2):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -223,7 +223,7 @@ def every_shape() -> Iterator[Case]:
 PLAIN = Case("megatron")
 SHAPES = tuple(every_shape())
 OPTIONS = (
-    # Stages without layers: with the embedding or the loss alone, or empty.
+    # Some stages have no layers. They contain only the embedding, only the loss, or nothing.
     Case("adaptive", pp=2, extra="--partition 0-8"),
     Case("adaptive", pp=4, extra="--partition 0-5-3-0"),
     Case("1f1b", pp=4, extra="--partition 3-0-4-1"),
@@ -234,12 +234,12 @@ OPTIONS = (
     Case("adaptive", pp=2, chunks=2, extra="--activation-cap 1"),
     Case("adaptive", pp=4, chunks=2, extra="--activation-cap 1.5"),
     Case("adaptive", tp=2, pp=2, chunks=2, extra="--activation-cap 1"),
-    # Other microbatch sizes for the same samples.
+    # The same samples are split into microbatches of other sizes.
     Case("adaptive", pp=2, extra="--micro-batch-size 2"),
     Case("1f1b", pp=2, dp=2, extra="--micro-batch-size 4"),
     Case("adaptive", pp=2, chunks=2, extra=RECOMPUTE),
     Case("adaptive", tp=2, pp=2, extra=RECOMPUTE),
-    # Gradient reduction across replicas must happen at the right moment.
+    # Gradients must be reduced across replicas at the right time.
     Case("adaptive", dp=2, extra="--overlap-grad-reduce"),
     Case("adaptive", dp=2, extra="--use-distributed-optimizer"),
     Case("adaptive", pp=2, dp=2, extra="--overlap-grad-reduce --use-distributed-optimizer"),
@@ -259,7 +259,7 @@ OPTIONS = (
     Case("adaptive", tp=2, pp=2, model=MODERN),
     Case("adaptive", pp=4, model=MODERN, extra="--partition 0-5-3-0"),
 )
-# Every other order of work, with whole and with split backwards.
+# ORDERS covers every other schedule, with whole and with split backward passes.
 WHOLE = "--split-backward False"
 ORDERS = (
     Case("gpipe", pp=2),
@@ -293,8 +293,8 @@ FREE = tuple(
     )
     for file in ORIGINS
 )
-# SHAPES use shared memory, the default. With few small slots, receivers copy and messages are
-# split.
+# SHAPES use shared memory, the default transport. With few small slots, receivers copy messages,
+# and messages are split.
 FEW = "--micro-batch-size 2 --transport-slot-bytes 4096 --transport-slots 2"
 TRANSPORTED = tuple(
     dataclasses.replace(case, extra=f"--transport {kind} {case.extra}".strip())
@@ -309,7 +309,8 @@ TRANSPORTED = tuple(
     )
     if kind != "shm" or case.extra
 )
-# The first rank has the first and last stage; with three chunks the last rank has the last stage.
+# The first rank has the first and the last stage. With three chunks, the last rank has the last
+# stage.
 PLACED = (
     Case("adaptive", pp=2, chunks=2, extra=V),
     Case("adaptive", pp=2, chunks=2, extra=V, model=MODERN),
@@ -357,8 +358,8 @@ DEALT = (
 )
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 EACH = "--expert-tensor-parallel-size 1"
-# Pairs of features of modern models: latent attention, multi-token prediction, layouts, context
-# parallelism; with whole and split backwards, in a loop and in a V.
+# TODAY combines pairs of features of modern models: latent attention, multi-token prediction,
+# layouts and context parallelism, with whole and split backward passes, in a loop and in a V.
 TODAY = (
     Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP),
     Case("megatron", pp=2, chunks=2, model=TIED_MTP),
@@ -385,7 +386,7 @@ TODAY = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=SEQUENCE),
     Case("adaptive", pp=2, chunks=2, extra="--decoder-first-pipeline-num-layers 2 " + LOOP),
 )
-# Fused attention kernels, as on GPUs, against explicitly computed scores.
+# Fused attention kernels, as on GPUs, are compared with explicitly computed scores.
 KERNEL = "--attention-backend fused"
 BY_KERNELS = (
     Case("adaptive", pp=2, chunks=2, model=MODERN, extra=f"{V} {KERNEL}"),
@@ -398,7 +399,7 @@ BY_KERNELS = (
     Case("adaptive", tp=2, cp=2, model=MODERN, extra=f"{SEQUENCE} {KERNEL}"),
 )
 SLICES, TOKENS = "--sequence-slices", "--slice-tokens"
-# Sequences cut into slices, with every policy and fixed order that supports them.
+# Sequences are split into slices, with every policy and fixed order that supports slices.
 SLICED = (
     Case("adaptive", model=LONG, extra=f"{SLICES} 4"),
     Case("adaptive", model=WINDOWS_LONG, extra=f"{SLICES} 3 --split-backward True"),
@@ -422,7 +423,8 @@ SLICED = (
     Case("adaptive", dp=2, model=LATENT_LONG, extra=f"{TOKENS} 16 {SPREAD} {EXCHANGE}"),
     Case("seq-1f1b", pp=2, model=GEMMA_LENGTHS, extra=f"{TOKENS} 16"),
     Case("adaptive", pp=2, dp=2, model=LENGTHS, extra=f"{SLICES} 2 --micro-batch-size 2"),
-    # Orders made before the step. With experts, the documents of a row must be counted separately.
+    # These orders are made before the step. With experts, the documents of a row must be counted
+    # separately.
     Case("hinted", pp=2, chunks=2, model=MODERN_LENGTHS, extra=f"{TOKENS} 24 {V}"),
     Case("hinted", pp=2, model=MODERN_LENGTHS, extra=f"{SLICES} 3 {PACK}"),
     Case("hinted", pp=2, model=EXPERT_LENGTHS, extra=f"{TOKENS} 24"),
@@ -433,8 +435,8 @@ STATE = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gathe
 WITH_EXPERTS = tuple(
     Case(*positional, **shape, model=model)  # type: ignore[arg-type]
     for model, positional, shape in (
-        # Pairwise combinations of dispatcher, expert, tensor and pipeline parallelism, placement,
-        # split.
+        # Dispatcher, expert, tensor and pipeline parallelism, placement and split are combined in
+        # pairs.
         (EXPERTS, ("adaptive",), {"pp": 2, "extra": f"{GATHER} {WHOLE}"}),
         (EXPERTS, ("adaptive",), {"dp": 2, "extra": f"{SPREAD} {EXCHANGE}"}),
         (MODERN_EXPERTS, ("adaptive",), {"pp": 2, "chunks": 2, "extra": f"{V} {EXCHANGE}"}),
@@ -477,7 +479,7 @@ WITH_EXPERTS = tuple(
         ),
     )
 )
-# megatron-core's order and other orders, with whole and split backwards, must give equal sums.
+# All schedules, with whole and split backward passes, must give the same sums as megatron-core's.
 SAME_SUMS = (
     *(
         same(
@@ -500,7 +502,8 @@ SAME_SUMS = (
         {"schedule": "adaptive", "extra": f"{SPREAD} {EXCHANGE} {OVERLAP}"},
     ),
 )
-# One run: experts on two ranks, then all experts on each of two stages, then on two ranks again.
+# A single run has experts on two ranks, then all experts on each of two stages, then again on two
+# ranks.
 SPREAD_ANEW = (
     Case(
         *("adaptive", 1, 1, 1, 2, f"{SPREAD} --use-distributed-optimizer"),
@@ -520,14 +523,15 @@ SPREAD_ANEW += (
     ),
 )
 SPREAD_ANEW += (dataclasses.replace(SPREAD_ANEW[0], until=STEPS, after=SPREAD_ANEW[1]),)
-# One run: stopped with a V, resumed with one stage per rank and another partition, then with a V.
+# A single run stops with a V, resumes with one stage per rank and another partition, and then with
+# a V.
 _BEGUN = Case("adaptive", pp=2, chunks=2, extra=V, model=TIED_MTP, until=1)
 _MOVED = Case("1f1b", pp=2, model=TIED_MTP, extra=f"{LAYOUT} Et*5|ttt,mL", until=2, after=_BEGUN)
 RESUMED = (
     *(dataclasses.replace(_BEGUN, until=STEPS), _BEGUN, _MOVED),
     dataclasses.replace(_BEGUN, until=STEPS, after=_MOVED),
 )
-# One run: four slices, then three, then whole microbatches.
+# A single run has four slices, then three slices, then whole microbatches.
 _FOUR = Case("adaptive", pp=2, model=LONG, extra=f"{SLICES} 4", until=1)
 _THREE = dataclasses.replace(_FOUR, extra=f"{SLICES} 3", until=2, after=_FOUR)
 SLICED_ANEW = (
@@ -548,7 +552,7 @@ HALF = (
         model=MODERN_EXPERTS,
     ),
 )
-# Jobs of one shape whose losses and norms must be bitwise equal.
+# Jobs of one shape must have bitwise equal losses and norms.
 DROPPING = Case("adaptive", model=DROPOUT)
 SAME_LOSSES = (
     same(
@@ -565,15 +569,16 @@ SAME_LOSSES = (
 )
 
 
-# A norm is rounded differently if other ranks hold the layers.
+# A norm is rounded differently if layers are on other ranks, so do not clip by the norm.
 UNCLIPPED = "--clip-grad 0"
 
 
 def every_cut() -> Iterator[tuple[Case, Case]]:
-    """Yields jobs with dropout as one stage, each with the same job cut into stages.
+    """Yields pairs of jobs with dropout: one with a single stage, and the same job with more
+    stages.
 
-    Embeddings are untied, because the gradients of one matrix are summed in another order than
-    those of two copies.
+    Embeddings are untied, because the gradients of a single matrix are summed in another order than
+    the gradients of two copies.
     """
     flags = f"{UNCLIPPED} --untie-embeddings-and-output-weights"
     whole = dataclasses.replace(DROPPING, schedule="megatron", extra=flags)
@@ -599,9 +604,9 @@ def every_cut() -> Iterator[tuple[Case, Case]]:
 
 
 def every_placement() -> tuple[Case, ...]:
-    """Returns jobs with dropout as a loop, as a V, as a V again, and as one that changes placement.
+    """Returns jobs with dropout as a loop, as a V, as a V again, and with a changing placement.
 
-    The last job runs as a V, then as a loop with another partition, then as a V.
+    The last three jobs form one run: a V, then a loop with another partition, then a V.
     """
     vee = dataclasses.replace(DROPPING, pp=2, chunks=2, extra=f"{V} {UNCLIPPED}", until=STEPS)
     loop = dataclasses.replace(vee, extra=f"{LOOP} {UNCLIPPED}")
@@ -613,7 +618,7 @@ def every_placement() -> tuple[Case, ...]:
     return loop, vee, dataclasses.replace(vee, run=2), begun, moved, back
 
 
-# Every job whose numbers must equal those of one process, up to rounding.
+# COMPARED has every job whose figures must equal those of a single process, up to rounding.
 COMPARED = (
     *(*ORDERS, *TRANSPORTED, *SHAPES, *OPTIONS, *PLACED, *DEALT),
     *(*DIFFERENT_LENGTHS, *TODAY, *WITH_EXPERTS, *FREE, *BY_KERNELS, *SLICED),
@@ -621,5 +626,5 @@ COMPARED = (
 
 
 def with_other_sums(case: Case) -> tuple[Case, ...]:
-    """Returns the same job with each other order of summation."""
+    """Returns the same job with each alternative order of summation."""
     return tuple(dataclasses.replace(case, variant=variant) for variant in OTHER_SUMS)

@@ -1,7 +1,8 @@
-"""Runs ``python PROGRAM`` in a process made by a fork server; see ``launch.py``.
+"""Runs ``python PROGRAM`` in a process forked by a fork server; see ``launch.py``.
 
 Usage: ``forked_rank.py JSON PROGRAM [ARGUMENT ...]`` or ``forked_rank.py JSON -m MODULE ...``. The
-JSON object names the output files and the environment variables to keep.
+JSON object contains the paths of the output files, and the names of the environment variables to
+keep.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 def shorten_mock_data() -> None:
     """Reduces megatron-core's mock data to a tenth, if imported, which saves a second per rank.
 
-    The full data are 13 million samples of 16 tokens, which are shuffled. ``TESTS_ALL_MOCK_DATA``
-    keeps all of them.
+    The full data set has 13 million samples of 16 tokens, which are shuffled. If
+    ``TESTS_ALL_MOCK_DATA`` is set, all samples are kept.
     """
     if (module := sys.modules.get("megatron.core.datasets.gpt_dataset")) is not None:
         module.MockGPTLowLevelDataset.size = (
@@ -30,10 +31,10 @@ def shorten_mock_data() -> None:
 
 
 def share_gloo_device() -> None:
-    """Lets all gloo groups of this process share one device, and so one thread.
+    """Makes all gloo groups of this process share one device, and therefore one thread.
 
     Otherwise each group has its own thread, which wakes up a hundred times per second. A dozen
-    groups cost 1% of a processor per rank.
+    groups use 1% of a processor per rank.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -79,7 +80,7 @@ def main() -> None:
         os.chdir(folder)
     shorten_mock_data()
     share_gloo_device()
-    # Restore the handlers and the signal mask of a new process.
+    # Restore the default signal handler and the signal mask of a new process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     add_python_path()

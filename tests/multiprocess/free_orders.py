@@ -1,7 +1,7 @@
-"""Provides orders of work that no generator makes, as files for ``--schedule-file``.
+"""Provides orders of actions that no schedule generates, as files for ``--schedule-file``.
 
-Each is a schedule of this project in which neighboring actions were swapped at random where the
-schedule remained valid.
+Each order is a schedule of this project in which neighboring actions were swapped at random, as
+long as the schedule remained valid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ORIGINS = {
     "loop.csv": "breadth-first",
     "v.csv": "v-half",
 }
-"""Origin of each file: a schedule of two ranks with two chunks each."""
+"""Schedule from which each file is made, with two ranks and two chunks per rank."""
 
 
 def free_order(file: str) -> Schedule:
-    """Returns the schedule in the file with this name."""
+    """Returns the schedule for a file name."""
     origin = ORIGINS[file]
     schedule = make_schedule(origin, placement_for(origin, 2, 2), MICROBATCHES)
     chance = random.Random(file)
@@ -48,7 +48,7 @@ def free_order(file: str) -> Schedule:
 
 
 def write_files(folder: Path) -> None:
-    """Writes all files."""
+    """Writes all schedule files to a folder."""
     for file in ORIGINS:
         if file.endswith(".json"):
             save(free_order(file), folder / file)

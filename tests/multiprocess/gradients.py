@@ -1,8 +1,8 @@
-"""Provides gradient norms per layer, other orders of summation, and planted errors.
+"""Provides gradient norms per layer, alternative orders of summation, and planted errors.
 
-Programs that compute the same numbers in different orders differ by rounding, and the difference
-depends on the processor. Tests therefore measure it: one process trains the same model again with
-every sum computed in other orders (:func:`other_sums`). Tests must still detect an error that is
+Programs that compute the same values in different orders differ by rounding, and the difference
+depends on the processor. Tests therefore measure it: one process trains the same model again, with
+every sum computed in another order (:func:`other_sums`). Tests must still detect an error that is
 planted into one process (:func:`plant`).
 """
 
@@ -24,10 +24,11 @@ from tests.multiprocess.variants import MISSING_SHARE, OTHER_SUMS, SCALED_LAYER
 
 
 def layer_norms(run: Run) -> dict[str, float]:
-    """Returns the norm of each layer's gradients, by global name. All ranks must call it.
+    """Returns the norm of each layer's gradients, by global name. All ranks must call this
+    function.
 
-    Parameters outside of layers, such as the embedding, are listed by their own names. Call it when
-    the gradients are complete, before the optimizer uses them.
+    Parameters outside of layers, such as the embedding, are listed by their own names. Call this
+    function when the gradients are complete, before the optimizer uses them.
     """
     _complete_gradients(run)
     scale = float(run.optimizer.get_loss_scale())
@@ -49,7 +50,7 @@ def layer_norms(run: Run) -> dict[str, float]:
 
 
 def _complete_gradients(run: Run) -> None:
-    """Gathers gradients of which a distributed optimizer leaves each replica only a shard."""
+    """Gathers all gradients on each replica if a distributed optimizer shards them."""
     for chunk in run.chunks:
         if not chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
             continue
@@ -62,7 +63,7 @@ def _complete_gradients(run: Run) -> None:
 
 
 def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
-    """Returns the global name of the layer that each parameter of a chunk belongs to."""
+    """Returns the global name of each parameter's layer, by name of the parameter."""
     names: dict[str, str] = {}
     # Prediction layers come last, because each of them contains a transformer layer.
     for kind, name in (
@@ -80,11 +81,11 @@ def _in_two(product: Any, left: torch.Tensor, right: torch.Tensor, divisor: int)
     """Multiplies matrices in two parts, and adds the first part of the terms last.
 
     Args:
-        product: Overload of the operator that writes to ``out``; :func:`other_sums` does not
-            replace it.
-        left: Left matrix or matrices.
-        right: Right matrix or matrices.
-        divisor: Number of terms, divided by the number of terms in the first part.
+        product: Operator overload that writes to ``out``, which :func:`other_sums` does not
+            replace.
+        left: Left matrix or batch of matrices.
+        right: Right matrix or batch of matrices.
+        divisor: Number of all terms, divided by the number of terms in the first part.
     """
 
     def part(first: int, last: int) -> torch.Tensor:
@@ -104,7 +105,7 @@ class _OtherProducts:
     """Multiplies matrices in two parts; each method replaces the operator of the same name.
 
     Args:
-        divisor: Number of terms, divided by the number of terms in the first part.
+        divisor: Number of all terms, divided by the number of terms in the first part.
     """
 
     def __init__(self, divisor: int) -> None:
@@ -146,10 +147,10 @@ class _OtherProducts:
 
 @contextlib.contextmanager
 def other_sums(variant: str) -> Iterator[None]:
-    """Computes sums in another order within its body if the variant asks for it.
+    """Computes sums in another order within the ``with`` block, if the variant is such an order.
 
     Only matrix multiplications are replaced. A ``TorchDispatchMode`` would intercept every
-    operator, which makes training more than twice as slow.
+    operator, which would make training more than twice as slow.
     """
     if variant not in OTHER_SUMS:
         yield
@@ -165,11 +166,11 @@ def other_sums(variant: str) -> Iterator[None]:
 
 
 def plant(run: Run, variant: str) -> None:
-    """Plants an error into all steps of a run of one process.
+    """Plants an error into all steps of a single-process run.
 
     Args:
-        run: Run before its first step.
-        variant: Item of ``variants.PLANTED``.
+        run: Run that has not taken a step yet.
+        variant: Error to plant, an item of ``variants.PLANTED``.
     """
     if variant == SCALED_LAYER:
         layers = [m for m in run.chunks[0].modules() if isinstance(m, TransformerLayer)]

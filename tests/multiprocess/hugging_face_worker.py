@@ -1,10 +1,11 @@
-"""Loads Hugging Face models in many shapes and compares what they compute.
+"""Loads Hugging Face models in many shapes, and compares their logits and gradients.
 
-Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. ``cases.json`` in that folder lists
-models and flags; without it, a test writes one case after another into ``0.json``, ``1.json``, ...
-Each model's folder contains ``expected.safetensors``: the logits of ``tokens``, and the gradients
-of their mean loss by name. A rank prints the error of the logits, and of the gradients of a step of
-the run's schedule, relative to the largest expected number.
+Usage: ``hugging_face_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists
+models and flags. If the file does not exist, a test writes one case after another to ``0.json``,
+``1.json``, ... The folder of each model contains ``expected.safetensors`` with the logits of
+``tokens``, and the gradients of their mean loss by name. The program prints the errors of the
+logits, and of the gradients of a step under the run's schedule, relative to the largest expected
+value.
 """
 
 from __future__ import annotations
@@ -41,24 +42,24 @@ BASE += " --hidden-dropout 0 --global-batch-size 4 --clip-grad 0"
 
 
 class Loaded:
-    """Holds a model in one shape, loaded with the weights that its flags specify."""
+    """Holds a model in one shape, with the weights that its flags specify."""
 
     def __init__(self, meshes: Meshes, flags: list[str], length: int) -> None:
         world = Environment.read().world_size
-        # This flag comes last, because a checkpoint's flags contain the length it was made with.
-        # Channels of gloo only transfer messages of the configured length.
+        # This flag comes last, because the flags in a checkpoint contain the length of its
+        # training. Gloo channels transfer only messages of the configured length.
         flags = [*BASE.split(), *flags, "--seq-length", str(length)]
         self.config = parse(flags, world_size=world, last_wins=True)
         self.job = meshes.join(self.config)
         self.run = build_run(self.job)
         for chunk in self.run.chunks:
             for parameter in chunk.parameters():
-                parameter.data.fill_(torch.nan)  # no weight may keep its initial value
+                parameter.data.fill_(torch.nan)  # ensures that every weight is loaded
         Checkpoints(self.run).load()
         self.predicted: torch.Tensor | None = None
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Runs the stages one after the other; returns logits on the rank of the last stage.
+        """Runs the stages one after another, and returns the logits on the rank of the last stage.
 
         Logits of a multi-token prediction layer are stored in ``predicted``.
         """
@@ -89,7 +90,7 @@ class Loaded:
         return gather_from_tensor_model_parallel_region(hidden)
 
     def _both_logits(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs a model that returns only losses, and takes both logits from its output layer."""
+        """Runs a model that returns only losses, and gets both logits from its output layer."""
         outputs: list[torch.Tensor] = []
         layer = unwrap_model(model).output_layer
         hook = layer.register_forward_hook(
@@ -107,7 +108,7 @@ class Loaded:
         return length, len(tokens), self.config.model.hidden_size
 
     def gradients(self, tokens: torch.Tensor) -> list[Shards]:
-        """Takes a step and returns the gradients of each rank."""
+        """Takes a step, and returns the gradients of each rank."""
         batch, kept = microbatches(tokens[:, None]), list[Shards]()
         Step(self.run).train(batch, len(batch), 1, lambda: kept.append(self._shards()))
         gathered: list[Shards] = self.job.gather(kept[0])
@@ -118,7 +119,7 @@ class Loaded:
 
 
 def cases(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the cases of ``cases.json``, or else the cases that a test writes one by one."""
+    """Yields the cases in ``cases.json``, or the cases that a test writes one by one."""
     if (folder / "cases.json").exists():
         yield from json.loads((folder / "cases.json").read_text())
         return
@@ -130,13 +131,13 @@ def cases(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def compare(meshes: Meshes, folder: Path, case: dict[str, Any]) -> None:
-    """Loads a model in one shape and prints its errors."""
+    """Loads a model in one shape, and prints its errors."""
     model = folder / case["model"]
     expected = load_file(model / "expected.safetensors")
     tokens, logits = expected.pop("tokens"), expected.pop("logits")
     predicted = expected.pop("predicted", None)
     flags = [word.replace("FOLDER", str(folder)) for word in case["flags"]]
-    # The trainer adds one id for the end of documents.
+    # The trainer adds one token ID for the end of documents.
     flags += ["--vocab-size", str(logits.shape[-1] - 1)]
     loaded = Loaded(meshes, flags, tokens.shape[1] - 1)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """Runs programs as ranks on this machine, with a timeout that leaves no process behind.
 
-Each process of the tests has one fork server, the same program as on a job's nodes. Ranks are
-forked from it, because importing torch and megatron-core takes longer than most programs. Tests of
-the launcher, or of the imports of a user's process, start new processes instead.
+Each process that runs tests has one fork server, which is the program that also runs on a job's
+nodes. Ranks are forked from it, because importing torch and megatron-core takes longer than most
+programs. Tests of the launcher, or of the imports in a user's process, start new processes instead.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ TRANSFORMERS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.llava.modeling_llava",
 )
-"""Modules that programs with models of ``transformers`` import, for seconds of processor time."""
+"""Modules that programs with ``transformers`` models import, which takes seconds of CPU time."""
 
 
 class Forkserver:
-    """Runs a process that has imported what ranks need, and forks programs from it.
+    """Runs a process that has imported the modules that ranks need, and forks programs from it.
 
-    Not thread-safe.
+    This class is not thread-safe.
 
     Args:
         python_path: Folders that precede the environment's import path.
-        program: Program of the server, if ranks need other imports than a node's ranks.
-        variables: Further environment variables of the server.
+        program: Command of the server; needed if ranks need other imports than a node's ranks.
+        variables: Additional environment variables of the server.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Forkserver:
         self._orders, server_end = socket.socketpair()
         self._log = self._folder / "log.txt"
         if python_path == str(ROOT) and SOCKET in os.environ:
-            # This process runs inside a test of another process, whose server forks this server
-            # too.
+            # If this process runs inside a test of another process, the other process's server also
+            # forks this server.
             python_path = f"{NODES}:{ROOT}"
         with server_end, self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Forkserver:
         self._keys = itertools.count()
         self._ended: dict[str, int] = {}
         self._pids: dict[str, int] = {}
-        self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}  # key and socket by modules
+        self._nodes: dict[tuple[str, ...], tuple[str, Path]] = {}  # key and socket path, by modules
         atexit.register(self.close)
 
     @property
@@ -96,13 +96,13 @@ class Forkserver:
     def start(
         self, command: Sequence[str], *, output: Path, error: Path, variables: dict[str, str]
     ) -> str:
-        """Forks a program and returns its key.
+        """Forks a program, and returns its key.
 
         Args:
             command: Script and its arguments, or ``-m``, a module and its arguments.
-            output: File to which standard output is appended.
-            error: File to which standard error is appended; may be the same file.
-            variables: Whole environment.
+            output: Path of the file to which standard output is appended.
+            error: Path of the file to which standard error is appended; it may be the same file.
+            variables: Complete environment of the program.
         """
         key = str(next(self._keys))
         settings = {"output": str(output), "error": str(error), "names": sorted(variables)}
@@ -117,16 +117,17 @@ class Forkserver:
         end_s = time.monotonic() + START_LIMIT_S
         while key not in self._pids:
             if not self._read(end_s):
-                raise AssertionError(f"the fork server does not answer: {tail(self._log)}")
+                raise AssertionError(f"the fork server does not respond: {tail(self._log)}")
         return key
 
     def nodes(self, modules: Sequence[str] = ()) -> tuple[psutil.Process, dict[str, str]]:
-        """Returns the parent of the nodes' fork servers, and the variables that select it.
+        """Returns the parent of the nodes' fork servers, and the environment variables that select
+        it.
 
-        See ``forked_nodes/sitecustomize.py``.
+        The mechanism is described in ``forked_nodes/sitecustomize.py``.
 
         Args:
-            modules: Modules to import besides those of a node's fork server.
+            modules: Modules to import in addition to those of a node's fork server.
         """
         if tuple(modules) not in self._nodes:
             path = self._folder / f"nodes{len(self._nodes)}"
@@ -143,7 +144,9 @@ class Forkserver:
         return psutil.Process(self._pids[key]), variables
 
     def wait(self, keys: Sequence[str], limit_s: float) -> dict[str, int]:
-        """Waits until all programs have exited or one has failed; returns their exit statuses."""
+        """Waits until all programs have exited or one program has failed, and returns their exit
+        statuses.
+        """
         end_s = time.monotonic() + limit_s
         while True:
             ended = {key: self._ended[key] for key in keys if key in self._ended}
@@ -151,7 +154,7 @@ class Forkserver:
                 return ended
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Terminates programs that still run, and all their descendants."""
+        """Terminates programs that are still running, and all their descendants."""
         left = [key for key in keys if key not in self._ended]
         families: list[psutil.Process] = []
         for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 10.0)):
@@ -178,7 +181,7 @@ class Forkserver:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, end_s: float) -> bool:
-        """Reads messages; returns false after the timeout or if the fork server exited."""
+        """Reads messages; returns false after the timeout or if the fork server has exited."""
         if not select.select([self._orders], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return False
         data = self._orders.recv(1 << 16)
@@ -198,15 +201,15 @@ def _servers() -> dict[str, Forkserver]:
 
 
 def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> Forkserver:
-    """Returns the fork server of this process for a path; the first call starts it.
+    """Returns this process's fork server for an import path; the first call starts the server.
 
-    A path without another ``megatron`` uses the server of this checkout, because its imports are
-    the same. Forked ranks then add the folders of the path.
+    A path without another ``megatron`` package uses the server of this checkout, because its
+    imports are the same. Forked ranks then add the folders of the path.
 
     Args:
         python_path: Folders that precede the environment's import path.
-        modules: Modules to import besides those of a node's fork server, such as ``TRANSFORMERS``.
-            A server with such modules is forked from the server of this checkout.
+        modules: Modules to import in addition to those of a node's fork server, such as
+            ``TRANSFORMERS``. A server with such modules is forked from the server of this checkout.
     """
     servers = _servers()
     if modules:
@@ -225,7 +228,7 @@ def forkserver(python_path: str = str(ROOT), modules: Sequence[str] = ()) -> For
 def free_port() -> int:
     """Returns an unused TCP port outside of the system's ephemeral range.
 
-    Another program could be given an ephemeral port before the test opens it.
+    Another program could get an ephemeral port before the test opens it.
     """
     first = int(PORT_RANGE.read_text().split()[0])
     draw = random.SystemRandom()
@@ -238,10 +241,10 @@ def free_port() -> int:
 def wait_until(
     holds: Callable[[], object], why: Callable[[], object], limit_s: float, every_s: float = 0.05
 ) -> None:
-    """Waits until a condition holds; ``why`` returns the reason why it does not."""
+    """Waits until a condition is true; ``why`` returns the reason for a failure."""
     end_s = time.monotonic() + limit_s
     while not holds():
-        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {why()}"
+        assert time.monotonic() < end_s, f"timed out after {limit_s:g} s: {why()}"
         time.sleep(every_s)
 
 
@@ -255,23 +258,24 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def limited_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a disk of a size, such as ``16m``, at a new folder; skips the test if it may not."""
+    """Mounts a disk of a size, such as ``16m``, at a new folder; skips the test if that fails."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "small", str(folder)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         import pytest
 
-        pytest.skip(f"no disk of a limited size here: {mounted.stderr.strip()}")
+        pytest.skip(f"cannot mount a disk of limited size: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def forking(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Returns an environment in which a launcher's ranks of the trainer are forked.
+    """Returns an environment in which a launcher's trainer ranks are forked.
 
     Args:
-        modules: Modules that forked ranks have imported besides those of a node's fork server.
+        modules: Modules that forked ranks have imported in addition to those of a node's fork
+            server.
     """
     return environment(**forkserver().nodes(modules)[1])
 
@@ -279,10 +283,11 @@ def forking(modules: Sequence[str] = ()) -> dict[str, str]:
 def forking_every(modules: Sequence[str] = ()) -> dict[str, str]:
     """Returns an environment in which every Python program and its descendants are forked.
 
-    Use it only for programs whose imports and memory are not tested, since a fork has both already.
+    Use this environment only for programs whose imports and memory are not tested, because a fork
+    inherits both.
 
     Args:
-        modules: Modules that forks have imported besides those of a node's fork server.
+        modules: Modules that forks have imported in addition to those of a node's fork server.
     """
     return {**forking(modules), "TESTS_FORK_EVERY": "1"}
 
@@ -296,19 +301,20 @@ def run_ranks(
     python_path: str = str(ROOT),
     modules: Sequence[str] = (),
 ) -> int | None:
-    """Runs a program as the ranks of a job, in the environment that ``torchrun`` gives.
+    """Runs a program as the ranks of a job, with the environment variables that ``torchrun`` sets.
 
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
         world_size: Number of ranks.
-        log: File for the output of all ranks; they run in its folder.
-        limit_s: Timeout in seconds, which ranks get as ``WATCHDOG_S``. Five seconds later they are
-            killed.
+        log: Path of the file for the output of all ranks. Ranks run in its folder.
+        limit_s: Timeout in seconds, which ranks get as ``WATCHDOG_S``. Ranks are killed five
+            seconds later.
         python_path: Folders that precede the environment's import path.
-        modules: Modules that ranks have imported at the start, see :func:`forkserver`.
+        modules: Modules that ranks have imported when they start; see :func:`forkserver`.
 
     Returns:
-        Status of the first rank that failed, 0 if none failed, ``None`` if ranks were killed.
+        Exit status of the first rank that failed, 0 if no rank failed, or ``None`` if ranks were
+        killed.
     """
     ranks = Ranks(
         command,
@@ -331,13 +337,13 @@ class Ranks:
     """Runs ranks of a job while the test continues; see :func:`run_ranks`.
 
     Args:
-        command: Command of a rank. It and the next four arguments are those of :func:`run_ranks`.
-        variables: Further environment variables.
-        server: Fork server; ``None`` uses the server of this process.
+        command: Command of a rank. This argument and the next four are those of :func:`run_ranks`.
+        variables: Additional environment variables.
+        server: Fork server; ``None`` to use the server of this process.
 
     Attributes:
         server: Fork server of the ranks.
-        keys: Keys of the ranks on the server.
+        keys: Keys of the ranks on the fork server.
     """
 
     def __init__(
@@ -363,7 +369,7 @@ class Ranks:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the ranks that still run."""
+        """Returns the ranks that are still running."""
         alive = []
         for key in self.keys:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -371,16 +377,16 @@ class Ranks:
         return alive
 
     def wait(self, limit_s: float) -> list[int]:
-        """Waits until all ranks have exited or one has failed; returns the known statuses."""
+        """Waits until all ranks exit or one rank fails, and returns the known exit statuses."""
         return [*self.server.wait(self.keys, limit_s).values()]
 
     def kill(self) -> None:
-        """Terminates the ranks that still run."""
+        """Terminates the ranks that are still running."""
         self.server.kill(self.keys)
 
 
 def meeting() -> Any:
-    """Returns a store for the ranks' rendezvous, in place of the store of a launcher."""
+    """Returns a store for the ranks' rendezvous, which replaces the store of a launcher."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -389,7 +395,7 @@ def meeting() -> Any:
 def rank_variables(
     world_size: int, limit_s: float, port: int, python_path: str = str(ROOT)
 ) -> dict[str, str]:
-    """Returns the environment variables that ``torchrun`` sets equally on all ranks."""
+    """Returns the environment variables that ``torchrun`` sets to the same values on all ranks."""
     return {
         "WATCHDOG_S": str(limit_s),
         "WORLD_SIZE": str(world_size),
@@ -418,15 +424,15 @@ def torchrun(
     fresh: bool = False,
     python_path: str = str(ROOT),
 ) -> None:
-    """Runs a script as the ranks of a job, as :func:`run_ranks` does.
+    """Runs a script as the ranks of a job, like :func:`run_ranks`.
 
     Args:
-        script: Program of every rank.
+        script: Path of the program of every rank.
         arguments: Arguments of the program.
         world_size: Number of ranks.
-        log: File for the output of all ranks.
-        limit_s: Timeout in seconds, see :func:`run_ranks`.
-        fresh: Whether torchrun starts new processes, which import everything themselves.
+        log: Path of the file for the output of all ranks.
+        limit_s: Timeout in seconds; see :func:`run_ranks`.
+        fresh: Whether torchrun starts new processes, which import all modules themselves.
         python_path: Folders that precede the environment's import path of forked ranks.
 
     Raises:
@@ -468,8 +474,8 @@ def start(
 
     Args:
         command: Program and its arguments.
-        log: New file for the output; the program runs in the file's folder.
-        variables: Whole environment.
+        log: Path of a new file for the output. The program runs in the file's folder.
+        variables: Complete environment of the program.
     """
     with log.open("w") as output:
         return subprocess.Popen(
@@ -491,14 +497,14 @@ def run_forked(
     variables: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program as ``subprocess.run`` does, forked from a process that has imported torch.
+    """Runs a program like ``subprocess.run``, but forked from a process that has imported torch.
 
     Args:
         command: Script and its arguments, or ``-m``, a module and its arguments.
         folder: Working directory.
         limit_s: Timeout in seconds, after which the program is killed.
-        variables: Environment variables besides :func:`environment`.
-        modules: Modules that the program has imported at the start, see :func:`forkserver`.
+        variables: Environment variables in addition to :func:`environment`.
+        modules: Modules that the program has imported when it starts; see :func:`forkserver`.
 
     Raises:
         AssertionError: The program timed out; the message contains the end of its output.
@@ -524,9 +530,9 @@ SMALL_GPT = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --eval-iters 1 "
     "--tokenizer-type NullTokenizer --vocab-size 255"
 )
-"""Flags of a model for ``worker.py``, without numbers of layers and iterations.
+"""Flags of a model for ``worker.py``, except the numbers of layers and iterations.
 
-255 tokens and the end of document give 256 rows, which every tensor-parallel size divides.
+255 tokens and the end-of-document token give 256 rows, which every tensor-parallel size divides.
 """
 _FOUR = """
 {"attention":{"n_heads_in_group":2},"ffn":{"ffn_hidden_size":48}},
@@ -535,19 +541,20 @@ _FOUR = """
 {"attention":{"num_query_groups":4},"ffn":{"ffn_mult":null,"no_op":true}}
 """.replace("\n", "")
 UNLIKE_LAYERS = f'--heterogeneous-layers-config-encoded-json {{"block_configs":[{_FOUR},{_FOUR}]}}'
-"""Flags of layers of four kinds, each used twice."""
+"""Flag for layers of four kinds, each used twice."""
 
 
 class CaseRuns:
-    """Runs ``worker.py`` and keeps the results of each case's ranks.
+    """Runs ``worker.py``, and keeps the results of each case's ranks.
 
-    All cases of a world size train in one job, because starting processes takes longer than
-    training. The job starts when one of its cases is requested.
+    All cases of a world size run in one job, because starting processes takes longer than training.
+    The job starts when one of its cases is requested.
 
     Args:
         cases_of: Function that returns the cases of a world size.
-        new_folder: Function that makes a folder with a name, such as ``tmp_path_factory.mktemp``.
-        limit_s: Timeout of a job in seconds.
+        new_folder: Function that creates a folder with the given name, such as
+            ``tmp_path_factory.mktemp``.
+        limit_s: Timeout of a job, in seconds.
     """
 
     def __init__(
@@ -568,8 +575,8 @@ class CaseRuns:
         if size not in self.folders:
             self._train(size)
         results = self._results.get(size, {})
-        reason = self._errors.get(size, "The job was interrupted, as by a time limit of a test.")
-        assert name in results, f"{name}: no result. {reason}"
+        reason = self._errors.get(size, "The job was interrupted, for example by a test's timeout.")
+        assert name in results, f"{name} has no result. {reason}"
         result: dict[str, Any] = results[name]
         return result
 

@@ -1,9 +1,10 @@
-"""Trains adapters in many shapes and compares losses and gradients with those of PEFT.
+"""Trains adapters in many shapes, and compares losses and gradients with PEFT's.
 
-Usage: ``lora_worker.py FOLDER``, as ranks of a job. ``cases.json`` in that folder lists models and
-flags. A model's folder contains ``adapters`` as saved by PEFT, and ``trained.safetensors``: the
-``tokens`` of each microbatch, the loss of each step, and the first step's gradients by PEFT's
-names. Rank 0 prints the errors of both, relative to the largest expected number.
+Usage: ``lora_worker.py FOLDER``, as ranks of a job. ``cases.json`` in this folder lists models and
+flags. The folder of a model contains ``adapters`` in PEFT's format, and ``trained.safetensors``
+with the ``tokens`` of each microbatch, the loss of each step, and the first step's gradients by
+PEFT's names. Rank 0 prints the errors of the losses and of the gradients, relative to the largest
+expected value.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BASE += " --attention-dropout 0 --hidden-dropout 0 --weight-decay 0.1 --clip-gra
 BASE += " --lora-dropout 0 --seq-length 12"
 
 
-# Shards of gradients by name, global shape, and offset.
+# Gradient shards are identified by name, global shape and offset.
 Shards = dict[tuple[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
@@ -56,7 +57,7 @@ def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def shards_of_gradients(run: Run) -> Shards:
-    """Returns the gradients of this rank by name, global shape, and offset."""
+    """Returns the gradient shards of this rank, by name, global shape and offset."""
     trained = [
         weight for chunk in run.chunks for weight in chunk.parameters() if weight.requires_grad
     ]
@@ -106,7 +107,7 @@ def joined(parts: list[Shards], core_parts: Mapping[str, CoreTensor]) -> dict[st
 
 
 def microbatches(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Returns this replica's microbatches from ``tokens [n, 1, length]`` of all replicas."""
+    """Returns this replica's microbatches from all replicas' ``tokens [n, 1, length]``."""
     replicas = parallel_state.get_data_parallel_world_size()
     length = tokens.shape[-1] - 1
     return [
@@ -125,7 +126,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
     expected = load_file(model / "trained.safetensors")
     tokens, losses = expected.pop("tokens"), expected.pop("losses")
     arguments = [*BASE.split(), "--load-hf", str(model), "--load-lora", str(model / "adapters")]
-    # The trainer adds one id for the end of documents.
+    # The trainer adds one token ID for the end of documents.
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     arguments += ["--vocab-size", str(vocabulary - 1), "--global-batch-size", str(len(tokens))]
     config = parse([*arguments, *case["flags"]], world_size=dist_size(), last_wins=True)
@@ -150,7 +151,7 @@ def run_case(meshes: Meshes, case: dict[str, Any], folder: Path) -> None:
         pipeline_losses = next(torch.tensor(values) for values, _ in parts if values)
         line = f"{case['model']} {' '.join(case['flags'])}"
         print(f"LOSSES {gap(pipeline_losses, losses):.3e} {line}", flush=True)
-        if not is_sharded:  # a sharded replica has only the sum of its share
+        if not is_sharded:  # a replica has complete gradients only for its own shard
             adapters = adapter_tensors(config, core_tensors(config, family))
             whole_gradients = joined([shards for _, shards in parts], adapters)
             assert whole_gradients.keys() == expected.keys()

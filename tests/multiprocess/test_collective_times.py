@@ -30,7 +30,7 @@ FLAGS = (
     " --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2"
     " --use-distributed-optimizer"
 ).split()
-# The trainer, with one rank that arrives late at the collective after each block of layers.
+# The script runs the trainer, but one rank arrives late at the collective after each MLP.
 SCRIPT = f"""
 import os, runpy, time
 from megatron.core.transformer.mlp import MLP
@@ -49,7 +49,9 @@ LIMIT_S = 200.0
 
 
 def nested_names(events: list[dict[str, Any]], rank: int) -> set[tuple[str, ...]]:
-    """Returns the names of a rank's compute slices, each after the names of its parent slices."""
+    """Returns the names of a rank's compute slices, each preceded by the names of its parent
+    slices.
+    """
     (thread,) = (
         (event["pid"], event["tid"])
         for event in events
@@ -103,10 +105,11 @@ def test_ranks_wait_for_the_slow_member(tmp_path: Path, capsys: pytest.CaptureFi
     run = read_run(folder)
     slow = of_group(run, "tensor all-reduce", (0, 1))
     other = of_group(run, "tensor all-reduce", (2, 3))
-    # Each layer has two in forward and two in backward; the loss and the embedding have more.
+    # Each layer has two all-reduces in the forward and two in the backward pass; there are more for
+    # the loss and the embedding.
     assert slow.per_step == other.per_step >= 4 * LAYERS * MICROBATCHES
     assert (slow.wait_ns.min(axis=1) == 0).all()  # the last member does not wait
-    # Other programs delay ranks too, so only some of the planted delays must be visible.
+    # Other programs also delay ranks, so only some of the planted delays must be visible.
     is_late = slow.held_up_ns[:, SLOW_RANK] > 0.8e9 * DELAY_S
     assert is_late.sum() >= 2
     assert (slow.wait_ns[is_late, 0] > 0.8e9 * DELAY_S).all()

@@ -1,4 +1,4 @@
-"""Tests that the log of a job names the rank that is slow."""
+"""Tests that a job's log reports a slow rank."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from .launch import TIMED_LAYERS, Ranks, tail, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(300)]
 
-# One layer per rank, which sleeps long and computes little. Other programs can slow computation
-# down several times, which must not hide the rank that sleeps longer.
+# Each rank has one layer, which sleeps long and computes little. Even if other programs slow the
+# computation down several times, the rank that sleeps longer must be reported.
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
     " --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-4 --mock-data --vocab-size 127"
@@ -34,6 +34,6 @@ def test_the_log_names_a_slow_rank(tmp_path: Path) -> None:
         wait_until(lambda: told() or not ranks.processes(), lambda: tail(log), LIMIT_S, 0.2)
     finally:
         ranks.kill()
-    # The log may also name a slow link if the machine is busy.
+    # The log may also report a slow link if the machine is busy.
     assert len(told()) == 1, tail(log)
     assert "slow rank: rank 0 (stage 0," in told()[0]

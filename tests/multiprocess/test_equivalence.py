@@ -1,13 +1,13 @@
-"""Tests that every parallel shape and schedule gives the numbers of one process.
+"""Tests that every parallel shape and schedule gives the same figures as a single process.
 
-The reference is megatron-core's own loop in a single process. Each case trains the same model on
-the same samples. The loss, the gradient norm and the gradient norm of each layer must agree in
-every iteration, and so must the validation loss in between.
+The reference is megatron-core's own training loop in a single process. Each case trains the same
+model on the same samples. The loss, the gradient norm and the gradient norm of each layer must
+agree in every iteration, and so must the validation loss in between.
 
 The difference that rounding causes depends on the processor, so the tests measure it: one process
 trains each model again, with the sums of all matrix multiplications in another order. A case may
-differ from the reference by a few times as much. Errors planted into one process, which are far
-smaller than those of real faults, must exceed this limit.
+differ from the reference by a few times this difference. Errors that are planted into one process,
+and are far smaller than those of real faults, must exceed this limit.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ from .variants import MISSING_SHARE, PLANTED
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1840)]
 
-LIMIT_S = 1800.0  # all cases of one world size; two idle processors take a tenth of it
+LIMIT_S = 1800.0  # for all cases of a world size; two idle processors need a tenth of it
 REL = 1e-5
 
 
 def each(cases: Iterable[Any]) -> list[Any]:
-    """Returns parameters of a test, of which those with four ranks run only in the long suite."""
+    """Returns test parameters; cases with four ranks run only in the long suite."""
 
     def ranks(value: Any) -> int:
         return value.world_size if isinstance(value, Case) else max(map(ranks, value))
@@ -99,7 +99,7 @@ def cases_of(item: pytest.Item) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Returns the results of a case; all selected cases of a world size train in one job."""
+    """Returns the results of a case; all selected cases of a world size run in one job."""
     cases = [case for item in request.session.items for case in cases_of(item)]
 
     def of_size(size: int) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     def new_folder(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        write_files(folder)  # flags name them relative to this folder
+        write_files(folder)  # flags contain paths relative to this folder
         return folder
 
     runs = CaseRuns(of_size, new_folder, LIMIT_S)
@@ -115,7 +115,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_all_shapes_are_there() -> None:
-    # TP, PP, chunks and DP of all shapes with up to four processes.
+    # These are the sizes (TP, PP, chunks, DP) of all shapes with up to four processes.
     shapes = {(case.tp, case.pp, case.chunks, case.dp) for case in SHAPES}
     assert shapes == {
         *((1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2)),
@@ -142,7 +142,7 @@ def test_models_of_today_equal_one_process(case: Case, outcome: Outcome) -> None
     predicts = "--mtp-num-layers" in case.model
     require_same_numbers(case, outcome, "predicted loss" if predicts and case.cp == 1 else "")
     if predicts and case.cp > 1:
-        # The loss gives each part of a sequence the same weight, whatever its number of tokens.
+        # The loss weights all parts of a sequence equally, regardless of their numbers of tokens.
         (expected,) = outcome(case.reference)["further"]
         predicted = losses_of(case, outcome(case), "further")
         assert predicted == pytest.approx(expected[: len(predicted)], rel=0.02, abs=0)
@@ -223,7 +223,7 @@ def test_a_free_order_is_followed_and_equals_one_process(case: Case, outcome: Ou
 
 @pytest.mark.parametrize("case", each(HALF), ids=str)
 def test_half_precision_is_close(case: Case, outcome: Outcome) -> None:
-    # bf16 has 8 bits of precision: the test only shows that nothing is lost or counted twice.
+    # bf16 has only 8 bits of precision, so this only shows that nothing is lost or counted twice.
     assert all(math.isfinite(loss) for loss in losses_of(case, outcome(case)))
     require_close_numbers(case, outcome, 0.02)
 
@@ -235,7 +235,7 @@ def test_dropout_depends_on_the_seed_alone(cases: tuple[Case, ...], outcome: Out
     for other in others:
         assert losses_of(other, outcome(other)) == losses, str(other)
         assert norms_of(outcome(other)) == norms_of(outcome(first)), str(other)
-    # The numbers with dropout are near those without it, but not equal.
+    # Losses with dropout are close to those without dropout, but not equal.
     reference = losses_of(PLAIN, outcome(PLAIN))[:SHORT_STEPS]
     assert losses != pytest.approx(reference, rel=1e-4)
     assert losses == pytest.approx(reference, rel=0.1)
@@ -259,7 +259,7 @@ def test_stages_compute_the_same_wherever_they_are(
     assert losses_of(vee, outcome(vee)) == losses_of(again, outcome(again)) == losses
     assert norms_of(outcome(vee)) == norms_of(outcome(again))
     assert norms_of(outcome(vee)) == pytest.approx(sizes, rel=REL, abs=0)
-    # A run that stops as a V, continues as a loop with another partition, and then as a V again.
+    # The run is a V, then a loop with another partition, then a V again.
     assert [loss for part in parts for loss in losses_of(part, outcome(part))] == losses
 
 
@@ -281,5 +281,5 @@ def test_tensor_parallel_ranks_take_one_order(case: Case, outcome: Outcome) -> N
     orders = outcome(case)["orders"]
     for first in range(0, case.world_size, case.tp):
         assert all(order == orders[first] for order in orders[first : first + case.tp])
-        kinds = 3 if case.pp > 1 else 2  # a single pipeline rank does not split backwards
+        kinds = 3 if case.pp > 1 else 2  # a single pipeline rank does not split backward passes
         assert len(set(orders[first])) == kinds * case.chunks * 8 // case.dp

@@ -27,7 +27,7 @@ TRIES = 3
 
 
 def probe_lines(folder: Path) -> list[str]:
-    """Runs the job and returns the probe's lines in its log."""
+    """Runs the job, and returns the probe's lines in its log."""
     folder.mkdir()
     log = folder / "output.txt"
     command = [str(ROOT / "pretrain_gpt.py"), *FLAGS]
@@ -48,13 +48,13 @@ def test_the_log_names_a_slow_link(tmp_path: Path) -> None:
         assert not any("probe: ranks 0 and 1" in line for line in lines), lines
         if any("probe: ranks 1 and 2 on node" in line for line in lines):
             break
-        # The probe skips the links of a slow rank, and other programs may slow a rank down for a
-        # moment.
+        # The probe skips the links of a slow rank, and other programs may slow down a rank
+        # temporarily.
         assert any(f"probe: rank {rank} on node" in line for rank in range(3) for line in lines), (
             lines
         )
     else:
-        pytest.fail(f"the link was not named in {TRIES} runs: {lines}")
+        pytest.fail(f"the slow link was not reported in {TRIES} runs: {lines}")
     run = read_run(folder / "traces")
     for rank in run.ranks.values():
         kinds = {number: [s.action for s in rank.spans(number)] for number in rank.iterations}

@@ -1,4 +1,4 @@
-"""Tests that moving layers between stages during training does not change the numbers."""
+"""Tests that moving layers between stages during training does not change losses."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXPERTS = (
     "--disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
 )
-# Flags, and the partitions after iterations 2 and 4. Stages become empty, keep their layers, or
-# give one layer away and get another.
+# Each value has flags, and the partitions after iterations 2 and 4. Stages become empty, keep their
+# layers, or give a layer away and get another layer.
 SHAPES = {
     "pp4": ("--pipeline-model-parallel-size 4", "3-1-2-2", "0-4-1-3"),
     "pp2 dp2 distributed": (f"--pipeline-model-parallel-size 2 {DISTRIBUTED}", "3-5", "7-1"),
@@ -95,7 +95,7 @@ def case(name: str, flags: str, steps: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
-    """Returns the results of all ranks by case."""
+    """Returns the results of all ranks, by case."""
     cases = []
     for name, (flags, first, second) in SHAPES.items():
         moves = {"2": layers(first), "4": layers(second)}

@@ -1,4 +1,4 @@
-"""Tests that a rank that becomes slow gives layers away, and that an even job moves none."""
+"""Tests that layers move away from a slow rank, and that a balanced job moves no layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def losses_in(folder: Path | str) -> dict[int, float]:
 
 
 def partition_in(saved: Path) -> list[int]:
-    """Returns the partition with which a job's only checkpoint was written."""
+    """Returns the partition in a job's only checkpoint."""
     (manifest,) = saved.glob("*/manifest.json")
     settings = json.loads(manifest.read_text())["config"]
     return settings["schedule"]["partition"]  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ def partition_in(saved: Path) -> list[int]:
 def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, traces = tmp_path / "saved", tmp_path / "traces"
     monkeypatch.setenv("LAYER_MS", "8")
-    # Other programs on this machine cannot make a move this useful if ranks are equally fast.
+    # If ranks are equally fast, load from other programs cannot make a move this useful.
     quiet, quiet_log = train(tmp_path / "quiet", "--repartition-gain", "0.5")
     assert "repartition:" not in quiet_log
     monkeypatch.setenv("SLOW_RANKS", "1")
@@ -135,7 +135,7 @@ def test_layers_that_auto_moved_return_if_the_slowness_has_passed(
 
 
 def numbers(log: str) -> list[str]:
-    """Returns the figures of each iteration in the log, without times."""
+    """Returns the figures of each iteration in the log, except times."""
     pattern = r"iteration +\d+/.*?(?=\| elapsed)|learning rate: \S+|lm loss: \S+|loss scale: \S+"
     return re.findall(pattern, log)
 
@@ -143,7 +143,7 @@ def numbers(log: str) -> list[str]:
 def test_expert_layers_are_not_taken_for_dense_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that dense layers count less: here a sixth, so three layers per stage are uneven."""
+    """Checks that layers move if dense layers take a sixth of the time of expert layers."""
     experts = (
         "--num-experts 4 --moe-layer-freq [0,0]+[1]*4 --moe-ffn-hidden-size 32 "
         "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "

@@ -22,7 +22,7 @@ from .launch import TIMED_LAYERS, torchrun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(640)]
 
-LIMIT_S = 200.0  # per job; an idle machine with two processors takes a tenth of it
+LIMIT_S = 200.0  # for each job; an idle machine with two processors needs a tenth of it
 # Ranks wait half of the timeout for a choice, which can take half a minute on a busy machine.
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -34,7 +34,7 @@ FLAGS = (
 
 
 def losses_of(folder: Path, flags: str) -> list[float]:
-    """Returns the losses of all iterations."""
+    """Trains, and returns the losses of all iterations."""
     arguments = [*FLAGS.split(), *flags.split(), "--progress-dir", str(folder)]
     torchrun(TIMED_LAYERS, arguments, world_size=2, log=folder.with_suffix(".txt"), limit_s=LIMIT_S)
     lines = map(json.loads, (folder / PROGRESS_NAME).read_text().splitlines())
@@ -42,7 +42,7 @@ def losses_of(folder: Path, flags: str) -> list[float]:
 
 
 def orders_in(record: Path) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Returns the orders of both ranks by step."""
+    """Returns the recorded orders of both ranks, by step."""
     loaded = ScheduleRecord.load(record)
     return {
         step: tuple(loaded.codes(step, rank, 3) for rank in range(2))  # 3 microbatches
@@ -155,7 +155,7 @@ def test_traces_name_microbatches_and_the_slices_that_ran(tmp_path: Path) -> Non
             forwards = sum(span.action == "F" for span in trace.spans(iteration))
             rows = trace.num_microbatches[iteration]
             counts = each_count(rows, trace.slices(iteration))
-            # The longest document lies over several slices, and short ones share one.
+            # The longest document spans several slices, and short documents share a slice.
             assert sum(counts) == forwards > rows > 1
             lengths_of_rows = [positions for positions, *_ in trace.lengths(iteration)]
             assert lengths_of_rows == [16 * count for count in counts]

@@ -1,4 +1,4 @@
-"""Tests that the trace of a real job of two processes is complete, consistent and correct."""
+"""Tests that the trace of a real two-process job is complete, consistent and correct."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunTrace, Collector]:
-    """Runs the job; returns its trace, and the collector that got its spans while it ran."""
+    """Runs the job, and returns its trace and the collector that received its spans."""
     folder = tmp_path_factory.mktemp("job")
     with serving() as collector:
         flags = [*FLAGS, "--trace-otlp", collector.url]
@@ -77,13 +77,13 @@ def test_work_around_the_pipeline_is_told(run: RunTrace) -> None:
         assert (inside.end_ns <= step.end_ns[0]).all()
         after = table.of_kind("evaluate", "checkpoint")
         assert (after.start_ns >= step.end_ns[0]).all()
-    # The first rank of a V reads the data of the first and the last stage.
+    # The first rank of a V placement reads the data of the first and the last stage.
     assert [int(t.table([3]).where("data").sum()) for t in run.ranks.values()] == [MICROBATCHES, 0]
 
 
 def test_messages_arrive_after_they_were_sent(run: RunTrace) -> None:
     matches = match_messages({rank: trace.table() for rank, trace in run.ranks.items()})
-    # The two middle stages of the four stages in a V are on one rank.
+    # The two middle stages of a V with four stages are on the same rank.
     assert len(matches) == 3 * MICROBATCHES * 2 * 2
     assert (matches.arrived_ns > matches.sent_ns).all()
     assert (matches.taken_ns >= matches.arrived_ns).all()
@@ -96,7 +96,7 @@ def test_figures_add_up(run: RunTrace) -> None:
     assert (counts > 0).all()
     assert (figures.transfer_bytes == figures.transfer_bytes[:, ::-1]).all()
     assert ((figures.bubble_fraction >= 0) & (figures.bubble_fraction < 1)).all()
-    # Waits are part of a rank's idle time; the rest is its own overhead between two actions.
+    # Waits are part of a rank's idle time. The rest is overhead between actions.
     after_ns = 1e6 * figures.parts_ms[..., list(PARTS).index("after")]
     idle = figures.step_ns - figures.busy_ns - after_ns
     waits_ms = figures.parts_ms[..., 1:-2].sum(axis=2)

@@ -1,4 +1,4 @@
-"""Tests that stages with unequal numbers of ranks give one process's numbers and checkpoints."""
+"""Tests that unequal numbers of ranks per stage give a single process's figures and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HALF = "--bf16"
 
 
 def unequal(sizes: str, schedule: str, more: str = "") -> str:
-    """Returns flags for stages of these sizes."""
+    """Returns flags for stages with these numbers of replicas."""
     stages = len(sizes.split("-"))
     flags = f"--pipeline-model-parallel-size {stages} --stage-data-parallel-sizes {sizes} "
     return f"{flags}--pipeline-schedule {schedule} {more}".strip()
 
 
-# Cases of each world size, grouped by the flags that change the numbers of one process.
+# Cases are listed by world size, and by the flags that change the reference's figures.
 CASES: dict[int, dict[str, list[str]]] = {
     3: {
         "": [
@@ -55,10 +55,10 @@ CASES: dict[int, dict[str, list[str]]] = {
         ]
     },
 }
-THREE = "--global-batch-size 6"  # microbatches divisible by three ranks
+THREE = "--global-batch-size 6"  # the batch is divisible by three ranks
 CASES[4][THREE] = [unequal("1-3", "1f1b"), unequal("3-1", "adaptive")]
 
-PARTS = {  # jobs that resume from each other's checkpoints: flags, last iteration
+PARTS = {  # flags and last iteration of jobs that resume from each other's checkpoints
     3: [
         (unequal("2-1", "1f1b"), 1),
         ("--pipeline-model-parallel-size 3 --partition 2-1-1", 2),
@@ -88,7 +88,7 @@ def part(size: int, number: int) -> str:
 
 
 def cases_of(size: int) -> list[dict[str, Any]]:
-    """Returns every case of a world size."""
+    """Returns all cases of a world size."""
     if size == 1:
         return [case(f"one {changes}".strip(), f"{changes} {ONE}") for changes in CHANGING]
     cases = [
@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> CaseRuns:
 
 
 def told(seen: dict[str, Any], key: str) -> list[float]:
-    """Returns the values that all ranks report equally."""
+    """Returns the values that all ranks report; they must be equal."""
     first, *others = [values for values in seen[key] if values]
     for other in others:
         assert other == pytest.approx(first, rel=1e-6, abs=0)
@@ -135,7 +135,7 @@ def require_equal_numbers(
 ) -> None:
     reference = f"one {changes}".strip()
     seen, expected = runs(size, name), runs(1, reference)
-    # bf16 has 8 bits of precision: the test only shows that nothing is lost or counted twice.
+    # bf16 has only 8 bits of precision, so this only shows that nothing is lost or counted twice.
     rel = 0.02 if changes == HALF else REL
     for key in ("losses", "grad_norms"):
         assert told(seen, key) == pytest.approx(told(expected, key)[since:], rel=rel, abs=0)

@@ -1,16 +1,17 @@
 """Trains a small GPT in many shapes, as the ranks of a job that tests start.
 
-Usage: ``worker.py CASES RESULTS``. All cases read the same tokens, ``DATA`` beside ``RESULTS``.
-``CASES`` is a JSON list of objects::
+Usage: ``worker.py CASES RESULTS``. All cases read the same tokens from ``tokens`` in the folder of
+``RESULTS``. ``CASES`` is the path of a JSON list of objects::
 
     {"name": str, "flags": [str, ...], "steps": int, "evaluate_after": int, "after": str | null}
 
 A case continues from the checkpoint of the case ``after``, which must be listed before it, up to
-iteration ``steps``. With ``"save": true`` it saves a checkpoint in a folder of its name. A case may
-also have ``"moves": {iteration: [layers, ...]}``, the layers of each stage after that iteration,
-and ``"variant"``, another order of summation or a planted error, see ``variants.py``.
+iteration ``steps``. With ``"save": true``, it saves a checkpoint in a folder with the case's name.
+A case may also have ``"moves": {iteration: [layers, ...]}``, the layers of each stage after that
+iteration. The key ``"variant"`` selects another order of summation or a planted error; see
+``variants.py``.
 
-Rank 0 writes ``RESULTS`` after every case: a JSON object of the ranks' results, by case name::
+After every case, rank 0 writes ``RESULTS``, a JSON object with the ranks' results by case name::
 
     {"losses": [[float, ...] per rank], "grad_norms": [[float, ...] per rank],
      "layer_norms": [[{layer: float}, ...] per rank], "further": [[float, ...] per rank],
@@ -21,9 +22,9 @@ Rank 0 writes ``RESULTS`` after every case: a JSON object of the ranks' results,
 The norm of the parameters and the validation loss are measured after iteration ``evaluate_after``.
 ``further`` contains the losses of multi-token prediction.
 
-Losses are empty on ranks without the last stage, and orders are empty with megatron-core's own
-schedule. Processes start once; cases that need the same process groups reuse them one after the
-other. A rank that detects an error raises an exception, which stops the job.
+Losses are empty on ranks without the last stage, and orders are empty under megatron-core's own
+schedule. Processes start only once, and consecutive cases share process groups if possible. A rank
+that detects an error raises an exception, which stops the job.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Meshes:
         self._kept: tuple[object, list[Any], TrainingJob] | None = None
 
     def join(self, config: TrainerConfig) -> TrainingJob:
-        """Does what ``initialize.start_job`` does, with a separate prefix in the store."""
+        """Joins a job like ``initialize.start_job``, but with a separate prefix in the store."""
         gc.collect()  # reference cycles keep the previous case's models and process groups alive
         mesh = mesh_of(config)
         if self._kept is not None and self._kept[0] != mesh:
@@ -145,7 +146,7 @@ class Meshes:
         return process_groups(), job
 
     def leave(self, job: TrainingJob, run: Run) -> None:
-        """Finishes the case, and destroys the process groups that it made."""
+        """Finishes the case, and destroys the process groups that it created."""
         take_down(run)
         dist.barrier(group=job.control_group)
         destroy_rerun_state_machine()
@@ -165,7 +166,7 @@ class Meshes:
 
 
 def mesh_of(config: TrainerConfig) -> tuple[object, ...]:
-    """Returns the settings on which process groups depend."""
+    """Returns the settings that determine the process groups."""
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,
@@ -196,7 +197,7 @@ class Orders:
 
 
 def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, Any], Run]:
-    """Takes the steps of a case; returns the figures of this rank and the final run."""
+    """Takes the steps of a case, and returns the figures of this rank and the final run."""
     config = job.config
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     count = config.parallel.microbatches_of(pp_rank, config.num_microbatches)
@@ -232,7 +233,9 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
             assert step.times is not None
             dealing.after_step(step.times)
         if not result.updated:
-            raise RuntimeError(f"{case['name']}: iteration {iteration} did not update parameters")
+            raise RuntimeError(
+                f"{case['name']}: iteration {iteration} did not update the parameters"
+            )
         run.scheduler.step(increment=config.batch.global_batch_size)
         main, *others = result.losses.values() or [None]
         losses += [] if main is None else [main]
@@ -271,7 +274,7 @@ def train(job: TrainingJob, run: Run, case: dict[str, Any]) -> tuple[dict[str, A
 
 
 def run_case(meshes: Meshes, case: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """Runs a case; returns its results by kind of figure and by rank."""
+    """Runs a case, and returns its results by kind of figure and by rank."""
     started = time.monotonic()
     job = meshes.join(config)
     run = build_run(job)

@@ -22,7 +22,7 @@ def test_the_script_says_how_long_all_soaks_may_take() -> None:
     """Checks that the script states the sum of its time limits in hours."""
     text = SCRIPT.read_text()
     minutes = re.findall(r"^\w+ +(\d+) +tests\.\S+", text, re.MULTILINE)
-    (hours,) = re.findall(r"most (\d+) hours, the sum", text)
+    (hours,) = re.findall(r"at most (\d+) hours", text)
     assert int(hours) == round(sum(map(int, minutes)) / 60)
 
 
@@ -30,4 +30,4 @@ def test_an_unknown_soak_is_one_line_and_status_2() -> None:
     done = subprocess.run(["bash", SCRIPT, "nothing"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: nothing: there is no such soak; there are commands, ")
+    assert line.startswith("error: unknown soak test nothing; the soak tests are commands, ")

@@ -1,1 +1,1 @@
-"""Shared code of several tests, soak tests and studies."""
+"""Provides code that tests, soak tests and studies share."""

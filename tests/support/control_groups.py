@@ -1,4 +1,4 @@
-"""Creates control groups (cgroups) with a limit, which ranks of a test join."""
+"""Creates control groups (cgroups) with a resource limit, which ranks of a test join."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit, described for both versions of control groups.
+    """Resource limit for versions 1 and 2 of control groups.
 
     Attributes:
         controller: Name of the controller in version 1.
-        first: Name of the file and its content in version 1.
-        second: Name of the file and its content in version 2.
+        first: Name and content of the file that sets the limit in version 1.
+        second: Name and content of the file that sets the limit in version 2.
     """
 
     controller: str
@@ -30,13 +30,13 @@ class Limit:
 
 
 def processor_quota(part: float) -> Limit:
-    """Returns a limit of the processor time, in processors."""
+    """Returns a limit on processor time; ``part`` is a number of processors."""
     quota_us = str(round(PERIOD_US * part))
     return Limit("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {PERIOD_US}"))
 
 
 def disk_speed(path: Path, bytes_per_s: int) -> Limit:
-    """Returns a limit of the read speed of the disk that holds a path."""
+    """Returns a limit on the read speed of the disk that holds a path."""
     device = os.stat(path).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return Limit(
@@ -47,13 +47,13 @@ def disk_speed(path: Path, bytes_per_s: int) -> Limit:
 
 
 def memory_size() -> Limit:
-    """Returns a memory limit whose size is set later, by a process in the group."""
+    """Returns a memory limit; a process in the group sets its size later."""
     return Limit("memory", ("memory.limit_in_bytes", "-1"), ("memory.high", "max"))
 
 
 @contextlib.contextmanager
 def limited_group(limit: Limit) -> Iterator[Path | None]:
-    """Creates a control group with a limit; yields ``None`` if that is not possible."""
+    """Creates a control group with a limit, or yields ``None`` if that is not possible."""
     name = f"megatron-adaptive-test-{os.getpid()}-{next(_NUMBERS)}"
     for root in (MOUNTED / limit.controller, MOUNTED):
         folder = root / name

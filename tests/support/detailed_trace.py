@@ -1,4 +1,4 @@
-"""Adds layers and collectives to synthetic traces, as ``--trace-detail`` records them."""
+"""Adds layer times and collectives to synthetic traces, in the format of ``--trace-detail``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 NUMBER = 20
-"""Number of collectives of a group in an iteration."""
+"""Number of collectives of each group in each iteration."""
 
 Times = Callable[[int, int], tuple[float, float]]
-"""Function of iteration and rank: delay of the arrival and time of the transfer, in ms."""
+"""Function from iteration and rank to the arrival delay and the transfer time, in ms."""
 
 _MARKER = '{"begin_iteration": '
 
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the markers of all iterations of a rank."""
+    """Applies a change to all iteration markers of a rank."""
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     lines = path.read_text().splitlines()
     for index, line in enumerate(lines):
@@ -31,7 +31,7 @@ def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def _starts_ns(folder: Path, rank: int) -> dict[int, int]:
-    """Returns the start of each iteration of a rank."""
+    """Returns the start time of each iteration of a rank, in nanoseconds."""
     starts = {}
     path = folder / f"trace_rank_{rank:05d}.jsonl"
     for line in path.read_text().splitlines():
@@ -48,9 +48,9 @@ def add_collectives(
 
     Args:
         folder: Folder of the traces.
-        kind: Kind of the groups.
+        kind: Kind of the process groups.
         groups: Ranks of each group.
-        times_ms: Times of the collectives; small random times are added.
+        times_ms: Function that returns the times of a collective. Small random times are added.
         seed: Seed of the random times.
     """
     numbers = random.Random(seed)
@@ -97,12 +97,12 @@ def _add_group(
 
 
 def add_layers(folder: Path, rank: int, times_ms: Sequence[float], seed: int = 5) -> None:
-    """Adds times of layers, with 1% of noise, to the trace of a rank.
+    """Adds layer times with 1% of noise to the trace of a rank.
 
     Args:
         folder: Folder of the traces.
         rank: Global rank.
-        times_ms: Time of each layer in a step in ms; a third of it is spent in the forward.
+        times_ms: Time of each layer in a step, in ms. A third is spent in the forward pass.
         seed: Seed of the noise.
     """
     numbers = random.Random(seed)

@@ -1,7 +1,7 @@
-"""Enlarges traces: copies of a run's replicas, and repetitions of its iterations.
+"""Enlarges synthetic traces by copying replicas and repeating iterations.
 
-To simulate 10,000 ranks or 12,000 iterations takes minutes, to copy text takes seconds. Every copy
-has clocks of its own machines, as many as wanted.
+Simulating 10,000 ranks or 12,000 iterations takes minutes, but copying text takes seconds. The
+ranks of the enlarged run are spread over hosts with separate clocks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def write_enlarged(
 ) -> int:
     """Writes the traces of a run with more replicas and iterations than are simulated.
 
-    Each copy of a replica varies its durations by some percent.
+    The durations of each copied rank are increased by up to 2%.
 
     Args:
         folder: Folder of the traces.
-        run: Run to simulate; its replicas are copied in turn.
+        run: Run to simulate. Its replicas are copied in rotation.
         replicas: Number of replicas of the enlarged run.
-        repetitions: Number of times to write the iterations.
-        ranks_per_host: Number of ranks with the same clock.
+        repetitions: Number of times that the iterations are written.
+        ranks_per_host: Number of ranks on each host; ranks of a host share its clock.
 
     Returns:
-        Number of ranks.
+        The number of ranks of the enlarged run.
     """
     small = folder.with_name(f"{folder.name}-small")
     write_synthetic(small, run)
@@ -66,7 +66,7 @@ def write_enlarged(
 def _blocks(
     lines: list[str], old: int, new: int, dp_rank: int, factor: float
 ) -> list[tuple[dict[str, int], list[str]]]:
-    """Returns markers and spans with the peers of a copied replica, and longer durations."""
+    """Returns the markers and spans of a copied replica, with new peers and longer durations."""
     blocks: list[tuple[dict[str, int], list[str]]] = []
     for line in lines:
         if line.startswith("{"):

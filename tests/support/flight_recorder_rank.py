@@ -1,6 +1,6 @@
-"""Calls collectives as one of three ranks; rank 1 does not call the last collective.
+"""Calls collectives as one of three ranks; rank 1 omits the last collective.
 
-Each rank writes a dump of torch's flight recorder into ``DUMPS``.
+Each rank writes a dump of torch's flight recorder to the folder ``DUMPS``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ LIMIT_S = 60.0
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Waits until a function returns true."""
+    """Waits until ``holds`` returns true."""
     end_s = time.monotonic() + LIMIT_S
     while not holds():
-        assert time.monotonic() < end_s, "the other ranks did not get here"
+        assert time.monotonic() < end_s, "timed out waiting for the other ranks"
         time.sleep(0.01)
 
 
 def main() -> None:
-    """Runs the rank."""
+    """Runs one rank."""
     folder = Path(os.environ["DUMPS"])
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -51,18 +51,18 @@ def main() -> None:
 
 
 def dump() -> bytes:
-    """Returns the dump of this process."""
+    """Returns this process's dump of the flight recorder."""
     return bytes(_distributed_c10d._dump_fr_trace())
 
 
 def dump_as_json() -> bytes:
-    """Returns the dump of this process as JSON."""
+    """Returns this process's dump of the flight recorder as JSON."""
     text = _distributed_c10d._dump_fr_trace_json()
     return text if isinstance(text, bytes) else text.encode()
 
 
 def has_begun_last() -> bool:
-    """Returns whether the second all-reduce of this process has begun."""
+    """Returns whether this process has started its second all-reduce."""
     names = [entry["profiling_name"] for entry in pickle.loads(dump())["entries"]]
     return names.count("gloo:all_reduce") == 2
 

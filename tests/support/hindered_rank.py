@@ -1,16 +1,15 @@
-"""Trains GPT like ``pretrain_gpt.py``, with one rank that is slowed down.
+"""Trains GPT like ``pretrain_gpt.py``, but slows down one rank.
 
 Environment variables:
 
-``HINDERED``    global rank that is slowed down
-``PINNED``      processor to which this rank is bound, possibly shared with another program
+``HINDERED``    global rank to slow down
+``PINNED``      processor to which this rank is bound, which another program may use too
 ``GROUP``       folder of a control group that this rank joins
-``READ_S``      seconds that the rank takes to read a sample
-``READ_FILE``   file of which the rank reads a part from disk with each sample
-``MAPPED_FILE`` file that the rank maps and reads in each forward; the control group ``GROUP`` has
-                enough memory for only a part of the file
-``SLOW_LAYER``  ``3:0.02``: index of a layer, and seconds that are added to its forward and to its
-                backward
+``READ_S``      seconds that this rank takes to read a sample
+``READ_FILE``   file from which this rank reads an uncached part with each sample
+``MAPPED_FILE`` file that this rank maps and reads in each forward pass; the control group
+                ``GROUP`` has enough memory for only a part of the file
+``SLOW_LAYER``  ``3:0.02``: index of a layer, and seconds to add to its forward and backward pass
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ MEMORY_FILES = {"memory.usage_in_bytes": "memory.limit_in_bytes", "memory.curren
 
 
 def read_slowly(seconds: float) -> None:
-    """Makes each sample take some time."""
+    """Delays the reading of each sample."""
     read = MockGPTDataset.__getitem__
 
     def slow(dataset: Any, index: Any) -> Any:
@@ -53,7 +52,7 @@ def read_slowly(seconds: float) -> None:
 
 
 def read_from_disk(path: str) -> None:
-    """Makes each sample read a part of a file that is not in the page cache."""
+    """Makes each sample also read a part of a file that is not in the page cache."""
     read = MockGPTDataset.__getitem__
     file = os.open(path, os.O_RDONLY)
     offsets = itertools.cycle(range(0, os.fstat(file).st_size, PART_BYTES))
@@ -67,7 +66,7 @@ def read_from_disk(path: str) -> None:
 
 
 def read_mapped(path: str, group: Path) -> None:
-    """Makes each forward read a mapped file that exceeds the control group's memory."""
+    """Makes each forward pass read a mapped file that exceeds the control group's memory."""
     forward = MegatronStages.forward
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -82,7 +81,7 @@ def read_mapped(path: str, group: Path) -> None:
         result = forward(stages, *arguments)
         for offset in range(0, len(content), mmap.PAGESIZE):
             content[offset]
-        # The optimizer allocates its memory in the first steps and must succeed.
+        # The optimizer allocates memory in the first steps, so set the limit only afterwards.
         if next(calls) == FREE_FORWARDS:
             room = int(len(content) * (1 - ROOM_OF_FILE))
             limit.write_text(str(int(usage.read_text()) - room))
@@ -105,7 +104,7 @@ class _Pause(torch.autograd.Function):
 
 
 def slow_down_layer(index: int, seconds: float) -> None:
-    """Makes a layer take longer."""
+    """Slows down a layer."""
     forward = TransformerLayer.forward
 
     def slow(layer: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -117,7 +116,7 @@ def slow_down_layer(index: int, seconds: float) -> None:
 
 
 def hinder() -> None:
-    """Slows down this process as the environment variables say."""
+    """Slows down this process according to the environment variables."""
     variables = os.environ
     if "PINNED" in variables:
         os.sched_setaffinity(0, {int(variables["PINNED"])})

@@ -22,7 +22,8 @@ from tests.support.synthetic_trace import FAULTS, Fault, FaultKind, SyntheticRun
 
 FAULT_HELP = (
     "slow-rank:RANK:FACTOR, slow-link:FROM-TO:SECONDS, spikes:RANK:FACTOR:PROBABILITY or "
-    "slow-data:RANK:SECONDS, each with @FIRST-LAST for some iterations only; may be repeated"
+    "slow-data:RANK:SECONDS, optionally followed by @FIRST-LAST to limit the iterations; can be "
+    "repeated"
 )
 
 
@@ -33,27 +34,33 @@ _SIZES: dict[str, tuple[str, ...]] = {
     "slow-data": ("seconds",),
 }
 _NUMBERS = {
-    "--chunks": ("num_chunks", "chunks per rank"),
-    "--microbatches": ("num_microbatches", "microbatches per step and replica"),
-    "--iterations": ("iterations", "steps"),
-    "--weight-pieces": ("weight_pieces", "of a rule; 0: whole B"),
-    "--jitter": ("action_sigma", "of each action, lognormal"),
-    "--latency": ("latency_s", "of a message, seconds"),
-    "--occupancy": ("occupancy_s", "a message's time on its link, seconds"),
-    "--hosts": ("hosts", "machines, each with a clock of its own"),
-    "--clock-offset": ("clock_offset_s", "between clocks, at most, seconds"),
-    "--clock-drift": ("clock_drift_ppm", "between clocks, at most, millionths"),
-    "--seed": ("seed", "of everything random"),
+    "--chunks": ("num_chunks", "number of chunks per rank"),
+    "--microbatches": ("num_microbatches", "number of microbatches per step and replica"),
+    "--iterations": ("iterations", "number of training steps"),
+    "--weight-pieces": (
+        "weight_pieces",
+        ("number of pieces per weight gradient; 0 for undivided backward passes"),
+    ),
+    "--jitter": ("action_sigma", "lognormal spread of action times"),
+    "--latency": ("latency_s", "latency of a message, in seconds"),
+    "--occupancy": ("occupancy_s", "time for which a message occupies its link, in seconds"),
+    "--hosts": ("hosts", "number of machines, each with its own clock"),
+    "--clock-offset": (
+        "clock_offset_s",
+        ("largest difference between a clock and the first host's clock, in seconds"),
+    ),
+    "--clock-drift": ("clock_drift_ppm", "largest drift of a clock, in parts per million"),
+    "--seed": ("seed", "seed of all random numbers"),
 }
-"""Options that are fields of the run, and their meaning."""
+"""Options that set a field of the run, with the field's name and the help text."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the traces and prints the number of spans.
+    """Writes the traces, and prints the number of spans.
 
     Raises:
-        ConfigError: An option is wrong.
-        ScheduleError: The schedule does not suit the pipeline.
+        ConfigError: An option is invalid.
+        ScheduleError: The schedule does not support the pipeline.
         TraceError: A fault's rank does not exist, or a file cannot be written.
     """
     options = _parser().parse_args(argv)
@@ -96,7 +103,7 @@ def parse_fault(text: str) -> Fault:
     """Parses a fault in the format of :data:`FAULT_HELP`.
 
     Raises:
-        ConfigError: The text has a different format.
+        ConfigError: The text does not have this format.
     """
     description, _, when = text.partition("@")
     kind, *values = description.split(":")
@@ -112,7 +119,7 @@ def parse_fault(text: str) -> Fault:
             first, _, last = when.partition("-")
             fault = replace(fault, first=int(first), last=int(last) if last else None)
     except ValueError as error:
-        raise ConfigError(f"--fault {text}: {error}; give {FAULT_HELP}") from None
+        raise ConfigError(f"invalid --fault {text} ({error}); expected {FAULT_HELP}") from None
     return fault
 
 
@@ -128,17 +135,22 @@ def _iterations(run: SyntheticRun, spans: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="make_trace",
-        description="Write the traces of a made-up run.",
+        description="Write the traces of a synthetic run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the traces")
-    add("--ranks", type=_count, default=4, help="all ranks")
-    add("--pipeline", type=_count, default=4, help="ranks of each pipeline")
-    add("--spans", type=_count, metavar="N", help="as many iterations as make about N spans")
-    add("--schedule", choices=policy_names(), default="adaptive", help="order of work")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the traces")
+    add("--ranks", type=_count, default=4, help="number of ranks")
+    add("--pipeline", type=_count, default=4, help="number of ranks per pipeline")
+    add("--spans", type=_count, metavar="N", help="run as many iterations as give about N spans")
+    add("--schedule", choices=policy_names(), default="adaptive", help="schedule of the run")
     add("--fault", action="append", default=[], help=FAULT_HELP)
-    add("--truth", type=Path, metavar="FILE", help="also write what should be found, as JSON")
+    add(
+        "--truth",
+        type=Path,
+        metavar="FILE",
+        help=("also write the ground truth to this file, as JSON"),
+    )
     for flag, (name, text) in _NUMBERS.items():
         usual = getattr(SyntheticRun, name)
         kind = _count if usual and type(usual) is int else type(usual)

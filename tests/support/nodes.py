@@ -1,4 +1,4 @@
-"""Emulates the nodes of a job on one machine: namespaces with a switch and shared folders.
+"""Emulates the nodes of a job on one machine, using namespaces, a switch and shared folders.
 
 ::
 
@@ -6,9 +6,9 @@
              ├── node 1   init ── run ── forkserver ── ranks
              └── node 2   ...
 
-Each node has its own processes, host name and network. The first process of a node continues after
-the job's process has exited, so that leftover processes can be found. It exits together with this
-program, and so do all processes of the node. Requires root.
+Each node has its own processes, host name and network. The first process of a node outlives the
+job's process, so that leftover processes can be detected. It exits together with this program, and
+so do all other processes of the node. Requires root.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ echo "$?" > "$status.new"
 mv "$status.new" "$status"
 read -r _
 """
-"""Script of a node's first process; this program keeps its standard input open."""
+"""Script of a node's first process, which runs until this program closes its standard input."""
 _PROGRAMS = ("ip", "unshare", "mount", "umount")
 _FORKSERVER = "megatron.adaptive.cluster.rank_forkserver"
 _LIMIT_S = 20.0
@@ -44,26 +44,28 @@ _LIMIT_S = 20.0
 def why_not() -> str | None:
     """Returns the reason why this machine cannot emulate nodes, or ``None`` if it can."""
     if os.geteuid() != 0:
-        return "nodes on one machine need root"
+        return "emulating nodes requires root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"nodes on one machine need {', '.join(missing)} (iproute2, util-linux, mount)"
+        return (
+            f"emulating nodes requires {', '.join(missing)} (packages iproute2, util-linux, mount)"
+        )
     probe = f"probe{os.getpid()}"
     done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if done.returncode:
-        return f"no network namespaces here: {done.stderr.strip()}"
+        return f"cannot create network namespaces: {done.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return None
 
 
 class Node:
-    """One node, which is initially off.
+    """Emulated node, initially powered off.
 
     Args:
         number: Index of the node, counted from 0.
-        slots: Number of ranks that it may run.
-        folder: Folder for its log and its status.
-        switch: Name of the switch's namespace.
+        slots: Number of ranks that the node can run.
+        folder: Folder for the node's log and exit status.
+        switch: Name of the switch's network namespace.
     """
 
     def __init__(self, number: int, slots: int, folder: Path, switch: str) -> None:
@@ -73,7 +75,7 @@ class Node:
         self.log = folder / f"{self.name}.txt"
         self.space = f"{switch}n{number}"
         self.is_cut = False
-        self.begun_at = 0  # offset in the log at which the output of this start begins
+        self.begun_at = 0  # offset in the log of the output since the last start
         self._folder = folder
         self._status = folder / f"{self.name}.status"
         self._switch = switch
@@ -81,7 +83,7 @@ class Node:
         self._init: subprocess.Popen[bytes] | None = None
 
     def plug(self) -> None:
-        """Creates the network of the node at the first call."""
+        """Creates the node's network. Must be called once, before the node boots."""
         name, ends = self.space, ("netns", self._switch, "type", "veth", "peer", "name", "net0")
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -92,7 +94,7 @@ class Node:
         self.mend()
 
     def boot(self, command: Sequence[str], variables: dict[str, str]) -> None:
-        """Starts the node's part of the job; restarts it if it is running."""
+        """Starts the node's part of the job, or restarts it if it is running."""
         self.off()
         self.mend()
         self._status.unlink(missing_ok=True)
@@ -114,23 +116,25 @@ class Node:
             )
 
     def off(self) -> None:
-        """Kills all processes of the node at the same time."""
+        """Kills all processes of the node at once."""
         init, self._init = self._init, None
         if init is None:
             return
-        init.kill()  # the kernel kills all processes of its namespace
+        init.kill()  # the kernel then kills all processes of the namespace
         init.wait(_LIMIT_S)
         assert init.stdin is not None
         init.stdin.close()
 
     def cut(self, *, silently: bool) -> None:
-        """Disconnects the node silently, or by disabling its network interface."""
+        """Disconnects the node; unless ``silently`` is true, its network interface loses the
+        carrier.
+        """
         self.is_cut = True
         state = ("nomaster",) if silently else ("down",)
         _ip("-n", self._switch, "link", "set", self._port, *state)
 
     def mend(self) -> None:
-        """Reconnects the node. Idempotent."""
+        """Reconnects the node. Safe to call more than once."""
         self.is_cut = False
         _ip("-n", self._switch, "link", "set", self._port, "master", "net0", "up")
 
@@ -146,7 +150,7 @@ class Node:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the node's part of the job, ``None`` while it runs."""
+        """Exit status of the node's part of the job, or ``None`` while it runs."""
         return int(self._status.read_text()) if self._status.exists() else None
 
     @property
@@ -157,7 +161,7 @@ class Node:
             return log.read().decode(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the running processes of the node, without its first process."""
+        """Returns the running processes of the node, except its first process."""
         if self._init is None:
             return []
         processes = []
@@ -170,7 +174,7 @@ class Node:
         return processes
 
     def ranks(self) -> list[psutil.Process]:
-        """Returns the ranks, in the order in which they were forked."""
+        """Returns the node's ranks, in the order in which they were forked."""
         forked = [process for process in self.processes() if _is_forkserver(process)]
         return [process for process in forked if _is_forkserver(process.parent())]
 
@@ -184,23 +188,23 @@ class Node:
         ]
 
     def close(self) -> None:
-        """Removes the node."""
+        """Shuts down and removes the node."""
         self.off()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("netns", "del", self.space)
 
 
 class Nodes:
-    """All nodes, initially off, and two folders of limited size that they share.
+    """All nodes, initially powered off, and two folders of limited size that they share.
 
     Args:
-        folder: Folder for logs and the shared folders.
-        slots: Number of ranks that each node may run.
-        shared_bytes: Size of each shared folder.
+        folder: Folder for the logs and the shared folders.
+        slots: Number of ranks that each node can run.
+        shared_bytes: Size of each shared folder, in bytes.
 
     Attributes:
-        shared: Folder of the job.
-        traces: Folder of the job's traces.
+        shared: Shared folder for the job's files.
+        traces: Shared folder for the job's traces.
     """
 
     def __init__(self, folder: Path, slots: Sequence[int], shared_bytes: int) -> None:
@@ -236,12 +240,12 @@ class Nodes:
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
 
     def close(self) -> None:
-        """Removes all nodes. Idempotent."""
+        """Removes all nodes. Safe to call more than once."""
         self._closing.close()
 
 
 def fill(path: Path) -> None:
-    """Fills the file system of a file by extending the file."""
+    """Fills the file system that contains a file, by extending the file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         for size in (1 << 20, 1 << 12):

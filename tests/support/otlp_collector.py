@@ -1,4 +1,4 @@
-"""Collects OpenTelemetry spans on loopback, over HTTP."""
+"""Collects OpenTelemetry spans over HTTP on the loopback interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Collector:
 
     Attributes:
         url: URL of the collector.
-        requests: Requests that it answered, as JSON.
-        answer: Status and body of its answers.
-        held: While it is not set, requests get no answer.
-        logins: Users with their passwords that requests had.
-        gets: Number of requests with GET.
+        requests: Requests that were answered with status 200, as parsed JSON.
+        answer: Status and body of the answers.
+        held: Event that allows answers. While it is not set, requests wait.
+        logins: Logins of requests with basic authentication, as ``user:password``.
+        gets: Number of GET requests.
     """
 
     url: str = ""
@@ -34,7 +34,7 @@ class Collector:
 
     @property
     def spans(self) -> list[dict[str, Any]]:
-        """All spans of the requests."""
+        """Spans of all requests."""
         return [
             span
             for request in [*self.requests]
@@ -45,7 +45,7 @@ class Collector:
 
     @property
     def ranks(self) -> set[str]:
-        """Values of ``dl.rank`` of the resources."""
+        """Values of the resource attribute ``dl.rank`` in all requests."""
         return {
             attribute["value"]["intValue"]
             for request in [*self.requests]
@@ -57,7 +57,7 @@ class Collector:
 
 @contextmanager
 def serving(port: int = 0) -> Iterator[Collector]:
-    """Serves as a collector until the block ends."""
+    """Runs a collector until the ``with`` block ends."""
     state = Collector()
     state.held.set()
 

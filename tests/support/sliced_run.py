@@ -1,6 +1,8 @@
-"""Writes traces of made-up runs with ``--slice-tokens``: rows of documents in slices of one length.
+"""Writes traces of synthetic runs with ``--slice-tokens``.
 
-Steps are simulated under ``adaptive``. The time of a slice is exactly that of its tokens and pairs.
+The documents of a step are packed into rows, and rows are cut into slices of equal length. Steps
+are simulated under ``adaptive``. A slice's time is a linear function of its numbers of tokens and
+of token pairs.
 """
 
 from __future__ import annotations
@@ -35,16 +37,8 @@ NS_PER_S = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
-    """Describes a run.
-
-    Attributes:
-        documents: Number of tokens of each document of a step, the same in each step.
-        tokens: Number of tokens of a slice.
-        num_ranks: Number of pipeline ranks.
-        num_chunks: Number of chunks per rank.
-        iterations: Number of steps.
-        schedule: Name of the schedule in the header.
-        fixed_s: Time of each action, besides that of its tokens and pairs.
+    """Describes a synthetic run with slices.
+    documents: Number of tokens of each document of a step; all steps have the same documents.
     """
 
     documents: tuple[int, ...]
@@ -57,13 +51,13 @@ class SlicedRun:
 
     @property
     def rows(self) -> list[list[int]]:
-        """Returns the lengths of each row's documents."""
+        """Lengths of the documents in each row."""
         packed = first_fit(self.documents, self.tokens)
         return [[self.documents[number] for number in row] for row in packed]
 
     @property
     def cuts(self) -> list[Cut]:
-        """Returns where each row is cut."""
+        """Cuts that divide each row into slices."""
         return [self._cut(row) for row in self.rows]
 
     def _cut(self, row: Sequence[int]) -> Cut:
@@ -72,18 +66,18 @@ class SlicedRun:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Returns the number of slices of each row."""
+        """Number of slices of each row."""
         return tuple(len(cut.ends) for cut in self.cuts)
 
     def _width(self, row: Sequence[int]) -> int:
         return -(-sum(row) // self.tokens) * self.tokens
 
     def step_s(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the simulated time of a step that runs these rows of documents, in seconds."""
+        """Returns the simulated time of a step with these rows of documents, in seconds."""
         return self._simulated([self._cut(row) for row in rows])[0].makespan_s
 
     def write(self, folder: Path) -> float:
-        """Writes a trace file per rank, and returns the time of a step in seconds."""
+        """Writes one trace file per rank, and returns the time of a step in seconds."""
         result, policies = self._simulated(self.cuts)
         data_ns = np.ones(len(self.counts), dtype=np.int64)
         rows = step_rows(result, policies, data_ns=data_ns)

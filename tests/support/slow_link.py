@@ -1,4 +1,4 @@
-"""Provides a gloo transport that delays each message of one link.
+"""Provides a gloo transport that delays each message on one link.
 
 Environment variables:
 
@@ -19,7 +19,7 @@ from megatron.adaptive.transport.kind import Opening
 
 
 class SlowLink(GlooKind):
-    """Declares the transport."""
+    """Opens gloo transports that delay messages on the slow link."""
 
     def open(self, opening: Opening) -> Transport | None:
         transport = super().open(opening)

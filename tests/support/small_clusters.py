@@ -19,14 +19,14 @@ from megatron.adaptive.planner.search_options import SearchOptions, SearchResult
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(PlanInputs):
-    """Inputs of a search."""
+    """Inputs and options of a search."""
 
     global_batch: int
     options: SearchOptions
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns a problem with up to four nodes of up to three types and up to seven layers."""
+    """Returns a random problem with up to four nodes, three node types and seven layers."""
     rng, more = random.Random(seed), random.Random(-seed - 1)
     kinds = {
         name: LayerKind(
@@ -102,17 +102,17 @@ def random_problem(seed: int) -> Problem:
 
 
 def solve(problem: Problem) -> SearchResult:
-    """Returns the result of a search for the best plan."""
+    """Searches for the best plan, and returns the result."""
     return searcher_of(problem).search()
 
 
 def searcher_of(problem: Problem) -> Searcher:
-    """Returns a searcher of the problem."""
+    """Returns a searcher for the problem."""
     return Searcher(problem, global_batch=problem.global_batch, options=problem.options)
 
 
 def brute_force(problem: Problem) -> float:
-    """Returns the seconds of the best plan that uses whole nodes; infinity if no plan fits."""
+    """Returns the predicted time of the best plan on whole nodes, or infinity if no plan fits."""
     best = float("inf")
     for plan in _plans(problem):
         prediction = predict(plan, problem)
@@ -153,7 +153,7 @@ def _plans(problem: Problem) -> Iterator[Plan]:
 
 
 def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yields the orders of nodes of every subset of a cluster; equal nodes are interchangeable."""
+    """Yields the node orders of all subsets of a cluster; nodes of a type are interchangeable."""
     seen = set()
     numbers = range(len(cluster.nodes))
     for count in range(1, len(cluster.nodes) + 1):
@@ -165,7 +165,7 @@ def _orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def better(problem: Problem, seed: int) -> Problem:
-    """Returns the problem with more memory, one faster link or one faster GPU."""
+    """Returns the problem with more memory, a faster link or a faster GPU type."""
     rng = random.Random(seed)
     groups = list(problem.cluster.groups)
     index = rng.randrange(len(groups))

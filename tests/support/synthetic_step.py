@@ -1,6 +1,6 @@
 """Generates the rows that the ranks of a pipeline would record in a simulated step.
 
-Times are nanoseconds from the start of the step; peers are positions in the pipeline.
+Times are in nanoseconds from the start of the step. Peers are pipeline ranks.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from megatron.adaptive.trace.span_columns import KIND, REASON, Ints
 from megatron.adaptive.trace.trace_format import COLUMNS
 
 SEND_NS = 5_000
-"""Time to hand a message over to the transport."""
+"""Time to pass a message to the transport, in nanoseconds."""
 
 MESSAGE_BYTES = 4 << 20
 ACTIVATION_BYTES = 64 << 20
-"""Bytes of activations that a forward keeps."""
+"""Size of the activations that a forward pass keeps."""
 
 PS_PER_NS = 1000
 Place = tuple[int, int, int]
-"""F or B, stage and microbatch."""
+"""Kind (F or B), stage and microbatch of an action."""
 _USUAL = {"chunk": -1, "microbatch": -1, "peer": -1, "of": -1}
 
 
 def step_rows(result: SimResult, policies: Sequence[Policy], *, data_ns: Ints) -> list[Ints]:
-    """Returns the rows of each rank, ``[spans, 12] int64``.
+    """Returns the trace rows of each rank, ``[spans, 12] int64``.
 
     Args:
         result: Simulated step.
-        policies: Policies that chose the order of the step, by rank.
-        data_ns: Data loading time of each forward of the first stage, ``[microbatches]``.
+        policies: Policies that chose the order of the actions, by rank.
+        data_ns: Time to load each microbatch on the first stage, ``[microbatches]``.
     """
     step = _Step(result)
     return [
@@ -51,7 +51,7 @@ def _row(kind: str, start_ns: int, end_ns: int, **columns: int) -> tuple[int, ..
 
 
 class _Step:
-    """Times of all events of a step."""
+    """Computes the times of all events of a step."""
 
     def __init__(self, result: SimResult) -> None:
         self._result = result
@@ -59,7 +59,8 @@ class _Step:
         self._rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         self._times: dict[Place, tuple[int, int]] = {}
         self._actions = [self._of_rank(rank) for rank in range(placement.num_ranks)]
-        # Every message waits until its link is free, occupies the link for some time, and travels.
+        # Each message waits until its link is free, occupies the link for some time, and arrives
+        # after a delay.
         self._messages: dict[Place, tuple[int, int]] = {}
         work, free_ns = result.workload, dict[tuple[int, int], int]()
         delays_ns, busy_ns = work.delays_ps // PS_PER_NS, work.occupancy_ps // PS_PER_NS
@@ -76,7 +77,7 @@ class _Step:
         self._messages = dict(sorted(self._messages.items(), key=lambda item: item[1][1]))
 
     def _onward(self, kind: int, stage: int) -> int | None:
-        """Returns the stage on another rank that receives a result, if any."""
+        """Returns the stage on another rank that receives a result; ``None`` if there is none."""
         to = stage + (1 if kind == F else -1)
         is_message = 0 <= to < len(self._rank_of) and self._rank_of[to] != self._rank_of[stage]
         return to if is_message else None
@@ -99,7 +100,7 @@ class _Step:
         return actions
 
     def rows(self, rank: int, policy: Policy, data_ns: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns a rank's rows: data loading, waits, receives, sends and actions."""
+        """Returns a rank's rows for data loading, waits, receives, sends and actions."""
         placement, reasons = self._placement, REASON
         data, waits, actions = [], [], []
         receives = [
@@ -145,7 +146,7 @@ class _Step:
             action = {"chunk": chunk, "microbatch": microbatch, "piece": piece}
             source, arrived = self._messages.get((kind, stage, microbatch), (-1, -1))
             if start > free:
-                # The wait is for the input if the action begins when the input arrives.
+                # A wait is attributed to the input if the action starts when the input arrives.
                 cause = "input" if source >= 0 and arrived >= start - 2 else "order"
                 if kind == F and cause != "input":
                     cause = "memory"

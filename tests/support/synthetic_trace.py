@@ -1,9 +1,9 @@
-"""Generates synthetic runs: traces like those of real jobs, of any size, with known faults.
+"""Generates traces of synthetic runs, of any size and with known faults.
 
-Every step is simulated (``schedule.simulate``) with new random times, so that spans, waits and
+Each step is simulated (``schedule.simulate``) with new random durations, so spans, waits and
 messages are consistent, as in a real job. Replicas synchronize in the gradient reduction. Hosts
-have separate clocks and sample them. Faults act at their source: the work of a rank, the latency of
-a link, or data loading.
+have separate clocks, and sample the first host's clock. Faults act at their source, which is the
+work of a rank, the latency of a link, or data loading.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FaultKind = Literal["slow-rank", "slow-link", "spikes", "slow-data"]
 FAULTS: tuple[FaultKind, ...] = ("slow-rank", "slow-link", "spikes", "slow-data")
 
 COMPILE_FROM = 200_000
-"""Number of actions above which the compiled simulator is faster, including its start."""
+"""Number of actions above which the compiled simulator is faster, including its startup."""
 
 BOOT_UNIX_NS = 1_700_000_000_000_000_000
 START_NS = 5_000_000_000_000
@@ -53,23 +53,24 @@ _PEER = COLUMNS.index("peer")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of a run.
+    """Describes a fault of a run.
 
     Attributes:
-        kind: ``slow-rank``: all work of a rank takes ``factor`` times as long; ``slow-link``:
-            messages from a rank to another take ``seconds`` longer; ``spikes``: one action of a
-            rank in ``1 / probability`` takes ``factor`` times as long; ``slow-data``: loading each
-            microbatch takes ``seconds`` longer, on the first stage of the rank's pipeline.
+        kind: Kind of the fault. With ``slow-rank``, all work of a rank takes ``factor`` times as
+            long. With ``slow-link``, messages from a rank to another rank take ``seconds`` longer.
+            With ``spikes``, each action of a rank takes ``factor`` times as long with the given
+            probability. With ``slow-data``, loading each microbatch on the first stage of the
+            rank's pipeline takes ``seconds`` longer.
         rank: Global rank that has the fault.
-        to: Global rank at the other side of a link.
-        factor: Factor of durations, 1 or more.
-        seconds: Added seconds, non-negative.
-        probability: Probability that an action has the fault.
+        to: Global rank at the other end of a slow link.
+        factor: Factor of durations, at least 1.
+        seconds: Added time in seconds, non-negative.
+        probability: Probability that an action is slow, for ``spikes``.
         first: First iteration with the fault.
-        last: Last iteration with the fault, ``None`` for the run's last iteration.
+        last: Last iteration with the fault; ``None`` for the last iteration of the run.
 
     Raises:
-        TraceError: An attribute is out of its range.
+        TraceError: An attribute is out of range.
     """
 
     kind: FaultKind
@@ -85,8 +86,8 @@ class Fault:
         sound = self.factor >= 1 and self.seconds >= 0 and 0 <= self.probability <= 1
         if self.kind not in FAULTS or not sound:
             raise TraceError(
-                f"{self}: expected one of {', '.join(FAULTS)}, a factor of 1 or more, seconds of 0 "
-                "or more and a probability of 0 to 1"
+                f"{self} is invalid: kind must be one of {', '.join(FAULTS)}, factor at least 1, "
+                "seconds non-negative and probability between 0 and 1"
             )
 
     def holds(self, iteration: int) -> bool:
@@ -101,33 +102,35 @@ class SyntheticRun:
     Attributes:
         num_ranks: Number of pipeline ranks.
         replicas: Number of data-parallel replicas.
-        num_chunks: Number of chunks per rank, if the schedule does not fix it.
+        num_chunks: Number of chunks per rank, unless the schedule fixes it.
         num_microbatches: Number of microbatches per step of each replica.
-        iterations: Number of iterations; the first is 1.
+        iterations: Number of iterations, which are numbered from 1.
         schedule: Name of a schedule or run-time rule.
-        weight_pieces: Number of pieces of a weight gradient for a rule, 0 for whole backwards.
-        forward_s: Mean seconds of a rank's forward.
-        backward_s: Mean seconds of a rank's backward by inputs.
-        weight_s: Mean seconds of a rank's weight gradient.
-        latency_s: Latency of a message.
-        occupancy_s: Time for which a message occupies its link.
-        data_s: Time to load a microbatch.
-        optimizer_s: Time of the optimizer's update.
-        action_sigma: Lognormal spread of each action.
-        microbatch_sigma: Lognormal spread of each microbatch.
-        rank_sigma: Lognormal spread of the speeds of ranks, the same in all iterations.
-        iteration_sigma: Lognormal spread of each rank's speed from iteration to iteration.
+        weight_pieces: Number of pieces of a weight gradient under a run-time rule; 0 for undivided
+            backward passes.
+        forward_s: Mean time of a rank's forward pass, in seconds.
+        backward_s: Mean time of a rank's backward pass by inputs, in seconds.
+        weight_s: Mean time of a rank's weight gradient, in seconds.
+        latency_s: Latency of a message, in seconds.
+        occupancy_s: Time for which a message occupies its link, in seconds.
+        data_s: Time to load a microbatch, in seconds.
+        optimizer_s: Time of the optimizer's update, in seconds.
+        action_sigma: Lognormal spread of action times.
+        microbatch_sigma: Lognormal spread of microbatch times.
+        rank_sigma: Lognormal spread of rank speeds, the same in all iterations.
+        iteration_sigma: Lognormal spread of each rank's speed between iterations.
         stray_probability: Probability that an action takes 1.5 to 4 times as long, on every rank.
-        stage_factors: Factors of the planned work of each rank, empty for equal stages.
+        stage_factors: Factors of the planned work of each rank; empty for equal stages.
         layers: Number of transformer layers of each stage, as written to the headers.
         head: Extra work of the last stage, in layers.
-        planned_head: Extra work of the last stage as written to the headers, ``None`` for ``head``.
-        hosts: Number of machines, each with its own clock and its share of the ranks.
+        planned_head: Extra work of the last stage that is written to the headers; ``None`` for
+            ``head``.
+        hosts: Number of machines; each has its own clock and its share of the ranks.
         clock_offset_s: Largest difference between a clock and the first host's clock.
         clock_drift_ppm: Largest drift of a clock, in parts per million.
         faults: Faults of the run.
-        is_dealt: Whether microbatches are distributed over replicas by cost; for real runs.
-        num_slices: Number of slices of equal cost into which each microbatch is cut.
+        is_dealt: Whether microbatches are distributed over replicas by cost; only for real runs.
+        num_slices: Number of equal-cost slices of each microbatch.
         seed: Seed of all random numbers.
     """
 
@@ -174,8 +177,8 @@ class Truth:
 
     Attributes:
         bubble_fraction: Fraction of idle time, ``[iterations, ranks]``.
-        step_s: Seconds from the first action to the last, ``[iterations, replicas]``.
-        start_ns: Start of the first replica's step in the time of the first host, ``[iterations]``.
+        step_s: Time in seconds from the first action to the last, ``[iterations, replicas]``.
+        start_ns: Start of the first replica's steps, in the first host's time, ``[iterations]``.
         spans: Number of spans.
         clocks: Offset in nanoseconds at ``START_NS``, and drift, of each host's clock.
     """
@@ -191,7 +194,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
     """Writes the trace files of a synthetic run to a folder.
 
     Raises:
-        ScheduleError: The schedule does not suit the pipeline.
+        ScheduleError: The schedule does not support the pipeline.
         TraceError: A fault's rank does not exist, or a file cannot be written.
     """
     writer = _Writer(Path(folder), run)
@@ -202,7 +205,7 @@ def write_synthetic(folder: str | os.PathLike[str], run: SyntheticRun) -> Truth:
 
 
 class _Writer:
-    """Writes one run."""
+    """Writes the traces of one run."""
 
     def __init__(self, folder: Path, run: SyntheticRun) -> None:
         self._folder = folder
@@ -222,7 +225,7 @@ class _Writer:
         self._compiled = actions > COMPILE_FROM
         for fault in run.faults:
             if not 0 <= fault.rank < run.world_size or fault.to >= run.world_size:
-                raise TraceError(f"{fault} concerns a rank beyond 0..{run.world_size - 1}")
+                raise TraceError(f"{fault} has a rank outside 0..{run.world_size - 1}")
         self._clocks = [(0, 0.0)] + [
             (
                 round(self._rng.uniform(-1, 1) * run.clock_offset_s * 1e9),
@@ -261,7 +264,7 @@ class _Writer:
         return rank * self._run.hosts // self._run.world_size
 
     def _local(self, host: int, times_ns: Any) -> Any:
-        """Converts times of the first host's clock to times of another host's clock."""
+        """Converts times of the first host's clock to another host's clock."""
         offset_ns, drift = self._clocks[host]
         if not host:
             return times_ns
@@ -325,7 +328,7 @@ class _Writer:
     def _iteration(
         self, iteration: int, begin_ns: int, results: Sequence[tuple[SimResult, list[Ints]]]
     ) -> int:
-        """Writes an iteration of all ranks; returns the start time of the next iteration."""
+        """Writes an iteration of all ranks, and returns the start time of the next iteration."""
         run = self._run
         longest_s = max(result.makespan_s for result, _ in results)
         done_ns = begin_ns + round(longest_s * 1e9)
@@ -358,7 +361,7 @@ class _Writer:
         return updated_ns + 1_000_000
 
     def _exchanges(self, host: int, at_ns: int) -> ClockSamples:
-        """Returns a burst of samples of a host's clock; some messages of the burst are delayed."""
+        """Returns a burst of samples of a host's clock, in which some messages are delayed."""
         samples = []
         for number in range(SAMPLES_PER_BURST):
             there, back = 15_000 + self._rng.exponential((30_000, 30_000))
@@ -380,7 +383,7 @@ class _Writer:
 def draw_step(
     run: SyntheticRun, placement: Placement, iteration: int, replica: int, seed: int
 ) -> tuple[Workload, Any]:
-    """Draws a step of one replica, with its faults.
+    """Draws random durations for a step of one replica, and applies the replica's faults.
 
     Args:
         run: Description of the run.
@@ -390,8 +393,8 @@ def draw_step(
         seed: Seed of the random factors of actions.
 
     Returns:
-        Durations for the simulator, and the seconds of each data load, which are added to the first
-        stage's forwards.
+        Durations for the simulator, and the time in seconds to load each microbatch, which the
+        caller adds to the first stage's forward passes.
     """
     faults = [f for f in run.faults if f.rank % run.replicas == replica and f.holds(iteration)]
     rng = np.random.default_rng((run.seed, iteration, replica))

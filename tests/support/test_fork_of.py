@@ -1,4 +1,4 @@
-"""Checks that a reused process id is not mistaken for the earlier process."""
+"""Tests which programs are forked instead of started, and the detection of reused process IDs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.multiprocess.launch import TRANSFORMERS, forking_every, run_forked
 
 @pytest.fixture
 def program() -> Iterator[subprocess.Popen[bytes]]:
-    """Returns a process that waits for input."""
+    """Yields a process that waits for input."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
         yield waiting
         waiting.kill()

@@ -1,4 +1,4 @@
-"""Checks that ``make_trace`` writes the requested number of spans and rejects bad input."""
+"""Tests that ``make_trace`` writes the requested number of spans and rejects bad input."""
 
 import json
 import subprocess
@@ -35,9 +35,9 @@ def test_the_script_writes_about_as_many_spans_as_asked_for(tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["--fault", "gremlins:1"], "unknown fault 'gremlins'"),
-        (["--fault", "slow-rank:1"], "give slow-rank:RANK:FACTOR"),
-        (["--fault", "slow-link:1:2"], "give slow-rank:RANK:FACTOR"),
-        (["--fault", "slow-rank:7:2"], "a rank beyond 0..3"),
+        (["--fault", "slow-rank:1"], "expected slow-rank:RANK:FACTOR"),
+        (["--fault", "slow-link:1:2"], "expected slow-rank:RANK:FACTOR"),
+        (["--fault", "slow-rank:7:2"], "a rank outside 0..3"),
         (["--ranks", "6"], "--ranks must be a multiple of --pipeline 4, got 6"),
         (["--iterations", "0"], "must be 1 or more, got 0"),
         (["--schedule", "1f1b", "--pipeline", "4", "--bogus"], "unrecognized arguments"),

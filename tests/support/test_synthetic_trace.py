@@ -1,4 +1,4 @@
-"""Checks that synthetic runs are complete and consistent, except for their planted faults."""
+"""Tests that synthetic runs are complete and consistent, except for their planted faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ Make = Callable[..., tuple[RunTrace, RunFigures]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Returns a function that writes a run, and reads it with its figures."""
+    """Returns a function that writes a run, and returns its trace and figures."""
 
     def write(**options: Any) -> tuple[RunTrace, RunFigures]:
         write_synthetic(tmp_path, SyntheticRun(**{"iterations": 4, **options}))

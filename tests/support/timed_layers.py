@@ -1,16 +1,17 @@
 """Trains GPT like ``pretrain_gpt.py``, with layers that sleep to reach a chosen duration.
 
-Several ranks can thereby share a processor and still have different speeds, as on devices. The
-layers compute the same values as without sleeping. Environment variables:
+Ranks that share a processor can thereby have different speeds, as on separate devices. The layers
+compute the same values as without sleeping. Environment variables:
 
-``LAYER_MS``       milliseconds of each layer's forward, the backward takes twice as long; a number,
-                   or a JSON object with a number for each node name; without it nothing sleeps
-``EXPERT_FACTOR``  factor of layers with experts; 1 by default
-``LAYER_PAIRS``    ``0.5/128``: half of the time depends on pairs of tokens of a document, half on
-                   tokens, relative to a document of 128 tokens; by default length has no effect
-``EXACT_TIMES``    whether ``auto`` gets the chosen times instead of measured times, which are
-longer
-                   on a busy machine
+``LAYER_MS``       milliseconds of each layer's forward pass; the backward pass takes twice as long.
+                   The value is a number, or a JSON object with a number for each node name.
+                   Without this variable nothing sleeps.
+``EXPERT_FACTOR``  factor of the time of layers with experts; 1 by default
+``LAYER_PAIRS``    ``0.5/128``: half of the time is proportional to the number of token pairs in a
+                   document, half to the number of tokens, relative to a document of 128 tokens; by
+                   default the length has no effect
+``EXACT_TIMES``    if set, ``auto`` gets the chosen times instead of the measured times, which are
+                   longer on a busy machine
 ``SLOW_RANKS``     global ranks, separated by commas, on which everything takes longer
 ``SLOW_FACTOR``    factor of the time on these ranks
 ``SLOW_STEPS``     ``7-16``: these ranks are slow only from the 7th to the 15th step of this process
@@ -57,11 +58,11 @@ _PATIENCE = 20  # number of steps without a move after which the current partiti
 
 
 def time_layers(seconds: float, slow: float) -> None:
-    """Makes each transformer layer of this process take a given time, its backward twice as long.
+    """Makes a layer's forward pass take ``seconds``, and its backward pass twice as long.
 
     Args:
-        seconds: Seconds of a layer's forward.
-        slow: Factor of the time in ``SLOW_STEPS``.
+        seconds: Time of a layer's forward pass, in seconds.
+        slow: Factor of the time during ``SLOW_STEPS``.
     """
     for name, times in (("forward", 1), ("backward", 2)):
         setattr(MegatronStages, name, _timed(getattr(MegatronStages, name), times * seconds, slow))
@@ -76,7 +77,7 @@ def is_slow(stages: Any) -> bool:
 
 
 def time_each_layer(seconds: float) -> None:
-    """Makes the forward of each single layer take its chosen time as well."""
+    """Also makes each single layer's forward pass take its chosen time."""
     work = TransformerLayer.forward
 
     @functools.wraps(work)
@@ -90,13 +91,13 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Passes chosen instead of measured action times to ``--pipeline-schedule auto``.
+    """Passes the chosen action times to ``--pipeline-schedule auto``, instead of the measured
+    times.
 
-    On a busy machine some actions take many times as long. Fails if a measured time is shorter than
-    the chosen time.
+    Measured times are unreliable on a busy machine. Fails if a measured time is clearly shorter
+    than the chosen time.
 
-    Args:
-        layer_s: Seconds of a layer's forward.
+    layer_s: Time of a layer's forward pass, in seconds.
     """
     decide = Tuner.after_step
 
@@ -114,7 +115,7 @@ def report_exact_times(layer_s: float) -> None:
 
 
 def factor_of(module: Any) -> float:
-    """Returns a module's time relative to a layer without experts, 0 for other modules."""
+    """Returns a module's time relative to a layer without experts, or 0 if it is not a layer."""
     if not isinstance(module, TransformerLayer):
         return 0.0
     return float(os.environ.get("EXPERT_FACTOR", 1)) if isinstance(module.mlp, MoELayer) else 1.0
@@ -131,7 +132,7 @@ def keep_microbatches() -> None:
 
 
 def share_of(microbatch: int) -> float:
-    """Returns a microbatch's time relative to a document of full length."""
+    """Returns a microbatch's time relative to a document of maximum length."""
     (batch,) = _of_step or [None]
     if batch is None or "lengths" not in batch[microbatch]:
         return 1.0
@@ -155,7 +156,7 @@ def _timed(work: Callable[..., Any], layer_s: float, slow: float) -> Callable[..
 
 
 def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
-    """Moves layers only after these iterations, to these partitions."""
+    """Makes the job move layers only after these iterations, to these partitions."""
     done = 0
 
     def after_step(
@@ -169,13 +170,13 @@ def force_moves(moves: dict[int, tuple[int, ...]]) -> None:
 
 
 def compare(others: list[tuple[int, ...]], steps: int, rounds: int, moves_file: Path) -> None:
-    """Uses the partition of the first check, then alternates between it and other partitions.
+    """Applies the first partition that is chosen, then alternates between it and other partitions.
 
     Args:
-        others: Partitions to compare with.
-        steps: Number of steps of each run.
+        others: Partitions to compare with the chosen partition.
+        steps: Number of steps of each timed run.
         rounds: Number of runs of each partition.
-        moves_file: Path of a file for the first iteration and the partition of each run, in JSON.
+        moves_file: Path of the JSON file for the first iteration and the partition of each run.
     """
     decide, done, turns = Repartitioner.after_step, 0, list[tuple[int, tuple[int, ...]]]()
 

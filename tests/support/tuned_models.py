@@ -1,4 +1,4 @@
-"""Creates small ``transformers`` models with tokenizers, and data, for fine-tuning tests."""
+"""Creates small ``transformers`` models, tokenizers and data for fine-tuning tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attent
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each letter."""
+    """Returns a tokenizer with one token per letter."""
     letters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate(SPECIAL + letters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -65,7 +65,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_processor() -> Any:
-    """Returns a processor for images of 8 by 8 pixels; each image is four tokens."""
+    """Returns a processor for images of 8 by 8 pixels, which become four tokens each."""
     return LlavaProcessor(
         image_processor=CLIPImageProcessorPil(
             size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}
@@ -152,13 +152,13 @@ def write_image_data(folder: Path, count: int = 20) -> Path:
 def loss_of_transformers(
     model: Path, data: Path, indices: Sequence[int], *, adapters: Path | None = None
 ) -> float:
-    """Returns the mean loss over all learned tokens of samples, computed by transformers.
+    """Returns the mean loss over all learned tokens of some samples, computed by transformers.
 
     Args:
         model: Folder of the model.
         data: File of samples.
-        indices: Indices of samples, counting only samples with something to learn.
-        adapters: Folder of adapters, ``None`` for no adapters.
+        indices: Indices of samples; samples without learned tokens are not counted.
+        adapters: Folder of adapters, or ``None`` to use no adapters.
     """
     processor = load_processor(model)
     has_images = hasattr(processor, "image_processor")

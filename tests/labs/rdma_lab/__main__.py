@@ -1,4 +1,4 @@
-"""Runs the lab from the command line."""
+"""Provides the command line of the RDMA lab."""
 
 from __future__ import annotations
 
@@ -16,26 +16,37 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nodes", type=int, default=2, help="how many nodes (default: 2)")
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument(
-        "--memory", type=int, default=1024, metavar="MIB", help="of each node (default: 1024)"
+        "--memory",
+        type=int,
+        default=1024,
+        metavar="MIB",
+        help=("memory of each node in MiB (default: 1024)"),
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="boot included (default: 300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help=("timeout in seconds, including the boot (default: 300)"),
     )
     parser.add_argument(
-        "--machine", choices=MACHINES, default=MACHINES[0], help="what a node is (default: uml)"
+        "--machine", choices=MACHINES, default=MACHINES[0], help="kind of the nodes (default: uml)"
     )
-    parser.add_argument("--prepare", action="store_true", help="only make what nodes boot from")
-    parser.add_argument("command", nargs="*", help="program and arguments, after --")
+    parser.add_argument(
+        "--prepare", action="store_true", help=("only prepare the files that nodes boot from")
+    )
+    parser.add_argument("command", nargs="*", help="program and its arguments, after --")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # terminates the nodes on exit
+    # exits by exception, which terminates the nodes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if options.prepare:
             print(prepare() if options.machine == "uml" else qemu.prepare())
             return 0
         if not options.command or options.nodes < 1:
-            parser.error("there is nothing to run: give a command, and at least one node")
+            parser.error("COMMAND is missing, or --nodes is less than 1")
         result = run(
             options.command,
             nodes=options.nodes,

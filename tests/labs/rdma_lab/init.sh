@@ -1,6 +1,7 @@
 #!/bin/bash
-# Process 1 of a node: gives it a root that it can write. So far its root is the file system of the
-# host, read-only. The kernel hands on what it does not know of its command line as variables.
+# Runs as process 1 of a node, and gives the node a writable root file system. At first the root is
+# the host's file system, read-only. The kernel passes command-line parameters that it does not know
+# as environment variables.
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 : "${lab_dir:?}" "${lab_share:?}" "${lab_rank:?}"
 top=/mnt
@@ -18,7 +19,7 @@ mkdir -p "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs -o size=75% memory "$root/dev/shm"
 mount -t devpts terminals "$root/dev/pts"
 ln -s /proc/self/fd "$root/dev/fd"
-# What it shares with the host: a file system of User-mode Linux, or one that QEMU offers by tag.
+# Mount the folders shared with the host: hostfs under User-mode Linux, 9p (by tag) under QEMU.
 if grep -qw hostfs /proc/filesystems; then
   mount -t hostfs -o "$lab_dir" host "$root$lab_dir"
   mount -t hostfs -o "$lab_share" host "$root$lab_share"
@@ -26,6 +27,6 @@ else
   mount -t 9p -o trans=virtio,version=9p2000.L dir "$root$lab_dir"
   mount -t 9p -o trans=virtio,version=9p2000.L share "$root$lab_share"
 fi
-# perftest wants the processor's frequency, which the kernel of a node does not tell.
+# perftest reads the processor's frequency, which a node's kernel does not report.
 mount --bind "$lab_dir/cpuinfo" "$root/proc/cpuinfo"
 exec chroot "$root" /bin/bash "$lab_dir/node.sh"

@@ -1,4 +1,4 @@
-"""Compiles the nodes' kernel, once for each set of choices in this module."""
+"""Compiles the kernel of the nodes, once for each combination of the settings in this module."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from .packages import LabError
 __all__ = ["prepare", "why_not"]
 
 SOURCE = "linux-source-6.12"
-"""Debian package with the source, in the version that Debian has when the kernel is built."""
+"""Debian package with the kernel source, in the version that Debian currently has."""
 CONFIG = Path(__file__).with_name("kernel.config")
 
-# A packet wakes the node's processor but does not preempt a program that polls memory, which would
-# see the data only at the next tick. Therefore reschedule as a tick does, and tick more often.
+# A packet interrupts the node's processor, but does not preempt a program that polls memory. Such a
+# program would see the data only after the next timer tick. Therefore, an interrupt also
+# reschedules, and ticks are more frequent.
 _HANDLED = "_sigio_handler(regs, irqs_suspended);\n"
 _TAKE = """\
 	if (need_resched() && current->mm)
 		os_alarm_process(current->mm->context.id.pid);
 """
-# Make room for the registers of any processor: with AMX tiles the host restores all 11,008 bytes of
-# registers or none. They are on the kernel's stacks, which kernel.config enlarges.
+# Reserve space for the registers of any processor: on a host with AMX tiles, either all 11,008
+# bytes of registers are restored or none. The registers are saved on the kernel's stacks, which
+# kernel.config enlarges.
 _REGISTERS = "DEFINE_LONGS(HOST_FP_SIZE, {});\n".format
 CHANGES = (
     ("arch/um/kernel/irq.c", _HANDLED, _HANDLED + _TAKE),
     ("arch/um/Kconfig", "default 100\n", "default 1000\n"),
     ("arch/x86/um/user-offsets.c", _REGISTERS(2696), _REGISTERS(12288)),
 )
-"""File, a text that occurs in it once, and the replacement."""
+"""Path of a file, a string that occurs exactly once in the file, and its replacement."""
 
 
 def prepare() -> Path:
-    """Returns the kernel to boot; the first call installs packages and compiles it.
+    """Returns the kernel to boot. The first call installs packages and compiles the kernel.
 
     Raises:
         LabError: The lab cannot run here.
@@ -56,26 +58,30 @@ def why_not() -> str | None:
     lacking = _lacking(_kernel())
     if lacking and not packages.can_install():
         return (
-            f"the RDMA lab needs the packages {' '.join(lacking)}: "
-            "run bash prerequisite.sh --lab as somebody who may install them"
+            f"the RDMA lab needs the packages {' '.join(lacking)}: run bash prerequisite.sh "
+            "--lab as a user who can install packages"
         )
     return None
 
 
 def _lacking(kernel: Path) -> list[str]:
-    """Returns the packages to install before nodes can boot this kernel."""
+    """Returns the packages that must be installed before nodes can boot this kernel."""
     building = () if kernel.exists() else (packages.BUILDING,)
     return packages.missing(packages.RUNNING, *building)
 
 
 def _kernel() -> Path:
-    """Returns the path of the kernel for these choices, which may not exist yet."""
+    """Returns the path of the kernel for these settings; it may not exist yet."""
     return packages.cache_path("", (SOURCE, CONFIG.read_text(), CHANGES)) / "linux"
 
 
 def _build(folder: Path) -> None:
-    """Compiles in a temporary folder, which is then renamed to the kernel's folder."""
-    print(f"rdma-lab: compiling {folder}, which takes some minutes", file=sys.stderr, flush=True)
+    """Compiles the kernel in a temporary folder, which is then renamed to ``folder``."""
+    print(
+        f"rdma-lab: compiling the kernel in {folder}, which takes some minutes",
+        file=sys.stderr,
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         work = Path(name)
         packages.call("tar", "xf", _archive(work), "-C", work)
@@ -83,7 +89,9 @@ def _build(folder: Path) -> None:
         for file, old, new in CHANGES:
             text = (tree / file).read_text()
             if text.count(old) != 1:
-                raise LabError(f"{SOURCE}: {file} is not as the RDMA lab expects it")
+                raise LabError(
+                    f"{SOURCE}: {file} does not contain the text that the RDMA lab replaces"
+                )
             (tree / file).write_text(text.replace(old, new))
         make = ["make", "-s", "-C", str(tree), "ARCH=um", f"-j{os.cpu_count()}"]
         packages.call(*make, f"KCONFIG_ALLCONFIG={CONFIG}", "allnoconfig")
@@ -95,7 +103,7 @@ def _build(folder: Path) -> None:
 
 
 def _archive(work: Path) -> Path:
-    """Returns the source archive of the installed package, or downloads it."""
+    """Returns the source archive of the installed package, or downloads the package."""
     installed = Path("/usr/src", f"{SOURCE}.tar.xz")
     if installed.exists():
         return installed

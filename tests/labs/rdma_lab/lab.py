@@ -23,12 +23,12 @@ from .packages import LabError
 __all__ = ["DIED", "MACHINES", "TIMED_OUT", "Result", "run"]
 
 MACHINES = ("uml", "qemu")
-"""Kinds of nodes: User-mode Linux, or a machine that QEMU emulates."""
+"""Kinds of nodes: User-mode Linux, or a machine emulated by QEMU."""
 
 TIMED_OUT = 124
-"""Status if a timeout occurred before all nodes had finished."""
+"""Exit status after a timeout."""
 DIED = 125
-"""Status of a node whose kernel exited."""
+"""Exit status of a node whose kernel exited."""
 
 _SCRIPTS = Path(__file__).parent
 _GRACE_S = 10.0  # seconds for the other nodes to finish after a node has failed
@@ -44,10 +44,10 @@ class Result:
     """Result of a command on all nodes.
 
     Attributes:
-        status: Exit status of the first node that failed, otherwise 0; 124 if the time was over.
-        statuses: Exit statuses by rank, ``None`` for a command that had not finished.
-        output: Text on stdout and stderr, by rank.
-        duration_s: Seconds from the start of the first node to the end of the last.
+        status: Exit status of the first node that failed, otherwise 0; 124 after a timeout.
+        statuses: Exit statuses by rank, or ``None`` for a command that did not finish.
+        output: Text that was written to stdout and stderr, by rank.
+        duration_s: Duration of the run in seconds, including the boot.
     """
 
     status: int
@@ -68,15 +68,15 @@ class Result:
 
 @dataclass(frozen=True)
 class _Boot:
-    """Holds the settings with which the nodes of a run boot.
+    """Holds the settings for booting the nodes of a run.
 
     Attributes:
         machine: Kind of the nodes, one of :data:`MACHINES`.
-        kernel: Path of the program that runs a node; for QEMU, the folder of the kernel and the
-            initial file system.
-        folder: Folder for files from and to the nodes, deleted at the end.
-        share: Folder that is ``LAB_SHARE``.
-        memory_mib: Memory of a node.
+        kernel: Path of the program that runs a node; for QEMU, path of the folder that contains the
+            kernel and the initial file system.
+        folder: Folder for files that are exchanged with the nodes, deleted at the end.
+        share: Folder that the nodes use as ``LAB_SHARE``.
+        memory_mib: Memory of a node, in MiB.
     """
 
     machine: str
@@ -99,7 +99,7 @@ class _Node:
     read_bytes: int = 0
 
     def look(self) -> None:
-        """Reads the new output of the node, and its status."""
+        """Reads the node's new output and its exit status."""
         ended = self.process.poll() is not None
         self.read()
         file = self.folder / f"status.{self.rank}"
@@ -109,7 +109,9 @@ class _Node:
             self.status = DIED
 
     def read(self, *, last: bool = False) -> None:
-        """Reads the complete new lines of the output; with ``last`` also an incomplete line."""
+        """Reads the new complete lines of the output, and an incomplete last line if ``last`` is
+        true.
+        """
         with (self.folder / f"output.{self.rank}").open("rb") as output:
             output.seek(self.read_bytes)
             new = output.read()
@@ -131,7 +133,7 @@ class _Node:
         self.process.wait()
 
     def conclude(self) -> None:
-        """Reads the rest of the output; adds the console if the node never finished."""
+        """Reads the remaining output, and adds the console's output if the node did not finish."""
         self.read(last=True)
         if self.status in (None, DIED):
             console = (self.folder / f"console.{self.rank}").read_text(errors="replace")
@@ -150,17 +152,19 @@ def run(
     on_line: OnLine | None = None,
     machine: str = "uml",
 ) -> Result:
-    """Runs a command on every node and waits until all have finished.
+    """Runs a command on every node, and waits until all nodes have finished.
 
     Args:
         command: Program and its arguments.
         nodes: Number of nodes.
-        timeout_s: Seconds for everything including the boot, without the first compilation of the
+        timeout_s: Timeout in seconds. It includes the boot, but not the first compilation of the
             kernel.
-        env: Variables that are added to those of this process.
-        memory_mib: Memory of a node, which also holds the files that it writes.
-        share: Existing folder that is ``LAB_SHARE``; ``None`` for one that is deleted at the end.
-        on_line: Function that is called with rank and line as soon as a node has written a line.
+        env: Environment variables to add to the variables of this process.
+        memory_mib: Memory of a node in MiB, which also holds the files that the node writes.
+        share: Existing folder to use as ``LAB_SHARE``; ``None`` to create a folder that is deleted
+            at the end.
+        on_line: Function that is called with the rank and the line whenever a node has written a
+            line.
         machine: Kind of the nodes, one of :data:`MACHINES`.
 
     Raises:
@@ -198,7 +202,7 @@ def run(
 
 
 def _watch(nodes: list[_Node], deadline_s: float) -> int:
-    """Watches the nodes until all have finished or timed out; returns the first failure."""
+    """Waits until all nodes have finished or timed out, and returns the first failing status."""
     failure = 0
     while any(node.status is None for node in nodes) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -244,13 +248,12 @@ def _write_files(boot: _Boot, nodes: int, command: Sequence[str], env: Mapping[s
 
 
 def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]:
-    """Makes links from node 0 to all others; returns the endpoints of the links by node."""
+    """Links node 0 to every other node, and returns the endpoints of the links by node."""
     first: list[socket.socket] = []
     rest: list[list[socket.socket]] = []
     for _ in range(1, nodes):
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        # Links stay open until the run ends, so that a dead node looks like a silent one to its
-        # peers.
+        # Links stay open until the run ends, so that a dead node appears silent to its peers.
         for end in pair:
             stack.enter_context(end)
         first.append(pair[0])
@@ -259,11 +262,11 @@ def _links(nodes: int, stack: contextlib.ExitStack) -> list[list[socket.socket]]
 
 
 def _processors(machine: str) -> list[set[int]]:
-    """Returns the processors of this machine on which each node runs, in rotation.
+    """Returns the sets of processors to which nodes are assigned in rotation.
 
-    User-mode Linux has one processor and is two processes here, its kernel and its programs, of
-    which only one runs at a time. On different processors every system call would take two to three
-    times as long for seconds, and nodes would differ.
+    User-mode Linux has one processor. Here it is two processes, the kernel and its programs, and
+    only one of them runs at a time. If they ran on different processors, system calls would take
+    two to three times as long for seconds at a time, and nodes would differ in speed.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if machine != "uml":
@@ -275,7 +278,7 @@ def _processors(machine: str) -> list[set[int]]:
 def _start(
     boot: _Boot, rank: int, nodes: int, links: list[socket.socket], processors: set[int]
 ) -> subprocess.Popen[bytes]:
-    """Starts a node on these processors; the node dies with this thread."""
+    """Starts a node on these processors. The node dies when the calling thread exits."""
 
     def prepare() -> None:
         os.sched_setaffinity(0, processors)
@@ -293,7 +296,7 @@ def _start(
         )
     else:
         command = _user_mode_linux(boot, variables, links)
-    # The memory of a node is a file in this folder, which must allow execution.
+    # A node's memory is a file in this folder, whose file system must allow execution.
     shm = os.statvfs("/dev/shm")
     free_mib = 0 if shm.f_flag & os.ST_NOEXEC else shm.f_bavail * shm.f_frsize >> 20
     memory = Path("/dev/shm") if free_mib > nodes * boot.memory_mib else boot.folder

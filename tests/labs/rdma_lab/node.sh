@@ -1,6 +1,6 @@
 #!/bin/bash
-# What a node does once it has its file system: bring up network and RDMA device, run the command,
-# leave its status where the host looks for it.
+# Runs on a node once its file system is mounted: sets up the network and the RDMA device, runs the
+# command, and writes the exit status to the file that the host polls.
 : "${lab_dir:?}" "${lab_rank:?}"
 exec </dev/null >>"$lab_dir/output.$lab_rank" 2>&1
 # shellcheck source=/dev/null
@@ -12,7 +12,8 @@ ulimit -n 65536
 echo "node$RANK" >/proc/sys/kernel/hostname
 cat "$lab_dir/hosts" >>/etc/hosts
 
-# No link: this node is alone, or QEMU has joined them. Several: it joins the others.
+# Without a link, this node is alone, or QEMU has joined the links. With several links, this node
+# joins them with a bridge.
 shopt -s nullglob
 links=(/sys/class/net/vec*)
 links=("${links[@]##*/}")
@@ -28,7 +29,7 @@ esac
 ip link set eth0 mtu 9000 up
 ip addr add "10.77.0.$((RANK + 1))/24" dev eth0
 
-# The GID of the address appears a moment after the device.
+# The GID of the address appears shortly after the device.
 rdma link add "$LAB_RDMA_DEV" type rxe netdev eth0
 gids=/sys/class/infiniband/$LAB_RDMA_DEV/ports/1/gids
 for ((tries = 0; tries < 100; tries++)); do
@@ -41,5 +42,5 @@ cd "$LAB_CWD" || cd /
 bash "$lab_dir/command"
 echo "$?" >"$lab_dir/status.$RANK.new"
 mv "$lab_dir/status.$RANK.new" "$lab_dir/status.$RANK"
-# Others may still need this node; the host ends it when all have finished.
+# Other nodes may still need this node. The host kills it when all have finished.
 while :; do sleep 60; done

@@ -1,4 +1,4 @@
-"""Lists and installs the programs that the lab needs, with their Debian packages."""
+"""Lists the programs that the lab needs with their Debian packages, and installs them."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ _SYSTEM = "/usr/sbin:/sbin"
 
 
 class LabError(Exception):
-    """The lab cannot run here; the message says in one line why and what to do."""
+    """Raised if the lab cannot run here; the message says why and what to do, in one line."""
 
 
 def why_not_here() -> str | None:
-    """Returns the reason why no kind of node can run on this machine, or ``None`` if one can."""
+    """Returns the reason why nodes cannot run on this machine, or ``None`` if they can."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the RDMA lab needs Linux on x86_64"
     return None
 
 
 def cache_path(kind: str, choices: object) -> Path:
-    """Returns the path at which the result for these choices is cached; it may not exist yet."""
+    """Returns the cache path for the result of these choices; the path may not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:16]
     return cache / "megatron-adaptive" / "rdma-lab" / f"{kind}{digest}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Calls ``make(folder)`` unless the folder exists; of several callers only one makes it."""
+    """Calls ``make(folder)`` unless the folder exists; other callers wait meanwhile."""
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -79,7 +79,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def missing(*needs: Mapping[str, str]) -> list[str]:
-    """Returns the packages of missing files, without duplicates."""
+    """Returns the packages of missing programs and files, without duplicates."""
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM}"
     lacking = {
         package: None
@@ -91,12 +91,12 @@ def missing(*needs: Mapping[str, str]) -> list[str]:
 
 
 def can_install() -> bool:
-    """Returns whether this process may install packages."""
+    """Returns whether this process can install packages."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(packages: list[str]) -> None:
-    """Installs Debian packages (see :func:`can_install`); waits for other installations to finish.
+    """Installs Debian packages (see :func:`can_install`) after waiting for other installations.
 
     Raises:
         LabError: The installation failed.
@@ -111,7 +111,7 @@ def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None
 
     Args:
         command: Program and its arguments.
-        cwd: Folder in which it runs.
+        cwd: Working directory of the program.
         stdin: Text for its standard input.
 
     Raises:
@@ -131,5 +131,5 @@ def call(*command: str | Path, cwd: Path | None = None, stdin: str | None = None
     if done.returncode:
         said = done.stderr.decode(errors="replace")
         lines = said.strip().splitlines() or [f"status {done.returncode}"]
-        raise LabError(f"the RDMA lab ran '{' '.join(map(str, command))}': {lines[-1]}")
+        raise LabError(f"the RDMA lab: '{' '.join(map(str, command))}' failed: {lines[-1]}")
     return done.stdout

@@ -1,9 +1,9 @@
-"""Measures the link between nodes 0 and 1 with perftest; both call it, in the same order.
+"""Measures the link between nodes 0 and 1 with perftest; both nodes make the same calls.
 
     python -m tests.labs.rdma_lab -- /usr/bin/python3 -m tests.labs.rdma_lab.perftest
 
-prints a table. Node 0 is the server. Needs only the standard library, because Debian's Python
-starts faster in a node than an environment with torch.
+This command prints a table. Node 0 is the server. The module needs only the standard library,
+because in a node Debian's Python starts faster than an environment with torch.
 """
 
 from __future__ import annotations
@@ -28,58 +28,58 @@ _MIB = 1 << 20
 
 
 class PerftestError(Exception):
-    """perftest measured nothing; the message is its output."""
+    """Raised if perftest produced no measurement; the message is its output."""
 
 
 def bandwidth(size_bytes: int, *, total_bytes: int = 64 * _MIB, timeout_s: float = 60.0) -> float:
     """Returns the bandwidth of many concurrent RDMA writes from node 1 to node 0, in bytes/s.
 
     Args:
-        size_bytes: Size of a write.
-        total_bytes: Size of all writes; there are at least five.
-        timeout_s: Seconds for which this may block.
+        size_bytes: Size of a write, in bytes.
+        total_bytes: Total size of all writes; there are at least five writes.
+        timeout_s: Timeout in seconds.
 
     Returns:
-        The average of ``ib_write_bw``, the same on both nodes.
+        The average that ``ib_write_bw`` reports, which is the same on both nodes.
 
     Raises:
         PerftestError: perftest failed or timed out.
     """
     count = max(5, total_bytes // size_bytes)
     _peak, average = _measure("ib_write_bw", size_bytes, count, timeout_s)[:2]
-    return average * _MIB  # perftest prints MB but means MiB
+    return average * _MIB  # perftest prints MiB as MB
 
 
 def latencies(size_bytes: int, *, count: int = 500, timeout_s: float = 60.0) -> tuple[float, float]:
-    """Returns the time in us from an RDMA write until the other node's program sees the data.
+    """Returns the median and the mean one-way latency of an RDMA write, in microseconds.
 
-    If other programs use the processors, the mean is a multiple of the median, because some writes
+    If other programs use the processors, the mean is several times the median, because some writes
     wait for a whole time slice.
 
     Args:
-        size_bytes: Size of a write.
-        count: Number of writes in each direction, of which each answers the previous one.
-        timeout_s: Seconds for which this may block.
+        size_bytes: Size of a write, in bytes.
+        count: Number of writes in each direction; each write answers the previous one.
+        timeout_s: Timeout in seconds.
 
     Returns:
-        The median of ``ib_write_lat``, half a round trip as node 1 measures it, and the mean; the
-        same on both nodes.
+        The median of ``ib_write_lat`` (half the round-trip time that node 1 measures) and the mean,
+        which are the same on both nodes.
 
     Raises:
-        PerftestError: perftest failed, or the time was over.
+        PerftestError: perftest failed or timed out.
     """
     _least, _most, typical, mean = _measure("ib_write_lat", size_bytes, count, timeout_s)[:4]
     return typical, mean
 
 
 def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[float]:
-    """Returns the columns of the client's table after size and number of writes."""
+    """Returns the columns of the client's table that follow the size and the number of writes."""
     rank, result = int(os.environ["RANK"]), Path(os.environ["LAB_SHARE"], "perftest-result")
     if rank > 1:
-        raise PerftestError(f"{tool} runs between nodes 0 and 1, this is node {rank}")
+        raise PerftestError(f"{tool} runs only on nodes 0 and 1, but this is node {rank}")
     deadline_s = time.monotonic() + timeout_s
-    # If other programs use the processors, perftest may fail to measure the processor frequency and
-    # then prints no numbers.
+    # If other programs use the processors, perftest may fail to measure the processor frequency. It
+    # then prints no numbers, so try again.
     for _ in range(_TRIES):
         row = _run(tool, size_bytes, count, deadline_s)
         if rank == 1:
@@ -93,11 +93,13 @@ def _measure(tool: str, size_bytes: int, count: int, timeout_s: float) -> list[f
         columns = [float(word) for word in row]
         if all(0 < value < math.inf for value in columns[:3]):
             return columns
-    raise PerftestError(f"{tool} gave no numbers in {_TRIES} tries, last {columns}")
+    raise PerftestError(
+        f"{tool} printed no valid numbers in {_TRIES} tries; the last were {columns}"
+    )
 
 
 def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]:
-    """Runs the tool on node 1 as soon as node 0 listens; returns the values of its table."""
+    """Runs the tool once node 0 listens, and returns the values of its table."""
     mark = Path(os.environ["LAB_SHARE"], "perftest-listens")
     command = [tool, "-d", os.environ["LAB_RDMA_DEV"], "-x", os.environ["LAB_RDMA_GID"], "-F"]
     command += ["-s", str(size_bytes), "-n", str(count), "-p", str(_PORT)]
@@ -117,17 +119,17 @@ def _run(tool: str, size_bytes: int, count: int, deadline_s: float) -> list[str]
     except (subprocess.TimeoutExpired, PerftestError):
         process.kill()
         text, _ = process.communicate()
-        raise PerftestError(f"{tool} did not end in time:\n{text}") from None
+        raise PerftestError(f"{tool} did not finish in time:\n{text}") from None
     rows = [line.split() for line in text.splitlines() if line.split()[:1] == [str(size_bytes)]]
     if process.returncode or len(rows) != 1:
-        raise PerftestError(f"{tool} ended with status {process.returncode}:\n{text}")
+        raise PerftestError(f"{tool} exited with status {process.returncode}:\n{text}")
     return rows[0][2:]
 
 
 def _await(reached: Callable[[], bool], deadline_s: float) -> None:
     while not reached():
         if time.monotonic() > deadline_s:
-            raise PerftestError("the other node did not get here in time")
+            raise PerftestError("timed out waiting for the other node")
         time.sleep(_POLL_S)
 
 
@@ -139,7 +141,7 @@ def _listens() -> bool:
 
 
 def main() -> None:
-    """Prints a table on node 0."""
+    """Prints a table of the results on node 0."""
     quiet = os.environ["RANK"] != "0"
     for size_bytes in BANDWIDTH_SIZES:
         rate = bandwidth(size_bytes)

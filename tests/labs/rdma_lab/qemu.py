@@ -1,7 +1,7 @@
-"""Runs nodes as whole machines under QEMU: slow, but with the address space for sanitizers.
+"""Runs nodes as machines emulated by QEMU, which are slow but support sanitizers.
 
-They boot Debian's own kernel with the few modules that a node needs. QEMU emulates the processor,
-so neither privileges nor virtualisation are needed.
+The machines boot Debian's own kernel with the few modules that a node needs. QEMU emulates the
+processor, so neither privileges nor virtualization are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PACKAGES: Mapping[str, str] = {
     "depmod": "kmod",
     "xz": "xz-utils",
 }
-"""Programs and their packages; the lab itself does not install them."""
+"""Programs with their packages, which the lab does not install itself."""
 
 KERNEL = "linux-image-6.12-amd64"
-"""Package that depends on the newest kernel; cloud kernels have neither soft-RoCE nor 9p."""
+"""Package that depends on the newest kernel; cloud kernels lack soft-RoCE and 9p."""
 MODULES = (
     *("virtio_pci", "virtio_net", "9p", "9pnet_virtio", "overlay", "sch_netem"),
-    # Soft-RoCE loads this checksum's module by its name.
+    # Soft-RoCE loads this checksum module by its name.
     *("crc32_generic", "rdma_rxe"),
 )
 INIT = Path(__file__).with_name("init-qemu.sh")
@@ -43,14 +43,14 @@ def why_not() -> str | None:
         return reason
     if lacking := packages.missing(packages.RUNNING, PACKAGES):
         return (
-            f"nodes under QEMU need the packages {' '.join(lacking)}: "
-            "run bash prerequisite.sh --lab as somebody who may install them"
+            f"nodes under QEMU need the packages {' '.join(lacking)}: run bash prerequisite.sh "
+            "--lab as a user who can install packages"
         )
     return None
 
 
 def prepare() -> Path:
-    """Returns the folder with ``vmlinuz`` and ``initrd``; the first call downloads the kernel.
+    """Returns the folder with ``vmlinuz`` and ``initrd``. The first call downloads the kernel.
 
     Raises:
         LabError: The lab cannot run here.
@@ -63,7 +63,7 @@ def prepare() -> Path:
 
 
 def _make(kernel: Path) -> None:
-    """Downloads the kernel to a temporary folder, which is then renamed."""
+    """Downloads the kernel to a temporary folder, which is then renamed to ``kernel``."""
     with tempfile.TemporaryDirectory(dir=kernel.parent) as name:
         work = Path(name)
         tree = work / "package"
@@ -104,7 +104,7 @@ def _fetch(work: Path, tree: Path) -> None:
 
 
 def _copy_modules(tree: Path, version: str, target: Path) -> None:
-    """Copies the modules and their dependencies; file names sort in loading order."""
+    """Copies the modules and their dependencies, with file names that sort in loading order."""
     files: dict[str, None] = {}
     for module in MODULES:
         shown = packages.call(
@@ -134,15 +134,15 @@ def arguments(
     Args:
         kernel: Folder that :func:`prepare` returned.
         rank: Index of the node.
-        links: The node's endpoints of the links to other nodes; several are joined by a hub.
-        memory_mib: Memory of the node.
-        folders: Folders that it mounts for writing, by tag.
-        variables: Variables of its first process, as ``NAME=VALUE``.
+        links: Endpoints of the node's links to other nodes. A hub joins them if there are several.
+        memory_mib: Memory of the node, in MiB.
+        folders: Folders that the node mounts as writable, by mount tag.
+        variables: Variables of the node's first process, as ``NAME=VALUE``.
     """
     command = "qemu-system-x86_64 -accel tcg -cpu max -nodefaults -display none -no-reboot".split()
     command += ["-m", str(memory_mib), "-serial", "stdio"]
     command += ["-kernel", str(kernel / "vmlinuz"), "-initrd", str(kernel / "initrd")]
-    # The kernel's check of its timer would fail on a busy host.
+    # The kernel's timer check would fail on a busy host.
     options = "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"
     command += ["-append", f"{options} {' '.join(variables)}"]
     link = "dgram,id={},local.type=fd,local.str={}".format

@@ -1,4 +1,4 @@
-"""Runs the Slurm lab from the command line."""
+"""Provides the command line of the Slurm lab."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ def main() -> int:
         action="append",
         default=[],
         metavar="NAME:NODESxGPUS",
-        help="equal nodes, repeatable (default: a10:2x2)",
+        help="kind of nodes with their numbers of nodes and GPUs, repeatable (default: a10:2x2)",
     )
-    parser.add_argument("--no-accounting", action="store_true", help="no sacct")
-    parser.add_argument("--conf", action="append", default=[], help="a line of slurm.conf")
-    parser.add_argument("command", nargs="*", help="after -- (default: bash)")
+    parser.add_argument(
+        "--no-accounting", action="store_true", help=("run without accounting (sacct)")
+    )
+    parser.add_argument("--conf", action="append", default=[], help="additional line of slurm.conf")
+    parser.add_argument("command", nargs="*", help="command to run, after -- (default: bash)")
     options = parser.parse_args()
     kinds = []
     for text in options.kind or ["a10:2x2"]:
         match = _KIND.fullmatch(text)
         if match is None:
-            parser.error(f"--kind {text}: write NAME:NODESxGPUS, as in a10:2x2")
+            parser.error(f"--kind must be NAME:NODESxGPUS, for example a10:2x2, got {text}")
         kinds.append(Kind(match[1], int(match[2]), int(match[3])))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the nodes on exit
+    # exits by exception, which stops the nodes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="slurm-lab-") as folder:
             os.chmod(folder, 0o755)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# First process of the login host: network, munged, the database, slurmctld. Gets the lab's folder
-# and whether there is accounting.
+# Runs as the first process of the login host, and starts the network, munged, the database and
+# slurmctld. Arguments: the lab's folder, and whether to enable accounting (yes or no).
 set -euo pipefail
 lab=$1 accounting=$2
 export SLURM_CONF=$lab/slurm.conf PATH=$PATH:/usr/sbin:/sbin
@@ -34,7 +34,7 @@ if [[ $accounting == yes ]]; then
     printf '%s;\n' 'create database mysql' 'use mysql' 'set @auth_root_socket=null'
     cat ${tables}_system_tables.sql ${tables}_performance_tables.sql ${tables}_system_tables_data.sql
   } | mariadbd "${settings[@]}" --bootstrap >"$lab/log/bootstrap.log" 2>&1
-  # Reached only through the loopback of this namespace, so nobody needs a password.
+  # The database is reachable only over this namespace's loopback, so it needs no password.
   mariadbd "${settings[@]}" --skip-grant-tables --bind-address=127.0.0.1 \
     --socket="$lab/mariadb.sock" >"$lab/log/mariadbd.log" 2>&1 &
   patiently grep -q 'ready for connections' "$lab/log/mariadbd.log"

@@ -1,4 +1,4 @@
-"""Starts and stops the lab, and causes events on its nodes."""
+"""Starts and stops the lab, and simulates failures of its nodes."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ StorageHost=127.0.0.1
 
 
 class LabError(Exception):
-    """The lab cannot run."""
+    """Raised if the lab cannot run."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describes a number of equal nodes; the name is also the name of their partition."""
+    """Describes a group of equal nodes; their partition has the same name."""
 
     name: str
     nodes: int
@@ -90,21 +90,21 @@ def why_not(*, accounting: bool = False) -> str | None:
     needed = (*PROGRAMS, *(ACCOUNTING if accounting else ()))
     missing = [name for name in needed if shutil.which(name, path=path) is None]
     if missing:
-        return f"no {', '.join(missing)}: bash prerequisite.sh --slurm"
+        return f"programs are missing ({', '.join(missing)}): run bash prerequisite.sh --slurm"
     probe = subprocess.run(
         ["unshare", *_NAMESPACES, "true"], capture_output=True, text=True, check=False
     )
-    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+    return f"cannot create namespaces here: {probe.stderr.strip()}" if probe.returncode else None
 
 
 class Lab:
-    """Runs a cluster.
+    """Runs a Slurm cluster.
 
     Args:
-        folder: Folder for all files, which must not exist.
-        kinds: Kinds of nodes, of which ``n1`` is the first.
-        accounting: Whether ``sacct`` answers.
-        settings: Further lines of ``slurm.conf``.
+        folder: Folder for all files; it must not exist yet.
+        kinds: Kinds of nodes. Nodes are numbered in this order, from ``n1``.
+        accounting: Whether to enable accounting (``sacct``).
+        settings: Additional lines of ``slurm.conf``.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class Lab:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment of programs of the lab."""
+        """Environment variables of the lab's programs."""
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def run(
         self, command: Sequence[str], *, on: str = "ctl", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host, by default the login host, and returns its output."""
+        """Runs a command on a host, by default the login host, and returns the finished process."""
         return subprocess.run(
             [*self.enter(on, str(self.folder)), *command],
             env=self.variables,
@@ -171,25 +171,25 @@ class Lab:
         return done.stdout.strip()
 
     def crash(self, name: str) -> None:
-        """Kills all processes of a node at the same time, which closes their connections."""
+        """Kills all processes of a node at once, which closes their connections."""
         os.kill(self._init(name), signal.SIGKILL)
         self._hosts.pop(name).wait()
 
     def poweroff(self, name: str) -> None:
-        """Disconnects a node and kills all its processes, so that other nodes are not notified."""
+        """Disconnects a node, then kills its processes, so that other nodes are not notified."""
         self.unplug(name)
         self.crash(name)
 
     def unplug(self, name: str) -> None:
-        """Disconnects a node; its processes continue."""
+        """Disconnects a node from the network; its processes continue."""
         self._in_ctl("ip", "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
-        """Connects the node again."""
+        """Reconnects a node to the network."""
         self._in_ctl("ip", "link", "set", name, "up")
 
     def boot(self, name: str) -> None:
-        """Starts a node; restarts it if it runs."""
+        """Starts a node, or restarts it if it is running."""
         if name in self._hosts:
             self.crash(name)
         number = int(name[1:])
@@ -199,17 +199,17 @@ class Lab:
         command = [*self.enter("ctl", str(self.folder)), "unshare", *inside, address]
         self._start(name, command)
         init = str(self._init(name))
-        # The kernel needs a moment to remove the old endpoint with its node's namespace.
+        # The kernel may not have removed the old network interface yet.
         with contextlib.suppress(subprocess.CalledProcessError):
             self._in_ctl("ip", "link", "delete", name)
         self._in_ctl(*f"ip link add {name} type veth peer name eth0 netns {init}".split())
         self._in_ctl("ip", "link", "set", name, "master", "hub", "up")
 
     def put_back(self, name: str) -> None:
-        """Boots a node that lost its processes, and makes Slurm use it after noticing the restart.
+        """Boots a node that lost its processes, and returns it to service in Slurm.
 
-        An administrator does the same. Otherwise Slurm could give the node a job and cancel the job
-        when the node reports that it restarted without it.
+        An administrator would do the same. Without this, Slurm could assign a job to the node, and
+        cancel the job when the node reports its restart.
         """
 
         def is_registered() -> bool:
@@ -222,18 +222,18 @@ class Lab:
         update = "scontrol", "update", f"NodeName={name}"
         self.output(*update, "State=DRAIN", "Reason=it starts anew")
         self.boot(name)
-        self._wait(f"word from {name}", is_registered)
+        self._wait(f"registration of {name}", is_registered)
         self.output(*update, "State=RESUME")
 
     def enter(self, name: str, folder: str) -> list[str]:
-        """Returns the prefix of a command that runs on a host, in a folder."""
+        """Returns the prefix of a command that runs on a host, in the given folder."""
         return [
             *("nsenter", "-t", str(self._init(name)), "-m", "-u", "-n", "-p"),
             *(f"--wdns={folder}", "--", "setpriv", "--pdeathsig", "KILL", "--"),
         ]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of a node, except its first process and those of Slurm."""
+        """Returns the processes of a node, except its first process and Slurm's processes."""
         init, processes = self._init(name), []
         space = os.readlink(f"/proc/{init}/ns/pid")
         for process in psutil.process_iter():
@@ -280,7 +280,7 @@ class Lab:
             died = self._hosts["ctl"].poll() is not None
             if died or time.monotonic() > end_s:
                 said = (self.folder / "log" / "ctl.txt").read_text(errors="replace")
-                raise LabError(f"no {event} in the Slurm lab: {said[-2000:]}")
+                raise LabError(f"the Slurm lab failed while waiting for {event}: {said[-2000:]}")
             time.sleep(0.1)
 
     def _write(self) -> None:
@@ -325,7 +325,7 @@ class Lab:
         )
 
     def _init(self, name: str) -> int:
-        """Returns the first process of a host: the bash below ``unshare``."""
+        """Returns the process ID of a host's first process, the bash below ``unshare``."""
         end_s = time.monotonic() + _UP_S
         while time.monotonic() < end_s:
             with contextlib.suppress(psutil.Error):
@@ -338,7 +338,7 @@ class Lab:
         raise LabError(f"{name} of the Slurm lab did not start")
 
     def _in_ctl(self, *command: str) -> None:
-        """Runs a command in the network of the login host, in this machine's process namespace."""
+        """Runs a command in the login host's network namespace and this machine's PID namespace."""
         subprocess.run(
             ["nsenter", "-t", str(self._init("ctl")), "-n", "--", *command],
             check=True,

@@ -1,5 +1,6 @@
 #!/bin/bash
-# First process of a node: waits for its cable, then slurmd. Gets the lab's folder, name and address.
+# Runs as the first process of a node, waits for its network interface, and starts slurmd.
+# Arguments: the lab's folder, the node's name and its address.
 set -euo pipefail
 lab=$1 name=$2 address=$3
 export SLURM_CONF=$lab/slurm.conf PATH=$PATH:/usr/sbin:/sbin

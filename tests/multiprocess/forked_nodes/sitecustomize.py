@@ -1,14 +1,16 @@
-"""Forks processes of a job on this machine from a process that has imported what they need.
+"""Forks processes of a job from a process on this machine that has imported their modules.
 
-The fork server of a node, ``torchrun`` and a rank take seconds of CPU time for their imports. With
-this folder in ``PYTHONPATH``, every Python process imports this module when it starts. A process
-that is to become one of these programs, or any program if the variable ``TESTS_FORK_EVERY`` is set,
-hands its file descriptors to a server of the tests. The server forks a child that runs the program.
-The process forwards signals to the child and exits with its status; if the process is killed, the
-server kills the child. Without a server, the process runs its program itself.
+A node's fork server, ``torchrun`` and each rank need seconds of CPU time for imports. With this
+folder in ``PYTHONPATH``, every Python process imports this module when it starts. If the process is
+about to run one of these programs, it sends its file descriptors to a server of the tests. If
+``TESTS_FORK_EVERY`` is set, this applies to any program. The server forks a child that runs the
+program. The original process forwards signals to the child and exits with the child's status. If
+the original process is killed, the server kills the child. Without a server, a process runs its
+program itself.
 
-Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports further modules and serves in a process
-forked by ``launch.Forkserver``. It also serves processes on nodes that have separate namespaces.
+Usage: ``sitecustomize.py SOCKET [MODULE ...]`` imports additional modules and runs the server in a
+process forked by ``launch.Forkserver``. The server also serves processes on nodes that have
+separate namespaces.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ PROGRAMS = [["-m", "megatron.adaptive", "train", "rank"], ["-m", "megatron.adapt
 LAUNCHERS = [
     ["-m", "torch.distributed.run"],
     ["-m", "megatron.adaptive", "job", "launch"],
-    ["-m", "pytest"],  # tests started by a program under test
+    ["-m", "pytest"],  # tests that a tested program starts
 ]
 SOCKET = "TESTS_NODE_FORKSERVERS"
 EVERY = "TESTS_FORK_EVERY"
@@ -49,10 +51,10 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def ask(files: list[int], command: list[str]) -> None:
-    """Asks the server for a fork and exits with its status; returns if there is no server.
+    """Asks the server for a fork, and exits with its status; returns if there is no server.
 
     Args:
-        files: Descriptors of this process; the last two are its standard output and error.
+        files: File descriptors of this process; the last two are its standard output and error.
         command: Script and its arguments; empty for a fork server.
     """
     with socket.socket(socket.AF_UNIX) as link:
@@ -73,9 +75,10 @@ def ask(files: list[int], command: list[str]) -> None:
 
 
 def started(pid: int | str) -> str:
-    """Returns when a process started, in clock ticks since boot; empty if there is no such process.
+    """Returns the start time of a process in clock ticks since boot, or "" if it does not exist.
 
-    Process ids are reused, so an id that was read earlier identifies a process only with this time.
+    Process IDs are reused, so an ID that was read earlier identifies a process only together with
+    this time.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -85,11 +88,11 @@ def started(pid: int | str) -> str:
 
 
 def fork_of(path: str, pid: int) -> int | None:
-    """Returns the id of the process forked for process ``pid``; ``None`` if there is none.
+    """Returns the ID of the process forked for process ``pid``, or ``None`` if there is none.
 
     Args:
         path: Path of the server's socket.
-        pid: Id of the process that may have asked for a fork.
+        pid: ID of the process that may have requested a fork.
     """
     try:
         with open(f"{path}-{pid}") as file:
@@ -101,7 +104,7 @@ def fork_of(path: str, pid: int) -> int | None:
 
 
 def _end(status: int) -> None:
-    """Exits with the status of the forked process, or with its signal."""
+    """Exits with the status of the forked process, or is killed by the same signal."""
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
@@ -124,8 +127,8 @@ def is_launcher(command: list[str]) -> bool:
 def is_program(command: list[str]) -> bool:
     """Returns whether these arguments start a module, a script or inline code in a new process.
 
-    Processes of ``multiprocessing`` are excluded: they inherit descriptors that a fork would not
-    have.
+    Processes of ``multiprocessing`` are excluded, because they inherit file descriptors that a fork
+    would not have.
     """
     if not command:
         return False
@@ -137,7 +140,7 @@ def serve(path: str, *modules: str) -> None:
     """Forks a process for each request, until this process is killed.
 
     Args:
-        path: Path of the socket that takes requests.
+        path: Path of the socket that receives requests.
         modules: Modules to import before the first fork.
     """
     for module in modules:
@@ -179,7 +182,7 @@ def _received(link: socket.socket) -> bytes:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns a forked process and all its descendants."""
+    """Returns the process IDs of a forked process and all its descendants."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -246,7 +249,7 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             os.close(file)
         for name, limit in request["limits"].items():
             resource.setrlimit(int(name), limit)
-        # Torch renames launchers, so tests find the forked process through this file.
+        # Torch renames launchers, so tests identify the forked process through this file.
         with open(f"{request['variables'][SOCKET]}-{request['pid']}", "w") as record:
             record.write(f"{request['started']} {os.getpid()} {started('self')}")
         os.environ.clear()
@@ -267,7 +270,8 @@ def _become(peer: int, request: dict[str, Any], first: int, output: int, error: 
             sys.path[0] = os.path.dirname(request["words"][0]) if is_script else os.getcwd()
             status = run({"variables": {}, "words": request["words"]})
         else:
-            # Tests find the process by this name, which contains the id of the process that asked.
+            # Tests identify the process by this name, which contains the ID of the requesting
+            # process.
             _name(f"node-{request['pid']}")
             rank_forkserver.main(first)
             status = 0
@@ -291,7 +295,8 @@ elif SOCKET in os.environ:
     elif "LOCAL_RANK" in os.environ and is_trainer(sys.orig_argv[2:]):
         ask([0, 1, 2], sys.orig_argv[2:])
     elif is_launcher(sys.orig_argv[1:]) and "SLURM_JOB_ID" not in os.environ:
-        # Launchers under Slurm are not forked: Slurm signals only the processes of its own step.
+        # Do not fork launchers under Slurm, because Slurm signals only the processes of its own
+        # step.
         ask([0, 1, 2], sys.orig_argv[1:])
     elif EVERY in os.environ:
         command = sys.orig_argv[2:] if sys.orig_argv[1:2] == ["-u"] else sys.orig_argv[1:]
