@@ -153,9 +153,12 @@ class StageModule(torch.nn.Module):
 
 
 class StoreStage(PipelineStage):
-    """Runs a stage whose layers defer their weight gradients to a store.
+    """A stage whose layers leave weight gradients in a store.
 
-    store: Store of the chunk, which is attached to its layers.
+    Args:
+        store: Store of the chunk, attached to its layers.
+        arguments: Positional arguments of ``PipelineStage``.
+        options: Keyword arguments of ``PipelineStage``.
     """
 
     def __init__(self, store: WeightGradientStore, *arguments: Any, **options: Any) -> None:

@@ -87,7 +87,6 @@ def be_rank(kind: str, folder: str, output: str) -> None:
     import torch
     import transformers
 
-
     # Named here, because transformers imports the module of a model at its first use.
     assert transformers.LlamaForCausalLM is not None
     torch.set_num_threads(int(os.environ["THREADS"]))

@@ -37,8 +37,16 @@ NS_PER_S = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedRun:
-    """Describes a synthetic run with slices.
-    documents: Number of tokens of each document of a step; all steps have the same documents.
+    """Describes a run.
+
+    Attributes:
+        documents: Number of tokens of each document of a step, the same in each step.
+        tokens: Number of tokens of a slice.
+        num_ranks: Number of pipeline ranks.
+        num_chunks: Number of chunks per rank.
+        iterations: Number of steps.
+        schedule: Name of the schedule in the header.
+        fixed_s: Time of each action, besides that of its tokens and pairs.
     """
 
     documents: tuple[int, ...]

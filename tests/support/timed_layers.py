@@ -91,13 +91,13 @@ def time_each_layer(seconds: float) -> None:
 
 
 def report_exact_times(layer_s: float) -> None:
-    """Passes the chosen action times to ``--pipeline-schedule auto``, instead of the measured
-    times.
+    """Passes chosen instead of measured action times to ``--pipeline-schedule auto``.
 
-    Measured times are unreliable on a busy machine. Fails if a measured time is clearly shorter
-    than the chosen time.
+    On a busy machine some actions take many times as long. Fails if a measured time is shorter than
+    the chosen time.
 
-    layer_s: Time of a layer's forward pass, in seconds.
+    Args:
+        layer_s: Seconds of a layer's forward.
     """
     decide = Tuner.after_step
 

@@ -221,7 +221,10 @@ class StateParts:
     ) -> StateParts:
         """Splits megatron-core's sharded state.
 
-        Splits megatron-core's sharded state into its parts.
+        Args:
+            sharded_state_dict: Nested dictionary whose leaves are shards.
+            common: Values that all ranks share, by name.
+            is_whole: Whether to keep shards that another rank also writes.
         """
         parts = cls(pieces={}, objects={}, common=common)
         by_name, _, _ = _replace_state_dict_keys_with_sharded_keys(

@@ -255,7 +255,9 @@ def _worker(argv: Sequence[str]) -> int:
 def _settings(answered: dict[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings in the master's answer that this node accepts from another node.
 
-    answered: Settings in the master's answer.
+    Args:
+        answered: Settings in the master's answer.
+        overrides: Settings from this node's own command line.
     """
     kept = {}
     for name, text in answered.items():

@@ -117,7 +117,7 @@ def _discover(files: Sequence[Path]) -> int:
         files: Files with the output of such tools. If empty, runs the tools on this machine.
     """
     texts = [
-        (str(path), read_text(path, ("pass a file with a tool's output; see --help")))
+        (str(path), read_text(path, "pass a file with a tool's output; see --help"))
         for path in files
     ]
     if not files and shutil.which("scontrol"):

@@ -55,12 +55,13 @@ class Program(ABC):
         self.folder = folder
 
     def check(self) -> None:
-        """Checks that ranks can resume from the checkpoint folder.
+        """Checks that ranks can resume from the folder of checkpoints.
 
         Accepts checkpoints that contain pickles. If the user has not allowed pickles, the ranks
-        reject such checkpoints later.
+        refuse such checkpoints later.
 
-        CheckpointError: The folder contains checkpoints, but all of them are damaged.
+        Raises:
+            CheckpointError: The folder contains checkpoints, but none is intact.
         """
         damaged: DamagedCheckpointError | None = None
         for step in self.folder.candidates():

@@ -224,7 +224,8 @@ class Job:
     def _end(self, *, with_groups: bool) -> None:
         """Ends this rank's part of the job, without waiting for other ranks.
 
-        with_groups: Whether to destroy the job's process groups.
+        Args:
+            with_groups: Whether the job's process groups are destroyed.
         """
         self.end_leases()
         if not with_groups:

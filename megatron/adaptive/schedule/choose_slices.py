@@ -117,14 +117,16 @@ def without_slices(profile: StageProfile, num_slices: int, slice_s: float) -> St
 
 
 def memory_factor(num_slices: int, measured: int) -> float:
-    """Returns an upper bound on a microbatch's activation memory, relative to the measured memory.
+    """Returns an upper bound of a microbatch's activation memory, relative to the measured memory.
 
-    The bound applies to a number of slices that may differ from the measurement. Without a fused
+    The bound is for another number of slices than that of the measurement. Without a fused
     attention kernel, a slice keeps its attention scores with all earlier tokens. So n slices keep
-    up to ``(1 + 1 / n) / 2`` of the scores of a whole sequence; long slices keep less, because they
-    are computed in blocks. The memory of other activations does not depend on the number of slices.
+    ``(1 + 1 / n) / 2`` of the scores of a whole sequence, or less, because long slices are computed
+    in blocks. The memory of other activations does not depend on the number of slices.
 
-    num_slices: Number of slices to predict the memory for.
+    Args:
+        num_slices: Number of slices for which memory is predicted.
+        measured: Number of slices during the measurement.
     """
     if num_slices == 1 < measured:
         return 2.0  # slices may keep only a little more than half of the scores

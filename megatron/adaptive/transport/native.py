@@ -248,9 +248,13 @@ def _arrival_class(module: ModuleType) -> type[Any]:
 
 
 class DeviceArrival(Arrival):
-    """A received message for a GPU, whose payload is in GPU memory or host memory.
+    """Represents a received message for a GPU. Its payload is in GPU memory or host memory.
 
-    native: Message as an object of the C++ extension (``_C.Arrival``).
+    Args:
+        native: Message as an object of the C++ extension (``_C.Arrival``).
+        staging: Object that copies between the GPU and the channel.
+        least_free: Minimum number of free slots. If fewer are free, the payload is copied out of
+            its slot.
     """
 
     # The attributes of Arrival are properties here. Most of them are never read, so computing all
