@@ -191,48 +191,45 @@ def measure_segments(
                 continue
             held = _held(tape, plan, tensors, device)
             program = StageProgram(tape, plan, held, device, recomputed)
-            before = _reset_peak_bytes(device)
-            rows, output, kept = _time(
-                program,
-                inputs,
-                held,
-                message,
-                device,
-                split=False,
-                repeats=repeats,
-                enough_s=enough_s,
+            measure = partial(
+                _time, program, inputs, held, message, device, repeats=repeats, enough_s=enough_s
             )
-            peak = _peak_bytes(device)
-            halves = None
-            if split:
-                both, _, _ = _time(
-                    program,
-                    inputs,
-                    held,
-                    message,
-                    device,
-                    split=True,
-                    repeats=repeats,
-                    enough_s=enough_s,
-                )
-                halves = (statistics.median(both[1]), statistics.median(both[2]))
-            samples.append(
-                SegmentSample(
-                    segment=segment,
-                    micro_batch=size,
-                    forward_s=statistics.median(rows[0]),
-                    backward_s=statistics.median(rows[1]),
-                    split_s=halves,
-                    output_bytes=program.next_forward.nbytes if plan.sent else 0,
-                    kept_bytes=kept,
-                    workspace_bytes=max(0, peak - before - kept),
-                    parameters=_num_parameters(held),
-                    durations_s=(tuple(rows[0]), tuple(rows[1])),
-                )
-            )
+            sample, output = _sample(program, held, device, measure, split=split)
+            samples.append(replace(sample, segment=segment, micro_batch=size))
             message = output
             measured[signature] = samples[-1], output
     return samples
+
+
+def _sample(
+    program: StageProgram,
+    held: Mapping[str, torch.Tensor],
+    device: torch.device,
+    measure: Callable[..., tuple[list[list[float]], torch.Tensor, int]],
+    *,
+    split: bool,
+) -> tuple[SegmentSample, torch.Tensor]:
+    """Returns the costs of a segment, as those of segment 0 for one sample, and its output."""
+    before = _reset_peak_bytes(device)
+    rows, output, kept = measure(split=False)
+    peak = _peak_bytes(device)
+    halves = None
+    if split:
+        both, _, _ = measure(split=True)
+        halves = (statistics.median(both[1]), statistics.median(both[2]))
+    sample = SegmentSample(
+        segment=0,
+        micro_batch=1,
+        forward_s=statistics.median(rows[0]),
+        backward_s=statistics.median(rows[1]),
+        split_s=halves,
+        output_bytes=program.next_forward.nbytes if program.plan.sent else 0,
+        kept_bytes=kept,
+        workspace_bytes=max(0, peak - before - kept),
+        parameters=_num_parameters(held),
+        durations_s=(tuple(rows[0]), tuple(rows[1])),
+    )
+    return sample, output
 
 
 def _reset_peak_bytes(device: torch.device) -> int:

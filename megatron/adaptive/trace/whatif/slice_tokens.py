@@ -78,7 +78,7 @@ def token_repairs(
             "recorded one"
         )
         return {}
-    # With sequence parallelism the tensor-parallel ranks share the tokens of a slice.
+    # The tensor-parallel ranks may share the tokens of a slice (sequence parallelism).
     tensor_size = 1 + max(trace.header.tp_rank for trace in run.ranks.values())
     others = [
         n
