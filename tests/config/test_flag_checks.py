@@ -19,7 +19,7 @@ BROKEN = """\
 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 @2
     => --num-layers 4 | pipeline 2 | stage 3 = 6
 --pipeline-model-parallel-size 2 --model-chunks 2 --partition 2-2 @2
-    => --partition 2-2 | has 2 stages | pipeline 2 x chunks 2 make 4
+    => --partition 2-2 | has 2 stages | pipeline 2 x chunks 2 requires 4
 --pipeline-model-parallel-size 2 --partition 2-3 @2
     => --partition 2-3 | has 5 layers | --num-layers is 4
 --global-batch-size 6 @2 => --global-batch-size 6 | --micro-batch-size 2 x data parallel size 2 = 4
@@ -52,12 +52,12 @@ BROKEN = """\
 --sequence-slices none => --sequence-slices | 'none'
 --sequence-slices 0 => --sequence-slices | 0 is too small; give at least 1
 --sequence-slices auto --pipeline-schedule 1f1b PP2 @2
-    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto (it measures
+    => --sequence-slices auto | 1f1b needs --pipeline-schedule auto (auto measures
 --sequence-slices 2 --pipeline-schedule 1f1b => --sequence-slices 2 | 1f1b | adaptive | seq-1f1b
 --sequence-slices 2 --pipeline-schedule zb-v --model-chunks 2 PP2 @2
     => --sequence-slices 2 | zb-v | adaptive | auto | file | seq-1f1b
 --sequence-slices 2 --context-parallel-size 2 @2
-    => --sequence-slices 2 | --context-parallel-size 2 | slices of sequences
+    => --sequence-slices 2 | --context-parallel-size 2 | sequence slices
 --sequence-slices 2 --num-experts 4
     => --sequence-slices 2 | --num-experts 4 | --moe-router-load-balancing-type none | whole
 --sequence-slices 2 --num-experts 4 --moe-router-load-balancing-type none --moe-z-loss-coeff 0.1
@@ -164,7 +164,8 @@ GROWS --micro-batch-size 1 --rampup-batch-size 2 1 10 --model-chunks 2
 PARALLEL ENGINE --seq-length 31 @2 => --seq-length 31 is not a multiple of | size 1 = 2
 --context-parallel-size 2 --seq-length 30 @2
     => --seq-length 30 is not a multiple of 2 x --context-parallel-size 2 = 4
---context-parallel-size 2 --window-size 8,0 @2 => --window-size | local layers | --context
+--context-parallel-size 2 --window-size 8,0 @2
+    => --window-size | these layers do not support windows | --context
 --mtp-num-layers 1 => --position-embedding-type learned_absolute | --mtp-num-layers 1 | rope
 --mtp-num-layers 0 => --mtp-num-layers | at least 1
 --heterogeneous-layers-config-path /no/file => /no/file: No such file | block_configs

@@ -146,7 +146,10 @@ AUTO = "--pipeline-schedule auto --slice-tokens"
         (f"{LENGTHS} 64 --pipeline-schedule 1f1b", "other schedules order whole microbatches"),
         (f"{LENGTHS} auto", "--slice-tokens auto with .* needs --pipeline-schedule auto"),
         (f"{AUTO} auto --pipeline-model-parallel-size 2", "auto needs --variable-seq-lengths"),
-        (f"{AUTO} 64 --pipeline-model-parallel-size 2", "a number of slices: --sequence-slices"),
+        (
+            f"{AUTO} 64 --pipeline-model-parallel-size 2",
+            "sequences of equal length use --sequence-slices",
+        ),
         (f"{AUTO} auto --variable-seq-lengths", "a single rank never waits for other"),
         (
             f"{AUTO} auto --variable-seq-lengths --pipeline-model-parallel-size 2 --seq-length 16",
