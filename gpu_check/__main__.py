@@ -17,13 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in parts(rehearse=False)]
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check.sh",
-        description=("Run all checks that need a GPU, within a time limit."),
+        description="Run all checks that need a GPU, within a time limit.",
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
-        help=("time limit for all parts together, in minutes (default: %(default)g)"),
+        help="time limit for all parts together, in minutes (default: %(default)g)",
     )
     parser.add_argument(
         "--parts",

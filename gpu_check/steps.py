@@ -101,14 +101,10 @@ class GpuRank(CompetingRank):
 
         Returns:
             The measurements. In addition to ``times`` and ``differences``, they contain
-                ``peak_bytes`` of each competitor by rank, ``links`` and ``synchronizations``.
-                ``links`` describes how each schedule of this project transfers tensors.
-                ``synchronizations`` lists the lines of code at which its forward and backward
-                passes made the host wait for the GPU, or gives the reason why these lines are
-                unknown.
-            each schedule of this project, which describe how tensors are transferred; and its
-            ``synchronizations``, the lines of code at which forwards and backwards made the host
-            wait for the GPU, or the reason why these are unknown.
+            ``peak_bytes`` of each competitor by rank, ``links`` and ``synchronizations``. ``links``
+            describes how each schedule of this project transfers tensors. ``synchronizations``
+            lists the lines of code at which its forward and backward passes made the host wait for
+            the GPU, or gives the reason why these lines are unknown.
         """
         result = super().measure(rounds)
         schedules = [name for name in self._functions if name != "megatron"]
@@ -383,7 +379,7 @@ def main() -> int:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help=("time limit in seconds (default: %(default)g)"),
+        help="time limit in seconds (default: %(default)g)",
     )
     parser.add_argument(
         "--tiny", action="store_true", help="run a small model, without goals for its times"

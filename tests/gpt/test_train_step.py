@@ -68,9 +68,8 @@ def first_weight(run: Run) -> torch.Tensor:
 def test_a_step_changes_the_weights_and_says_how(start: Start) -> None:
     run = start("--log-num-zeros-in-grad")
     before = first_weight(run).clone()
-    MTPLossLoggingHelper.tracker[("values of an earlier model")] = torch.ones(
-        2
-    )  # left over from another model
+    # Values of an earlier model are left.
+    MTPLossLoggingHelper.tracker["values"] = torch.ones(2)
     first, second = train(run)
     assert not torch.equal(first_weight(run), before)
     for result in (first, second):

@@ -116,7 +116,9 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace more"):
         calibrate(_model(12), [replace(traced, skip=12)])
     sliced = _traced(tmp_path / "sliced", schedule="adaptive", num_slices=2)
-    with pytest.raises(ConfigError, match="times of sequence slices, .*; trace a run without --seq"):
+    with pytest.raises(
+        ConfigError, match="times of sequence slices, .*; trace a run without --seq"
+    ):
         calibrate(_model(12), [sliced])
 
 

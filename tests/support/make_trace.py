@@ -39,7 +39,7 @@ _NUMBERS = {
     "--iterations": ("iterations", "number of training steps"),
     "--weight-pieces": (
         "weight_pieces",
-        ("number of pieces per weight gradient; 0 for undivided backward passes"),
+        "number of pieces per weight gradient; 0 for undivided backward passes",
     ),
     "--jitter": ("action_sigma", "lognormal spread of action times"),
     "--latency": ("latency_s", "latency of a message, in seconds"),
@@ -47,7 +47,7 @@ _NUMBERS = {
     "--hosts": ("hosts", "number of machines, each with its own clock"),
     "--clock-offset": (
         "clock_offset_s",
-        ("largest difference between a clock and the first host's clock, in seconds"),
+        "largest difference between a clock and the first host's clock, in seconds",
     ),
     "--clock-drift": ("clock_drift_ppm", "largest drift of a clock, in parts per million"),
     "--seed": ("seed", "seed of all random numbers"),
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--truth",
         type=Path,
         metavar="FILE",
-        help=("also write the ground truth to this file, as JSON"),
+        help="also write the ground truth to this file, as JSON",
     )
     for flag, (name, text) in _NUMBERS.items():
         usual = getattr(SyntheticRun, name)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Checks the configuration, writes the batch script, and submits it to Slurm."""
     parser = CommandParser(
         prog=f"{PROGRAM} job submit",
-        description=("Write the batch script of a Slurm job, and submit it."),
+        description="Write the batch script of a Slurm job, and submit it.",
     )
     add = parser.add_argument
     conf_file = WORK_FOLDER / "conf.sh"

@@ -520,7 +520,7 @@ def _kernel_lines(run: RunTrace, iteration: int, step_ms: float) -> list[str]:
         recorded = sorted({step.iteration for rank in run.ranks for step in read_steps(run, rank)})
         where = describe_numbers(recorded)
         return (
-            [(f"kernels were recorded in iterations {where}; choose one with --iteration")]
+            [f"kernels were recorded in iterations {where}; choose one with --iteration"]
             if recorded
             else []
         )

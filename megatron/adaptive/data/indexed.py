@@ -103,7 +103,7 @@ def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     if version != _VERSION:
         _refuse(
             idx_path,
-            (f"is a token index of version {version}, but only version {_VERSION} is supported"),
+            f"is a token index of version {version}, but only version {_VERSION} is supported",
         )
     if code not in _DTYPES:
         _refuse(idx_path, f"has dtype code {code}, but only integer types are supported")

@@ -130,20 +130,13 @@ paper, a rank also runs a forward pass if the backward pass in its list is late;
 rules do that.
 
 Source: 1F1B is from PipeDream-Flush, arXiv 2006.09503, section 2.2. Seq-1F1B is from arXiv
-    2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv
-    2104.04473, section 2.2; group sizes other than the number of ranks are as in megatron-core.
-    Combined is ``overlap_moe_expert_parallel_comm`` of megatron-core. ZB-H1 is from Zero Bubble
-    Pipeline Parallelism, arXiv 2401.10241, section 2.1 and table 2; this order, and the order with
-    several stages per rank, are the same as in ``torch.distributed.pipelining``. GPipe is from
-    arXiv 1811.06965, section 2.3. Breadth-First Pipeline Parallelism is from arXiv 2211.05953 (the
-    schedule for a looping placement). Varuna is from arXiv 2111.04007, section 3.2.
-its order for one stage per rank. Interleaved: Megatron-LM, arXiv 2104.04473, section 2.2; group
-sizes other than the number of ranks as in megatron-core. Combined: megatron-core's
-``overlap_moe_expert_parallel_comm``. ZB-H1: Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
-section 2.1 and table 2; this order, and the one with several stages per rank, are those of
-``torch.distributed.pipelining``. GPipe, arXiv 1811.06965, section 2.3; Breadth-First Pipeline
-Parallelism, arXiv 2211.05953: its schedule for a looping placement; Varuna, arXiv 2111.04007,
-section 3.2.
+2406.03488 (the order for one stage per rank). Interleaved is from Megatron-LM, arXiv 2104.04473,
+section 2.2; group sizes other than the number of ranks are as in megatron-core. Combined is
+``overlap_moe_expert_parallel_comm`` of megatron-core. ZB-H1 is from Zero Bubble Pipeline
+Parallelism, arXiv 2401.10241, section 2.1 and table 2; this order, and the order with several
+stages per rank, are the same as in ``torch.distributed.pipelining``. GPipe is from arXiv
+1811.06965, section 2.3. Breadth-First Pipeline Parallelism is from arXiv 2211.05953 (the schedule
+for a looping placement). Varuna is from arXiv 2111.04007, section 3.2.
 """
 
 from __future__ import annotations

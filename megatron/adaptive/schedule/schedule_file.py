@@ -10,12 +10,9 @@ two computes while the experts of the other communicate::
                 "F0-0 F1-0 B1-0 B0-0 W1-0 W0-0"]}
 
 The following fields are optional: ``name``, ``placement`` (default: ``loop``) and ``slices``, which
-    is the number of slices into which each microbatch is cut (default: 1). With slices, the last
-    number of an action counts slices across all microbatches. For example, with 4 slices ``F0-6``
-    is the third slice of microbatch 1. If there is no W, B also computes weight gradients.
-slices into which each microbatch is cut (default: 1). With slices, an action's last number counts
-slices through all microbatches. For example, with 4 slices ``F0-6`` is the third slice of
-microbatch 1. If there is no W, B computes weight gradients too.
+is the number of slices into which each microbatch is cut (default: 1). With slices, the last number
+of an action counts slices across all microbatches. For example, with 4 slices ``F0-6`` is the third
+slice of microbatch 1. If there is no W, B also computes weight gradients.
 
 CSV is the format of ``torch.distributed.pipelining``. It has a row per rank and a cell per action,
 with the action's stage, kind and microbatch. An empty cell means that the rank waits::

@@ -22,14 +22,14 @@ def main() -> int:
         type=int,
         default=1024,
         metavar="MIB",
-        help=("memory of each node in MiB (default: 1024)"),
+        help="memory of each node in MiB (default: 1024)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="S",
-        help=("timeout in seconds, including the boot (default: 300)"),
+        help="timeout in seconds, including the boot (default: 300)",
     )
     parser.add_argument(
         "--machine", choices=MACHINES, default=MACHINES[0], help="kind of the nodes (default: uml)"
