@@ -69,7 +69,7 @@ two computes while the experts of the other communicate. ``F0-3+`` is such a for
     rank 1 | F0-0 F0-1 F1-0 F1-1+ B1-0 F0-2+ B1-1 F0-3+ B0-0 F1-2+ B0-1 F1-3+ B1-2 B1-3 B0-2 B0-3
 
 **gpipe**: All forward passes, followed by all backward passes. The example has three ranks and four
-    microbatches::
+microbatches::
 
     rank 0 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3
     rank 1 | F0-0 F0-1 F0-2 F0-3 B0-0 B0-1 B0-2 B0-3

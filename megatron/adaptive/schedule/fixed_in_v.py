@@ -21,9 +21,8 @@ long, and W at least half as long but not longer, the idle time is ``(p - 1) * F
 it is larger.
 
 **dualpipe-v**: Forward and backward passes run in pairs. The example has two ranks and four
-    microbatches; ``F0-3+`` runs together with the B after it, so that one computes while the
-    experts of the other communicate::
-together with the B after it: one computes while the experts of the other communicate::
+microbatches; ``F0-3+`` runs together with the B after it, so that one computes while the experts of
+the other communicate::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 F0-3+ B1-1 W1-1 F1-2+ B0-0 W0-0 B1-2 W1-2 F1-3+ \
 B0-1 W0-1 B1-3 W1-3 B0-2 W0-2 B0-3 W0-3
@@ -40,7 +39,7 @@ In the source, a backward pass of the steady phase includes its weight gradients
 follows the pair, because weight gradients need no communication.
 
 **v-half**: Uses half of the memory of 1F1B and has about half of its idle time. The example has
-    three ranks and three microbatches::
+three ranks and three microbatches::
 
   rank 0 | F0-0 F0-1 F0-2 F1-0 B1-0 W1-0 F1-1 B1-1 W1-1 B0-0 W0-0 F1-2 B1-2 B0-1 W1-2 W0-1 B0-2 W0-2
   rank 1 | F0-0 F0-1 F1-0 F1-1 B1-0 W1-0 F0-2 B0-0 B1-1 W0-0 W1-1 F1-2 B0-1 B1-2 W0-1 W1-2 B0-2 W0-2
