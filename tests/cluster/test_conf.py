@@ -116,7 +116,7 @@ def test_a_mistake_is_named(text: str, expected: list[str], write: Write) -> Non
             ["PARTITION=2-3 has 5 layers", "--num-layers of MODEL=tiny is 4"],
         ),
         ("PARTITION=4-x", ["PARTITION: '4-x' is not a partition"]),
-        ("PARTITION=4-4", ["PARTITION=4-4 has 2 stages", "make 1"]),
+        ("PARTITION=4-4", ["PARTITION=4-4 has 2 stages", "requires 1"]),
         ("STAGE_DP_SIZES=2-x", ["STAGE_DP_SIZES: '2-x'", "as in 2-1-1"]),
         (
             "PIPELINE_MP_SIZE=2\nSTAGE_DP_SIZES=2-1",

@@ -127,7 +127,11 @@ def test_what_would_change_losses_stays(tmp_path: Path) -> None:
         ({"fast": "ab", "slow": "c"}, (), "machines.txt: d is not in .*cluster.json"),
         ({"fast": "", "slow": ""}, (), "node types fast, slow have no hosts"),
         ({"fast": "abcd", "other": ""}, (), "'other-gpu' is neither in the profile nor"),
-        ({"fast": "abcd"}, ("--partition", "3-3"), "--partition cannot be used with --plan-with"),
+        (
+            {"fast": "abcd"},
+            ("--partition", "3-3"),
+            "--partition cannot be combined with --plan-with",
+        ),
         ({"fast": "abcd"}, ("--plan", "x"), "x: No such file or directory; pass a plan file"),
         ({"fast": "abcd"}, ("--hidden-size", "8192"), r"does not fit on .* on fast needs"),
     ],

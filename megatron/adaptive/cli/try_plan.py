@@ -292,10 +292,8 @@ def _table(trial: _Trial, tried: TriedRank, step_s: float, *, has_links: bool) -
         ["rest of a step", "", f"{tried.beside_s * 1e3:,.1f} ms"],
     ]
     note = "The other ranks do not exist, so messages and collectives take no time on this rank."
-    note += "\nThe step time is simulated for the whole pipeline with these times,"
+    note += "\nThe step time is simulated for the whole pipeline with these times, "
     note += (
-        ("and with messages between two ranks on this machine.")
-        if has_links
-        else "without messages."
+        "and with messages between two ranks on this machine." if has_links else "without messages."
     )
     return "\n".join([*aligned(rows, 1), "", note])

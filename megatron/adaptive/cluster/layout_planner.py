@@ -180,7 +180,7 @@ class Planning:
             raise ConfigError(
                 f"--context-parallel-size {self._config.parallel.context_parallel_size} cannot "
                 f"be combined with {PLAN_WITH}, because the planner does not support it; remove "
-                "one of"
+                "one of them"
             )
         cluster, document = read_inputs(paths)
         attention = usual_attention(on_gpus=cluster.has_known_gpus)
@@ -205,7 +205,8 @@ class Planning:
         if len(others) > 1:
             raise ConfigError(
                 f"{self._where}: node types {', '.join(other.name for other in others)} have no "
-                "hosts; list the hosts of all types except one, so that the type of each node is"
+                "hosts; list the hosts of all types except one, so that the type of each node is "
+                "known"
             )
         self._other = others[0] if others else None
 

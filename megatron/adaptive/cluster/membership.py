@@ -106,7 +106,8 @@ def _machine(fields: list[str], where: str) -> Machine:
         key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
             raise ConfigError(
-                f"{where}: {option!r} is not allowed; only slots=N and name=NAME may follow the"
+                f"{where}: {option!r} is not allowed; only slots=N and name=NAME may follow the "
+                "host"
             )
         keys[key] = value
     for text in (host, keys.get("name", host)):
