@@ -33,6 +33,7 @@ PIPELINE_MP_SIZE=2
 # OVERLAP_GRAD_REDUCE=false
 # SEQUENCE_PARALLEL=false
 # SEQUENCE_SLICES=8        # slices into which each sequence is cut, or auto
+# SLICE_TOKENS=2048        # tokens of each slice of packed documents, or auto
 # ACTIVATION_CAP=4         # most microbatches whose activations a rank keeps
 # PRECISION=               # fp32, fp16 or bf16; as TRAINER_FLAGS say without it
 

@@ -121,6 +121,12 @@ def _read(options: argparse.Namespace) -> _Trial:
     flags = plan_flags(content, str(path))
     if "stages" in content:
         raise ConfigError(f"{path}: --try needs stages of equal widths; plan without --unequal")
+    if "slice_tokens" in content:
+        raise ConfigError(
+            f"{path}: --try cannot pack documents for its slice_tokens"
+            f" {content['slice_tokens']}, because their number of slices differs between steps;"
+            " plan with --sequence-slices and try that plan, or train some steps with this one"
+        )
     world_size = world_size_of(content)
     if world_size is None:
         raise ConfigError(f"{path}: degrees.data is missing; set it to the number of replicas")

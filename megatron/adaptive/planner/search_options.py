@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ class SearchOptions:
             If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
         slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
             and a run-time rule cut them.
+        slice_tokens: Numbers of tokens of a slice to choose from, if documents of different lengths
+            are packed. If set, only such plans are searched. Empty for sequences of one length.
         expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
             possible numbers.
         partition: Number of layers of each stage, embedding and head included. Empty to choose it.
@@ -58,6 +61,7 @@ class SearchOptions:
     sequence_parallel: tuple[bool, ...] = (False, True)
     context_ranks: tuple[int, ...] = ()
     slices: tuple[int, ...] = (1,)
+    slice_tokens: tuple[int, ...] = ()
     expert_ranks: tuple[int, ...] = ()
     partition: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b",)
@@ -193,3 +197,22 @@ class Best:
     def sorted(self) -> list[Found]:
         """Returns the kept plans, lowest value first."""
         return sorted(self._found.values(), key=lambda entry: entry.value)
+
+
+def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
+    """Returns the best plans, at most one for each combination of ranks and nodes.
+
+    Plans with other lengths of slices are compared only after their layers were moved.
+
+    Args:
+        entries: Plans that a search found.
+        top: Maximum number of plans to return.
+    """
+    plans: dict[Any, Found] = {}
+    for entry in sorted(entries, key=lambda entry: entry.value):
+        plan = entry.plan
+        key: Any = (plan.places, plan.context_ranks)
+        if plan.slice_tokens is None:
+            key = len(plans)  # the search keeps only one
+        plans.setdefault(key, entry)
+    return tuple(plans.values())[:top]

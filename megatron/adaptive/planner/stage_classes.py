@@ -515,7 +515,8 @@ class Tables:
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
                 # are cut, a message has one slice.
-                parts = [float(size) / choice.context_ranks / choice.slices for size in sizes]
+                share = choice.share_of(self.model.sequence) / choice.context_ranks
+                parts = [float(size) * share for size in sizes]
                 rows = [
                     self._once(
                         ("message", sender, receiver, kind, size, sliced),
