@@ -116,7 +116,7 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
     | they look at all tokens of a microbatch, not of a slice
-slice_tokens excludes record_schedule replay_schedule repartition balance_replicas=speed,both
+slice_tokens excludes record_schedule replay_schedule balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon
     | megatron-core splits only the state of adam

@@ -20,6 +20,7 @@ from megatron.adaptive.planner.plan import Plan, PlanRow, Prediction
 from megatron.adaptive.planner.plan_text import seconds_text
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import NO_LIMIT_BYTES, Request, brief, searcher_for
+from megatron.adaptive.planner.trainer_rules import orders_rows
 from megatron.adaptive.schedule import catalog
 
 _PARTS = {
@@ -99,8 +100,8 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
 
     A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
     by its smallest divisor, or recompute or schedule is changed. All other settings are chosen
-    again within the request. The line shows how much slower the best plan with this change is, or
-    how much memory it lacks.
+    again within the request, but not the length of slices. The line shows how much slower the best
+    plan with this change is, or how much memory it lacks.
 
     Args:
         inputs: Model, cluster and profile of layer times.
@@ -120,6 +121,9 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
     choices += [("recompute", kind) for kind in RECOMPUTE if kind != plan.recompute]
     if plan.pp > 1:
         others = [schedule for schedule in options.schedules if schedule != plan.schedule]
+        if plan.slice_tokens is not None:
+            others = list(filter(orders_rows, others))
+            options = replace(options, slice_tokens=(plan.slice_tokens,))
         choices += [("schedules", schedule) for schedule in others]
     roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=NO_LIMIT_BYTES))
     lines = []

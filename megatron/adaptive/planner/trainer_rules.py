@@ -158,7 +158,7 @@ def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
             raise ConfigError(f"{flag} excludes {other}, because {reason}; remove one of them")
     if options.unequal:
         raise ConfigError(f"{flag} excludes --unequal, whose stages run whole microbatches")
-    if not any(map(_orders_rows, options.schedules)):
+    if not any(map(orders_rows, options.schedules)):
         raise ConfigError(
             f"{flag} excludes --schedules {','.join(options.schedules)}, which order whole"
             " microbatches or the same number of slices in each; add adaptive to --schedules"
@@ -173,7 +173,7 @@ _FLAGS = {
 }
 
 
-def _orders_rows(schedule: str) -> bool:
+def orders_rows(schedule: str) -> bool:
     """Returns whether a schedule orders rows that have different numbers of slices."""
     return is_rule(schedule) and schedule != "hinted"
 
