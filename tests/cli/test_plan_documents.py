@@ -80,6 +80,7 @@ def test_lengths_are_read_from_token_files_lists_and_distributions(tmp_path: Pat
         (f"{LONG_TAIL} --slice-tokens x", "--slice-tokens must be different positive integers"),
         (f"{LONG_TAIL} --slice-tokens 32 --sequence-slices 4", "excludes --sequence-slices 4"),
         (f"{LONG_TAIL} --slice-tokens 32 --schedules 1f1b", "excludes --schedules 1f1b"),
+        (f"{LONG_TAIL} --slice-tokens 32 --export megatron", "does not cut packed documents"),
         ("--slice-tokens 32 --document-lengths lognormal:20", "must be lognormal:MEDIAN:SIGMA"),
         ("--slice-tokens 32 --document-lengths lognormal:0:1", "must be lognormal:MEDIAN:SIGMA"),
         ("--slice-tokens 32 --document-lengths lognormal:20:nan", "must be lognormal:MEDIAN:SIGMA"),

@@ -485,6 +485,11 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
             f"--export {form}: {program} does not support stages of unequal widths; plan without"
             " --unequal"
         )
+    if "slice_tokens" in document:
+        raise ConfigError(
+            f"--export {form}: {program} does not cut packed documents into slices; plan without"
+            " --slice-tokens"
+        )
     if document["degrees"]["pipeline"] > 1 and document["schedule"] not in schedules:
         raise ConfigError(
             f"--export {form}: {program} does not support schedule {document['schedule']};"

@@ -157,7 +157,9 @@ def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
             other = f"{_FLAGS[name]} {','.join(map(str, values))}"
             raise ConfigError(f"{flag} excludes {other}, because {reason}; remove one of them")
     if options.unequal:
-        raise ConfigError(f"{flag} excludes --unequal, whose stages run whole microbatches")
+        raise ConfigError(
+            f"{flag} excludes --unequal, whose stages run whole microbatches; remove one of them"
+        )
     if not any(map(orders_rows, options.schedules)):
         raise ConfigError(
             f"{flag} excludes --schedules {','.join(options.schedules)}, which order whole"
