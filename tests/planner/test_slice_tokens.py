@@ -107,6 +107,10 @@ def tokens_plan(tokens: int, cap: float | None = None, **changes: Any) -> Plan:
     return plan_of(slice_tokens=tokens, cap=cap, **changes)
 
 
+IN_V: dict[str, Any] = {"chunks": 2, "partition": (3, 2, 2, 2, 2, 2, 2, 3)}
+"""Changes of a plan that give each rank two stages, in a V."""
+
+
 def documents_of(inputs: PlanInputs) -> RunDocuments:
     assert inputs.documents is not None
     return inputs.documents
@@ -167,8 +171,7 @@ def test_a_prediction_is_the_simulation_that_the_trainer_chooses_by(
     tokens: int, chunks: int
 ) -> None:
     inputs = inputs_80()
-    partition = (5, 4, 4, 5) if chunks == 1 else (3, 2, 2, 2, 2, 2, 2, 3)
-    plan = tokens_plan(tokens, chunks=chunks, partition=partition)
+    plan = tokens_plan(tokens, **({} if chunks == 1 else IN_V))
     stages = StageSums.of(plan, inputs, OURS)
     pipeline = row_pipeline(plan, stages)
     assert pipeline is not None
@@ -225,10 +228,11 @@ def test_rows_are_those_of_the_trainer() -> None:
     assert documents.mean_items(1024) >= documents.mean_tokens / 1024
 
 
-@pytest.mark.parametrize(("tokens", "cap"), [(512, None), (1024, 1.0), (2048, 3.0), (8192, None)])
-def test_memory_is_that_of_the_memory_rule(tokens: int, cap: float | None) -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("tokens", "cap"), [(1024, None), (2048, 1.0), (4096, 3.0), (32768, None)])
+def test_memory_is_that_of_the_memory_rule(tokens: int, cap: float | None, chunks: int) -> None:
     inputs = inputs_80()
-    plan = tokens_plan(tokens, cap)
+    plan = tokens_plan(tokens, cap, **({} if chunks == 1 else IN_V))
     stages = StageSums.of(plan, inputs, OURS)
     pipeline = row_pipeline(plan, stages)
     assert pipeline is not None
