@@ -388,6 +388,15 @@ def test_bad_requests_are_named_in_one_line(changes: dict[str, Any], text: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_steps_of_very_many_documents_are_refused_and_large_ones_drawn_once() -> None:
+    options = replace(OPTIONS, slice_tokens=(4096,))
+    many = inputs_of([100, 3000], batch=9000)
+    with pytest.raises(ConfigError, match="about 9,000 documents or slices, .* at most 8,192; use"):
+        propose(many, Request(global_batch=9000, options=options))
+    assert [len(documents_of(inputs_of(batch=n)).steps) for n in (1, 200, 9000)] == [4, 2, 1]
+    assert tokens_to_try(replace(documents_of(many), lengths=(LONGEST,) * 2), 1) == (32768,)
+
+
 def test_without_lengths_of_documents_the_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="--slice-tokens 32768,.* needs the lengths of the docum"):
         propose(inputs_with(), Request(global_batch=BATCH, options=OPTIONS))

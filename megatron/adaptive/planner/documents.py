@@ -25,7 +25,10 @@ from megatron.adaptive.planner.model_file import ANY_RUN
 from megatron.adaptive.schedule.document_rows import costliest_replica
 
 _STEPS = 4
-"""Number of steps whose documents are drawn."""
+"""Maximum number of steps whose documents are drawn."""
+_DRAWN = 512
+"""Number of documents that are drawn if this is less than the maximum number of steps. Means over
+many documents vary little."""
 
 
 class RowSettings(NamedTuple):
@@ -75,9 +78,10 @@ class RunDocuments:
     def steps(self) -> tuple[tuple[int, ...], ...]:
         """Number of tokens of each document, for each drawn step."""
         rng = np.random.default_rng(0)
-        rounds = -(-_STEPS * self.batch // len(self.lengths))
+        count = min(_STEPS, max(1, _DRAWN // self.batch))
+        rounds = -(-count * self.batch // len(self.lengths))
         order = np.concatenate([rng.permutation(len(self.lengths)) for _ in range(rounds)])
-        drawn = np.array(self.lengths)[order[: _STEPS * self.batch]].reshape(_STEPS, self.batch)
+        drawn = np.array(self.lengths)[order[: count * self.batch]].reshape(count, self.batch)
         return tuple(tuple(map(int, row)) for row in drawn)
 
     @cached_property

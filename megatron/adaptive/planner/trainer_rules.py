@@ -22,6 +22,8 @@ _NUMBERS = (1, 2, 4, 8, 16)
 _USUAL_TOKENS = 1024
 """Smallest mean number of tokens in a slice by default. Shorter slices keep a GPU
 less busy, which estimated layer times do not take into account."""
+_MOST_ITEMS = 8192
+"""Maximum number of documents per step, and of slices per step, that are packed and simulated."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
@@ -108,7 +110,9 @@ def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
         documents: Documents of the run.
         multiple: Number that divides the length of each slice.
     """
+    least = documents.mean_tokens / _MOST_ITEMS
     lengths = tokens_to_choose(documents.longest, multiple)
+    lengths = tuple(length for length in lengths if length >= least) or lengths[:1]
     if documents.longest < 2 * _USUAL_TOKENS:
         return lengths
     return tuple(length for length in lengths if length >= _USUAL_TOKENS)
@@ -146,6 +150,12 @@ def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
                 f"{flag}: {length} must be at most the longest document, which has {longest}"
                 " tokens; lower it, or plan without it and pack documents with --pack-to"
             )
+    size = max(inputs.documents.batch, round(inputs.documents.mean_tokens / min(tokens)))
+    if size > _MOST_ITEMS:
+        raise ConfigError(
+            f"{flag}: a step has about {size:,} documents or slices, and the planner simulates at"
+            f" most {_MOST_ITEMS:,}; use longer slices, or plan for a smaller --global-batch-size"
+        )
     for name, reason in (
         ("pp", "a single stage never waits, so slices gain nothing"),
         ("context_ranks", "ranks that share a sequence cannot cut it into slices"),
