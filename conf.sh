@@ -32,9 +32,10 @@ PIPELINE_MP_SIZE=2
 # DISTRIBUTED_OPTIMIZER=false
 # OVERLAP_GRAD_REDUCE=false
 # SEQUENCE_PARALLEL=false
-# SEQUENCE_SLICES=8        # number of slices of each sequence, or auto
-# ACTIVATION_CAP=4         # maximum number of microbatches whose activations a rank keeps
-# PRECISION=               # fp32, fp16 or bf16; by default set by TRAINER_FLAGS
+# SEQUENCE_SLICES=8        # slices into which each sequence is cut, or auto
+# SLICE_TOKENS=2048        # tokens of each slice of packed documents, or auto
+# ACTIVATION_CAP=4         # most microbatches whose activations a rank keeps
+# PRECISION=               # fp32, fp16 or bf16; as TRAINER_FLAGS say without it
 
 # ---- nodes
 HOMOGENEOUS_CLUSTER=true

@@ -27,9 +27,10 @@ from harness.emulated_work import EmulatedRank  # noqa: E402
 from harness.processes import fork_ranks  # noqa: E402
 from harness.report import Result, Row, measure, measured, parser_of, ratios  # noqa: E402
 from megatron.adaptive.config.sequence_slices import Cut, SliceRule  # noqa: E402
-from megatron.adaptive.data.loader import Batching, LengthMicrobatches  # noqa: E402
+from megatron.adaptive.data.loader import LengthMicrobatches  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
 from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
+from megatron.adaptive.schedule.document_rows import Batching  # noqa: E402
 from megatron.adaptive.schedule.memory_caps import default_cap  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 

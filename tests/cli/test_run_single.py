@@ -113,6 +113,7 @@ def test_another_number_of_layers_is_cut_by_the_trainer(run: Run, tmp_path: Path
         "--pipeline-schedule megatron",
         "-- --partition 3-5",
         "-- --plan=plan.json",
+        "--pipeline-schedule auto -- --slice-tokens 64 --variable-seq-lengths",
     ],
 )
 def test_layers_stay_where_nothing_or_the_user_says_where(

@@ -82,6 +82,8 @@ PP2 --model-chunks 2 --pipeline-schedule interleaved
     => stage 1 | pipeline size 2
 PP2 --pipeline-schedule 1f1b --activation-cap 2 @2 => --activation-cap 2 | 1f1b | adaptive
 --repartition auto => --repartition auto | --pipeline-model-parallel-size 1 | above 1
+PP2 --repartition auto --pipeline-schedule auto --slice-tokens 16 --variable-seq-lengths @2
+    => --pipeline-schedule auto | --slice-tokens 16 | --repartition auto | must not move
 PP2 --repartition auto --pipeline-schedule megatron @2
     => --repartition auto | megatron | simulated | adaptive
 PP2 --pipeline-placement v @2

@@ -19,9 +19,10 @@ from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.cache import cached_arrays
 from megatron.adaptive.data.corpus import Corpus
 from megatron.adaptive.data.datasets import Blend, Samples, build_datasets, parse_blend
-from megatron.adaptive.data.loader import Batching, MicrobatchLoader
+from megatron.adaptive.data.loader import MicrobatchLoader
 from megatron.adaptive.data.tokenizer import GPT2BPETokenizer, NullTokenizer, Tokenizer
 from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.schedule.document_rows import Batching
 
 from ..multiprocess.launch import forking_every
 

@@ -15,15 +15,10 @@ import pytest
 from megatron.adaptive.config.data import DataConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
-from megatron.adaptive.data.loader import (
-    Batching,
-    Deal,
-    LengthMicrobatches,
-    MicrobatchLoader,
-    most_slices,
-)
+from megatron.adaptive.data.loader import Deal, LengthMicrobatches, MicrobatchLoader
 from megatron.adaptive.data.tokenizer import NullTokenizer
 from megatron.adaptive.errors import ConfigError, DataError
+from megatron.adaptive.schedule.document_rows import Batching, most_slices
 from megatron.adaptive.schedule.pack_documents import first_fit
 
 LONGEST = 12

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 
-from megatron.adaptive.data.loader import Batching, Microbatch, MicrobatchLoader
+from megatron.adaptive.data.loader import Microbatch, MicrobatchLoader
 from megatron.adaptive.errors import DataError
+from megatron.adaptive.schedule.document_rows import Batching
 
 from ..multiprocess.launch import has_ended, wait_until
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.policy_factory import Orders
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.schedule.catalog import Candidate, is_rule, make_schedule, policy_names
 from megatron.adaptive.schedule.choose_by_simulation import candidates
+from megatron.adaptive.schedule.document_rows import Batching
 from megatron.adaptive.schedule.memory_caps import chunk_shares, default_cap
 from megatron.adaptive.schedule.microbatch_assignment import Dealer
 from megatron.adaptive.schedule.policy import Follow, RulePolicy

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.adaptive.schedule.action import each_count
 from megatron.adaptive.schedule.stage_placement import Placement
 from megatron.adaptive.trace.read import read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME
@@ -78,6 +79,30 @@ def test_layers_leave_a_slow_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     on, _ = train(tmp_path / "on", *again)
     assert on == {8: quiet[8]}
     assert partition_in(tmp_path / "again") == [first, second]
+
+
+def test_layers_leave_a_slow_rank_that_runs_slices_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks steps that have different numbers of slices."""
+    flags = "--seq-length 64 --max-position-embeddings 64 --variable-seq-lengths --slice-tokens 16 "
+    flags += "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 6"
+    still, _ = train(tmp_path / "still", *flags.split(), "--repartition", "off")
+    monkeypatch.setenv("LAYER_MS", "4")
+    monkeypatch.setenv("SLOW_RANKS", "1")
+    monkeypatch.setenv("SLOW_FACTOR", "6")
+    moved, log = train(tmp_path / "moved", *flags.split(), "--trace-dir", str(tmp_path / "traces"))
+    match = MOVED.search(log)
+    assert match is not None, log
+    assert int(match[2]) < 3
+    assert moved == pytest.approx(still, rel=1e-6)
+    run = read_run(tmp_path / "traces")
+    numbers = {
+        sum(each_count(len(run.ranks[0].lengths(n)), run.ranks[0].slices(n)))
+        for n in run.iterations
+    }
+    assert len(numbers) > 1
+    assert "gained nothing" not in log
 
 
 def test_auto_chooses_layers_together_with_the_order_of_work(

@@ -156,7 +156,7 @@ def test_an_argument_list_says_model_and_precision_and_nothing_else() -> None:
     [
         ("gpt2-xxl", "model 'gpt2-xxl' is not known; the nearest is gpt2-xl"),
         (f"{SMALL} --context-parallel-size 2", "--context-parallel-size 2 is decided by the plan"),
-        (f"{SMALL} --slice-tokens 2048", "--slice-tokens 2048 is not supported here"),
+        (f"{SMALL} --slice-tokens 2048", "--slice-tokens 2048 is decided by the plan"),
         ("--num-layers '4", "No closing quotation"),
         ("nowhere.yaml", "No such file or directory; pass a model file"),
     ],

@@ -14,12 +14,13 @@ from megatron.adaptive.config.sequence_slices import cut_points, slice_ends
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodePool, NodeType
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
+from megatron.adaptive.planner.explain_plan import why_not
 from megatron.adaptive.planner.layer_costs import OURS, in_flight, layer_table
 from megatron.adaptive.planner.model_file import arguments_model
 from megatron.adaptive.planner.plan import Plan, place_ranks, plan_document
 from megatron.adaptive.planner.plan_text import table
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.planner.propose import Proposal, Request, complete_profile, propose, why_not
+from megatron.adaptive.planner.propose import Proposal, Request, complete_profile, propose
 from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.planner.trainer_rules import usual_slices
 

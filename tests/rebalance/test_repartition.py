@@ -18,6 +18,7 @@ from megatron.adaptive.rebalance import repartition  # noqa: E402
 from megatron.adaptive.rebalance.judgement import Lanes, Move, StepMeasurements, loads_of  # noqa: E402
 from megatron.adaptive.rebalance.repartition import Repartitioner  # noqa: E402
 from megatron.adaptive.schedule.action import ActionKind  # noqa: E402
+from megatron.adaptive.schedule.catalog import Candidate  # noqa: E402
 from megatron.adaptive.schedule.stage_placement import Placement  # noqa: E402
 
 F, B, W = ActionKind.F, ActionKind.B, ActionKind.W
@@ -154,7 +155,7 @@ def test_a_move_that_gained_nothing_is_taken_back(
     job.config = SimpleNamespace(schedule=schedule, constant_slices=1)
     repartitioner = object.__new__(Repartitioner)
     vars(repartitioner).update(
-        _run=SimpleNamespace(job=job),
+        _run=SimpleNamespace(job=job, slices=None),
         _message=lines.append,
         _interval=1,
         _may_move=True,
@@ -188,7 +189,7 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
         layers_per_stage=(3, 3),
         constant_slices=1,
     )
-    run: Any = SimpleNamespace(job=SimpleNamespace(config=config))
+    run: Any = SimpleNamespace(job=SimpleNamespace(config=config), slices=None)
     repartitioner = Repartitioner(run, print)
     for built in range(2):
         if built:
@@ -196,3 +197,32 @@ def test_the_first_step_of_a_run_that_was_built_again_is_not_measured(
         for span_s in (9.0, 2.0, 2.0):
             assert repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 4) is None
         assert [span_s for _, span_s in repartitioner._steps] == [2.0, 2.0]
+
+
+def test_steps_with_other_numbers_of_slices_are_scaled_and_simulated_by_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repartition, "_layer_bytes", lambda run: ())
+    monkeypatch.setattr(repartition, "_layer_share", lambda run, layer_bytes: _Share())
+    config = SimpleNamespace(
+        schedule=SimpleNamespace(repartition="auto", repartition_interval=8, repartition_gain=0.05),
+        layers_per_stage=(3, 3),
+        constant_slices=1,
+        slice_tokens=16,
+        data=SimpleNamespace(variable_seq_lengths=True),
+    )
+    slices = SimpleNamespace(count=1)
+    run: Any = SimpleNamespace(job=SimpleNamespace(config=config), slices=slices)
+    repartitioner = Repartitioner(run, print)
+    # A step of twice as many slices takes twice as long. The first step is not measured.
+    for count, span_s in (((1, 1, 1), 9.0), ((3, 2, 1), 6.0), ((8, 1, 3), 12.0), (4, 12.0)):
+        slices.count = count
+        repartitioner.after_step(RankTimes(busy_s=1.0, span_s=span_s), 3)
+    assert [span_s for _, span_s in repartitioner._steps] == [6.0, 6.0, 6.0]
+    candidate = Candidate(name="adaptive", placement=LOOP, cap=1.5, num_slices=1)
+    assert repartitioner._in_slices(candidate).cap == 6.0  # the last step has 4 slices per row
+    # Without packed documents, nothing is scaled.
+    config.data.variable_seq_lengths = False
+    other = Repartitioner(run, print)
+    assert other._step_scale(3) == 1.0
+    assert other._in_slices(candidate) is candidate

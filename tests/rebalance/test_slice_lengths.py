@@ -8,8 +8,8 @@ import pytest
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.loader import LengthMicrobatches
-from megatron.adaptive.gpt.setup import batching_of
-from megatron.adaptive.rebalance.auto_slice_tokens import costliest_replica
+from megatron.adaptive.rebalance.microbatch_dealing import rows_with_tokens
+from megatron.adaptive.schedule.document_rows import batching_of
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 "
@@ -34,7 +34,7 @@ def test_microbatches_are_those_of_the_trainer(replicas: int, dealing: str) -> N
         rule = config.slice_rule
         assert rule is not None
         steps = [LengthMicrobatches(lengths, batching, rank, None) for rank in range(replicas)]
-        cuts = costliest_replica(config_of("auto"), tokens, lengths)
+        cuts = rows_with_tokens(config_of("auto"), tokens, lengths)
         rows = [
             [rule.cut(positions, documents) for positions, *documents in step.contents]
             for step in steps

@@ -22,7 +22,12 @@ from typing import Any
 
 from megatron.adaptive.cli.common import show
 from megatron.adaptive.cli.doctor import node_report
-from megatron.adaptive.cli.plan_inputs import add_input_arguments, parse_counts, read_inputs
+from megatron.adaptive.cli.plan_inputs import (
+    add_input_arguments,
+    parse_counts,
+    read_inputs,
+    with_documents,
+)
 from megatron.adaptive.cli.submit import slurm
 from megatron.adaptive.cli.try_plan import try_plan
 from megatron.adaptive.cli.validate import main as check_runs
@@ -35,10 +40,11 @@ from megatron.adaptive.config.schema_files import FORMS, forms, quantity
 from megatron.adaptive.errors import ConfigError, SetupError
 from megatron.adaptive.planner.cluster import make_cluster
 from megatron.adaptive.planner.discover_cluster import describe_cluster
+from megatron.adaptive.planner.explain_plan import explain, packed_advice, why_not
 from megatron.adaptive.planner.model_description import RECOMPUTE, Model
 from megatron.adaptive.planner.model_file import PRESETS
 from megatron.adaptive.planner.plan import EXPORTS, export_text, plan_document, write_plan
-from megatron.adaptive.planner.plan_text import compare_text, explain, table
+from megatron.adaptive.planner.plan_text import compare_text, table
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import (
     SCHEDULES,
@@ -46,13 +52,17 @@ from megatron.adaptive.planner.propose import (
     Request,
     find_front,
     propose,
-    why_not,
     write_front,
     write_page,
 )
 from megatron.adaptive.planner.search import SEARCHED
 from megatron.adaptive.planner.search_options import Objective, SearchOptions
-from megatron.adaptive.planner.trainer_rules import usual_slices
+from megatron.adaptive.planner.trainer_rules import (
+    needs_lengths,
+    tokens_to_try,
+    usual_slices,
+    widest_tp,
+)
 
 _WHOLE = selectable_names(
     lambda spec: spec.planned == "by default" and spec.splits_backward == "never"
@@ -85,8 +95,10 @@ def main(argv: Sequence[str]) -> int:
             f"--fp8 cannot be combined with {run_options[0]}, because the trainer does not support"
             " fp8; remove one of them, or use --export megatron or torchtitan"
         )
-    inputs = read_inputs(options)
-    request = _request(options, inputs.model)
+    inputs = with_documents(
+        read_inputs(options), options.document_lengths, options.global_batch_size
+    )
+    request = _request(options, inputs)
     if options.pareto is not None:
         return _front(options, inputs, request)
     proposal = propose(inputs, request)
@@ -156,7 +168,9 @@ def _parser(*, required: bool) -> argparse.ArgumentParser:
         "required": required,
         "metavar": "N",
     }
-    parser.add_argument("--global-batch-size", **size, help="number of samples per step")
+    parser.add_argument("--global-batch-size", **size, help="samples per step")
+    text = "lengths of packed documents: PREFIX of .bin and .idx, FILE, or lognormal:MEDIAN:SIGMA"
+    parser.add_argument("--document-lengths", metavar="LENGTHS", help=text)
     add = parser.add_argument_group("objective and limits").add_argument
     text = "minimize the step time or the cost (%(default)s)"
     add("--objective", choices=("time", "cost"), default="time", help=text)
@@ -225,8 +239,10 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         add(f"--{name}", metavar="1,2", help=text)
-    add("--partition", metavar="8-8-8", help="number of layers of each stage")
-    add("--recompute", metavar="none,full", help=f"values from {', '.join(RECOMPUTE)}")
+    text = "tokens of each slice of packed documents, or auto; needs --document-lengths"
+    add("--slice-tokens", metavar="1024,2048", help=text)
+    add("--partition", metavar="8-8-8", help="layers of each stage")
+    add("--recompute", metavar="none,full", help=f"from {', '.join(RECOMPUTE)}")
     text = f"{','.join(SCHEDULES)}; 1f1b,interleaved with --attention fused"
     add("--schedules", metavar="A,B", help=text)
     switch: dict[str, Any] = {"choices": ("both", "on", "off"), "default": "both"}
@@ -239,7 +255,8 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     add("--unequal", action="store_true", help=text)
 
 
-def _request(options: argparse.Namespace, model: Model) -> Request:
+def _request(options: argparse.Namespace, inputs: PlanInputs) -> Request:
+    model = inputs.model
     recompute = tuple((options.recompute or ",".join(RECOMPUTE)).split(","))
     for name in recompute:
         if name not in RECOMPUTE:
@@ -268,7 +285,7 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     switches = {"both": (False, True), "on": (True,), "off": (False,)}
     return Request(
         global_batch=options.global_batch_size,
-        objective=_objective(options, model),
+        objective=_objective(options, inputs),
         options=SearchOptions(
             schedules=schedules,
             tp=parse_counts("--tp", options.tp),
@@ -281,8 +298,8 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
             overlap_reduce=options.overlap_grad_reduce,
             sequence_parallel=switches[options.sequence_parallel],
             context_ranks=parse_counts("--context-parallel-size", options.context_parallel_size),
-            slices=parse_counts("--sequence-slices", options.sequence_slices)
-            or usual_slices(model),
+            slices=_slices(options, model),
+            slice_tokens=_slice_tokens(options, inputs),
             partition=partition,
             all_nodes=options.all_nodes,
             unequal=options.unequal,
@@ -291,15 +308,46 @@ def _request(options: argparse.Namespace, model: Model) -> Request:
     )
 
 
-def _objective(options: argparse.Namespace, model: Model) -> Objective:
-    """Converts the user's limits for a whole run, such as a budget, to limits for one step."""
+def _slices(options: argparse.Namespace, model: Model) -> tuple[int, ...]:
+    """Returns the numbers of slices of sequences to choose from."""
+    if options.slice_tokens is None:
+        return parse_counts("--sequence-slices", options.sequence_slices) or usual_slices(model)
+    for flag, value in (("--sequence-slices", options.sequence_slices), ("--fp8", options.fp8)):
+        if value:
+            text = flag if value is True else f"{flag} {value}"
+            raise ConfigError(
+                f"--slice-tokens {options.slice_tokens} excludes {text}; remove one of them"
+            )
+    return (1,)
+
+
+def _slice_tokens(options: argparse.Namespace, inputs: PlanInputs) -> tuple[int, ...]:
+    """Returns the lengths of slices of packed documents to choose from, longest first."""
+    documents, text = inputs.documents, options.slice_tokens
+    if text is None and documents is not None:
+        raise ConfigError(
+            f"--document-lengths {options.document_lengths} is used only to choose slices by"
+            " tokens; add --slice-tokens auto, or remove it"
+        )
+    if text is not None and documents is None:
+        raise ConfigError(needs_lengths(text))
+    if text != "auto" or documents is None:
+        return parse_counts("--slice-tokens", text)[::-1]
+    # Tensor-parallel ranks divide each slice if sequence parallelism is on.
+    is_divided = options.sequence_parallel != "off"
+    widest = widest_tp(parse_counts("--tp", options.tp), inputs.cluster)
+    return tokens_to_try(documents, widest if is_divided else 1)
+
+
+def _objective(options: argparse.Namespace, inputs: PlanInputs) -> Objective:
+    """Converts the user's limits on a whole run, such as a budget, to limits on one step."""
     for name in ("max_price", "budget"):
         value = getattr(options, name)
         if value == 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     if options.budget is not None and not options.tokens:
-        raise ConfigError("--budget limits a whole run; also set --tokens")
-    steps = options.tokens / (options.global_batch_size * model.tokens_per_sample or 1)
+        raise ConfigError("--budget limits a whole run; give its --tokens too")
+    steps = options.tokens / (inputs.step_tokens(options.global_batch_size) or 1)
     limit_s = math.inf
     if options.time_limit is not None:
         limit_s = quantity(options.time_limit, "s", "--time-limit")
@@ -324,6 +372,8 @@ def _print(options: argparse.Namespace, inputs: PlanInputs, proposal: Proposal) 
         f"{options.global_batch_size} samples per step\n"
     )
     show(table(proposal.rows, inputs, options.tokens))
+    if advice := packed_advice(proposal.rows[0], inputs):
+        show(advice)
     result = proposal.result
     if proposal.refused:
         show(f"omitted, because the trainer does not support it: {proposal.refused[0]}")

@@ -1,5 +1,13 @@
 """Reads the inputs of ``plan`` and ``plan validate``: model, cluster and measured durations.
 
+``plan`` may also have the lengths of documents that the trainer packs::
+
+    data/corpus              prefix of corpus.bin and corpus.idx, as in --data-path
+    lengths.txt              file with the number of tokens of each document, separated by spaces
+                             or lines, or a JSON list of these numbers
+    lognormal:900:1.5        lognormal distribution with this median, in tokens, and with this
+                             standard deviation of the logarithm
+
 With ``--calibrate``, ``planner.calibrate`` fits a profile to the traces of runs. This module
 defines the options, and reads information that traces do not contain.
 """
@@ -7,6 +15,7 @@ defines the options, and reads information that traces do not contain.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from megatron.adaptive.config.command_parser import number
+from megatron.adaptive.config.input_files import read_text
+from megatron.adaptive.data.indexed import check_indexed, sequence_lengths
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner import profile_file
 from megatron.adaptive.planner.calibrate import TracedRun, calibrate
@@ -25,6 +38,7 @@ from megatron.adaptive.planner.cluster import (
     known_gpu,
     read_cluster,
 )
+from megatron.adaptive.planner.documents import make_documents
 from megatron.adaptive.planner.model_description import ATTENTIONS, Model
 from megatron.adaptive.planner.model_file import read_model, usual_attention
 from megatron.adaptive.planner.plan import FP8_FLAGS
@@ -32,6 +46,12 @@ from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.propose import complete_profile
 from megatron.adaptive.trace.read import RunTrace, read_run
 from megatron.adaptive.trace.status_files import PROGRESS_NAME, ProgressTail, progress_file
+
+_DRAWN = 100_000
+"""Number of lengths that are drawn from a distribution."""
+_LOGNORMAL = "lognormal"
+_MOST_TOKENS = 10**9
+_FLAG = "--document-lengths"
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -280,3 +300,83 @@ def _micro_batch(folder: Path, trace: RunTrace, model: Model) -> int:
             "that was trained"
         )
     return size
+
+
+def with_documents(inputs: PlanInputs, text: str | None, batch: int) -> PlanInputs:
+    """Adds the documents of a run to the planner's inputs.
+
+    Args:
+        inputs: Model, cluster and profile.
+        text: Value of ``--document-lengths``, ``None`` if it is not given.
+        batch: Number of documents per step.
+
+    Raises:
+        ConfigError: The lengths cannot be read, or the model's documents cannot be packed.
+    """
+    if text is None:
+        return inputs
+    lengths, longest = read_lengths(text, inputs.model.sequence)
+    documents = make_documents(inputs.model, lengths, batch, longest=longest)
+    return replace(inputs, documents=documents)
+
+
+def read_lengths(text: str, most: int) -> tuple[tuple[int, ...], int]:
+    """Reads the lengths of documents from the value of ``--document-lengths``.
+
+    Args:
+        text: Value of the option.
+        most: Number of tokens at which the trainer cuts documents.
+
+    Returns:
+        Number of tokens of each document that the trainer learns, and the largest number that a
+        document of the data may have.
+
+    Raises:
+        ConfigError: The text is none of the possible forms, or a length is invalid.
+        DataError: The token file is damaged.
+    """
+    if text.partition(":")[0] == _LOGNORMAL:
+        return _lognormal(text, most), most
+    if Path(f"{text}.idx").is_file():
+        check_indexed(text)
+        # A sample is one token shorter than its document, whose last token is only predicted.
+        lengths = [length - 1 for length in sequence_lengths(text).tolist() if length > 1]
+    else:
+        lengths = _listed(text)
+    if not lengths:
+        raise ConfigError(f"{_FLAG} {text}: no document has a token to learn; give other data")
+    lengths = [min(length, most) for length in lengths]
+    return tuple(lengths), max(lengths)
+
+
+def _lognormal(text: str, most: int) -> tuple[int, ...]:
+    try:
+        median, sigma = map(float, text.split(":")[1:])
+    except ValueError:
+        median = sigma = math.nan
+    if not (1 <= median <= _MOST_TOKENS and 0 <= sigma <= 10):
+        raise ConfigError(
+            f"{_FLAG} must be {_LOGNORMAL}:MEDIAN:SIGMA with a median of at least 1 token and a"
+            f" sigma from 0 to 10, got {text}; for example {_LOGNORMAL}:900:1.5"
+        )
+    drawn = np.random.default_rng(0).lognormal(math.log(median), sigma, _DRAWN)
+    return tuple(np.clip(drawn, 1, most).astype(int).tolist())
+
+
+def _listed(text: str) -> list[int]:
+    """Reads numbers from a file: a JSON list, or numbers separated by spaces or lines."""
+    content = read_text(
+        Path(text), f"{_FLAG}: give a prefix of .bin and .idx, a file, or lognormal:MEDIAN:SIGMA"
+    )
+    numbers = content.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
+    return [_number(word, number, text) for number, word in enumerate(numbers, start=1)]
+
+
+def _number(word: str, number: int, text: str) -> int:
+    length: Any = int(word) if word.isdecimal() and len(word) < 12 else 0
+    if not 1 <= length <= _MOST_TOKENS:
+        raise ConfigError(
+            f"{_FLAG} {text}: number {number} must be a number of tokens from 1 to {_MOST_TOKENS},"
+            f" got {word[:40]}; correct it"
+        )
+    return int(length)

@@ -120,8 +120,12 @@ def _read(options: argparse.Namespace) -> _Trial:
     content = load_plan(path)
     flags = plan_flags(content, str(path))
     if "stages" in content:
+        raise ConfigError(f"{path}: --try needs stages of equal widths; plan without --unequal")
+    if "slice_tokens" in content:
         raise ConfigError(
-            f"{path}: --try requires stages with equal data-parallel sizes; plan without --unequal"
+            f"{path}: --try cannot pack documents for its slice_tokens"
+            f" {content['slice_tokens']}, because their number of slices differs between steps;"
+            " plan with --sequence-slices and try that plan, or train some steps with this one"
         )
     world_size = world_size_of(content)
     if world_size is None:

@@ -38,7 +38,7 @@ def _specs(table: Mapping[str, tuple[Any, ...]]) -> dict[str, FieldSpec]:
 
 
 def _slices_of(text: str) -> int | str:
-    """Parses the value of ``SEQUENCE_SLICES``: a number, or ``auto`` to choose it during training.
+    """Reads the number or the length of slices: a number, or ``auto`` to choose it in training.
 
     Raises:
         ValueError: The text is neither a number nor ``auto``.
@@ -75,12 +75,9 @@ SETTINGS = _specs(
             "shard the optimizer state over the model's copies",
         ),
         "OVERLAP_GRAD_REDUCE": (bool, "false", "reduce gradients during backward passes"),
-        "SEQUENCE_PARALLEL": (
-            bool,
-            "false",
-            "split the sequence outside of matrix multiplications",
-        ),
-        "SEQUENCE_SLICES": (str, "", "number of slices into which each sequence is cut, or auto"),
+        "SEQUENCE_PARALLEL": (bool, "false", "split the sequence outside matrix multiplications"),
+        "SEQUENCE_SLICES": (str, "", "slices into which each sequence is cut, or auto"),
+        "SLICE_TOKENS": (str, "", "tokens of each slice of packed documents, or auto"),
         "ACTIVATION_CAP": (
             _Cap,
             "",
@@ -134,7 +131,8 @@ SETTINGS = _specs(
     }
 )
 """Variables of ``conf.sh`` by name. A variable with an empty default has no value by default."""
-SETTINGS["SEQUENCE_SLICES"] = replace(SETTINGS["SEQUENCE_SLICES"], reader=_slices_of)
+for _name in ("SEQUENCE_SLICES", "SLICE_TOKENS"):
+    SETTINGS[_name] = replace(SETTINGS[_name], reader=_slices_of)
 
 
 def check_names(variables: Mapping[str, str], where: str) -> None:

@@ -38,6 +38,7 @@ _SETTINGS = (
     "overlap_grad_reduce",
     "sequence_parallel",
     "sequence_slices",
+    "slice_tokens",
     "activation_cap",
 )
 """Keys of a plan that are also variables of ``conf.sh``, with names in capital letters."""
@@ -57,6 +58,7 @@ FLAGS = {
     "PARTITION": "--partition",
     "STAGE_DP_SIZES": "--stage-data-parallel-sizes",
     "SEQUENCE_SLICES": "--sequence-slices",
+    "SLICE_TOKENS": "--slice-tokens",
     "ACTIVATION_CAP": "--activation-cap",
 }
 """Maps each ``conf.sh`` variable to the trainer flag that receives its value."""
@@ -65,6 +67,10 @@ _SWITCH_FLAGS = {
     "OVERLAP_GRAD_REDUCE": "--overlap-grad-reduce",
     "SEQUENCE_PARALLEL": "--sequence-parallel",
 }
+
+_LENGTHS_FLAG = "--variable-seq-lengths"
+"""Flag of runs whose documents keep their lengths. Slices of a number of tokens are planned for
+such runs only."""
 
 
 def load_plan(path: Path) -> Any:
@@ -100,6 +106,8 @@ def run_flags(values: Mapping[str, Any]) -> list[str]:
         flags += ["--model-chunks", str(values["MODEL_CHUNKS"])]
     flags += _RECOMPUTE_FLAGS[values.get("RECOMPUTE") or "none"].split()
     flags += [flag for name, flag in _SWITCH_FLAGS.items() if values.get(name) in (True, "true")]
+    if values.get("SLICE_TOKENS") is not None:
+        flags.append(_LENGTHS_FLAG)
     if values.get("PRECISION") in ("fp16", "bf16"):
         flags.append(f"--{values['PRECISION']}")
     return flags

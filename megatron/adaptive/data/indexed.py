@@ -89,6 +89,17 @@ def check_indexed(prefix: str | Path) -> IndexedInfo:
         ) from None
 
 
+def sequence_lengths(prefix: str | Path) -> npt.NDArray[np.int32]:
+    """Returns the number of tokens of each sequence of a token file.
+
+    Args:
+        prefix: Path without suffix of a file that :func:`check_indexed` has checked.
+    """
+    with open_file(Path(f"{prefix}.idx")) as stream:
+        _, _, _, sequences, _ = _HEADER.unpack(stream.read(_HEADER.size))
+        return np.frombuffer(stream.read(4 * sequences), "<i4")
+
+
 def _checked(prefix: str, idx_path: Path, bin_path: Path) -> IndexedInfo:
     """Checks that all parts of the index are consistent and match the ``.bin`` file."""
     with open_file(idx_path) as stream:

@@ -33,7 +33,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,8 @@ from torch.utils.data import DataLoader
 from megatron.adaptive.config.data import BatchConfig
 from megatron.adaptive.config.parent_process import end_with_parent
 from megatron.adaptive.errors import DataError
+from megatron.adaptive.schedule.document_rows import Batching
 from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Size
-from megatron.adaptive.schedule.pack_documents import first_fit
 
 Microbatch = dict[str, torch.Tensor]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -65,8 +65,6 @@ _WIRE_DTYPES: dict[str, Any] = {
     "position_ids": np.int32,
     "attention_mask": np.bool_,
 }
-_LONGER = 4  # rows of slices are up to 1/4 longer than the longest sample needs
-_TRIES = 4  # number of larger row lengths that are tried
 _PREFETCH = 4  # number of microbatches that each worker prefetches
 _INTEGER = ("tokens", "labels", "position_ids")
 _KEYS = (*_INTEGER, "loss_mask")
@@ -133,96 +131,6 @@ class BatchSizes:
             consumed += size
             iterations += 1
         return iterations + max(train_samples - consumed, 0) // self._config.global_batch_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batching:
-    """Settings that determine which samples share a microbatch.
-
-    Attributes:
-        micro_batch_size: Number of samples per microbatch, if samples are not packed.
-        replicas: Number of data-parallel replicas.
-        varies: Whether samples differ in length.
-        pack_to: Maximum number of tokens per packed microbatch, or ``None`` if samples are not
-            packed or ``slice_tokens`` is given.
-        slice_tokens: Number of tokens per slice of a packed microbatch, or ``None`` to pack up to
-            ``pack_to`` tokens.
-        varies_slices: Whether microbatches of a step may have different numbers of slices.
-        multiple: Number of tokens. Each row is padded to a multiple of it.
-        shortest: Minimum number of tokens in a row. Shorter rows are padded.
-        group: Divisor of the number of microbatches per replica and step.
-        least: Minimum number of microbatches per replica and step.
-    """
-
-    micro_batch_size: int
-    replicas: int
-    varies: bool = False
-    pack_to: int | None = None
-    slice_tokens: int | None = None
-    varies_slices: bool = False
-    multiple: int = 1
-    shortest: int = 1
-    group: int = 1
-    least: int = 1
-
-    def for_step(self, lengths: Sequence[int]) -> Batching:
-        """Returns the settings for one step, given the lengths of the step's samples.
-
-        Args:
-            lengths: Number of tokens of each of the step's samples.
-        """
-        tokens = self.slice_tokens
-        if tokens is None:
-            return self
-        if self.varies_slices:
-            return replace(self, pack_to=tokens, multiple=tokens)
-        least = -(-max(lengths) // tokens)
-        more = most_slices(least) - least
-        counts = sorted({least + more * part // _TRIES for part in range(_TRIES + 1)})
-        choices = [replace(self, pack_to=n * tokens, multiple=n * tokens) for n in counts]
-        return min(choices, key=lambda choice: len(choice.plan(lengths)) * choice.multiple)
-
-    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns the microbatches of all replicas, each as a list of sample indices.
-
-        Args:
-            lengths: Number of tokens of each of the step's samples.
-        """
-        if self.pack_to is not None:
-            unit = self.replicas * self.group
-            least = self.replicas * self.least
-            return first_fit(lengths, self.pack_to, unit, least)
-        size = self.micro_batch_size
-        return [list(range(n, n + size)) for n in range(0, len(lengths), size)]
-
-    def size_of(self, lengths: Sequence[int]) -> Size:
-        """Returns a microbatch's number of tokens and sum of squared lengths.
-
-        Args:
-            lengths: Number of tokens of each sample in the microbatch.
-        """
-        if self.pack_to is None:
-            lengths = [self.row_tokens(max(lengths))] * len(lengths)
-        return float(sum(lengths)), float(sum(length * length for length in lengths))
-
-    def positions(self, lengths: Sequence[int]) -> int:
-        """Returns a microbatch's number of tokens, including padding.
-
-        Args:
-            lengths: Number of tokens of each sample in the microbatch.
-        """
-        if self.pack_to is None:
-            return len(lengths) * self.row_tokens(max(lengths))
-        return self.row_tokens(sum(lengths))
-
-    def row_tokens(self, tokens: int) -> int:
-        """Returns the length of a row with this number of tokens, including padding."""
-        return -(-max(tokens, self.shortest) // self.multiple) * self.multiple
-
-
-def most_slices(needed: int) -> int:
-    """Returns the maximum number of slices of a row whose longest sample needs ``needed``."""
-    return needed + needed // _LONGER
 
 
 @dataclass(frozen=True, kw_only=True)

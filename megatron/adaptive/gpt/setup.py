@@ -23,13 +23,7 @@ from megatron.adaptive.config.input_files import printable
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.data.datasets import build_datasets
 from megatron.adaptive.data.lengths import left_out
-from megatron.adaptive.data.loader import (
-    Batching,
-    BatchSizes,
-    MicrobatchLoader,
-    OnRead,
-    most_slices,
-)
+from megatron.adaptive.data.loader import BatchSizes, MicrobatchLoader, OnRead
 from megatron.adaptive.data.tokenizer import Tokenizer
 from megatron.adaptive.engine.collective_meter import CollectiveMeter, model_parallel_groups
 from megatron.adaptive.engine.deferred_layers import attach_stores
@@ -56,6 +50,7 @@ from megatron.adaptive.gpt.sequence_slices import SequenceSlices
 from megatron.adaptive.planner.model_file import trainer_shape
 from megatron.adaptive.planner.transformer_layers import build_model
 from megatron.adaptive.profiling.free_memory import total_host_bytes
+from megatron.adaptive.schedule.document_rows import batching_of, most_slices
 from megatron.adaptive.schedule.stage_placement import Placement
 
 _SHORT = 0.5
@@ -398,25 +393,6 @@ def data_workers(config: TrainerConfig, *, is_cuda: bool) -> int:
         return config.data.num_workers
     # Ranks that compute on CPUs use all cores, so reader processes would slow them down.
     return 2 if is_cuda else 0
-
-
-def batching_of(config: TrainerConfig) -> Batching:
-    """Returns the settings that determine how samples are combined into microbatches."""
-    parallel = config.parallel
-    context = parallel.context_parallel_size
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return Batching(
-        micro_batch_size=config.batch.micro_batch_size,
-        replicas=parallel.data_parallel_size,
-        varies=config.data.variable_seq_lengths,
-        pack_to=config.data.pack_to,
-        slice_tokens=config.slice_tokens if config.packs_documents else None,
-        varies_slices=config.varies_slices,
-        multiple=parts * (2 * context if context > 1 else 1),
-        shortest=config.least_row,
-        group=config.microbatch_group,
-        least=config.least_microbatches,
-    )
 
 
 def payload_shape(config: TrainerConfig) -> tuple[int, ...]:

@@ -29,16 +29,19 @@ import numpy as np
 
 from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.planner.cost import as_run, predict
-from megatron.adaptive.planner.layer_costs import in_flight
+from megatron.adaptive.planner.cost import StageSums, as_run, predict, row_pipeline
+from megatron.adaptive.planner.layer_costs import OURS, in_flight
 from megatron.adaptive.planner.order_timing import step_times, steps_of
 from megatron.adaptive.planner.plan import Plan, PlanRow
 from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.row_times import held_slices
 from megatron.adaptive.planner.stage_classes import StageClass
 from megatron.adaptive.schedule import catalog
 
 ONE_CHUNK = selectable_names(lambda spec: spec.planned != "no" and spec.least_chunks == 1)
 """Schedules that the trainer can run with one chunk per rank."""
+_NO_CAP = 1e6
+"""Limit on activations, in microbatches, that holds all microbatches of a step."""
 
 
 def hand_over(
@@ -267,10 +270,12 @@ def scheduled(plan: Plan, inputs: PlanInputs, schedules: Sequence[str]) -> PlanR
 def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
     """Returns a plan with its prediction. For sliced sequences, chooses the limit on activations.
 
-    The default limit is kept if sequences are not sliced or if the plan fits into memory.
-    Otherwise, lower limits are tried, starting with the largest. If the plan does not fit with any
-    of them, the default limit is kept.
+    The default limit is kept if the plan fits into memory with it, or if sequences are not cut.
+    Otherwise, lower limits are tried, the largest first. If the plan does not fit with any of them,
+    the default limit is kept. If documents are packed, the fastest of several limits is chosen.
     """
+    if plan.slice_tokens is not None:
+        plan = with_row_cap(plan, inputs)
     row = PlanRow(plan=plan, prediction=predict(plan, inputs))
     if plan.slices == 1 or row.prediction.fits:
         return row
@@ -282,3 +287,20 @@ def _with_cap(plan: Plan, inputs: PlanInputs) -> PlanRow:
         if tried.prediction.fits:
             return tried
     return row
+
+
+def with_row_cap(plan: Plan, inputs: PlanInputs) -> Plan:
+    """Chooses the limit on activations of a plan with packed documents, by simulation."""
+    ends = [replace(plan, cap=cap) for cap in (1.0, _NO_CAP)]
+    lowest, highest = (StageSums.of(end, inputs, OURS) for end in ends)
+    pipeline = row_pipeline(plan, lowest)
+    assert pipeline is not None
+    least, most = (held_slices(end, pipeline.costs) for end in ends)
+    room = math.inf
+    for low, high in zip(lowest.memory, highest.memory, strict=True):
+        # Memory is a linear function of the slices held.
+        slice_bytes = (high.total_bytes - low.total_bytes) / max(most - least, 1e-9)
+        left = low.limit_bytes - low.total_bytes
+        if slice_bytes > 0 or left < 0:
+            room = min(room, least + left / max(slice_bytes, 1e-9))
+    return replace(plan, cap=pipeline.best_cap(room * pipeline.costs.tokens))

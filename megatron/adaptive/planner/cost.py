@@ -54,6 +54,7 @@ from megatron.adaptive.planner.plan import (
     StagePrediction,
 )
 from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.planner.row_times import RowCosts, RowPipeline, held_slices, row_costs
 from megatron.adaptive.schedule import catalog, unequal_widths
 from megatron.adaptive.schedule.memory_caps import default_cap
 from megatron.adaptive.schedule.simulate import SimResult
@@ -94,8 +95,8 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     jitter = _jitter_s(plan, stages, inputs.profile.action_sigma)
     seconds = float(ends[last]) + tied + beside + jitter
     quiet = _pipeline(plan, stages.without_messages(), runtime)
-    # The times of the rank that finishes last add up to the whole step, so use this rank.
-    tp_s = float(of_rank[last] @ stages.tp_s) * plan.num_items
+    # Use the times of the rank that finishes last, because they add up to the whole step.
+    tp_s = float(of_rank[last] @ stages.tp_s) * stages.num_items
     parts = {
         "compute": float(times.busy_s[last]) - tp_s,
         "tp": tp_s,
@@ -109,24 +110,22 @@ def predict(plan: Plan, inputs: PlanInputs, runtime: Runtime = OURS) -> Predicti
     return Prediction(
         seconds=seconds,
         parts=parts,
-        stages=_stage_predictions(stages, times, plan.slices),
-        tokens_per_s=plan.global_batch * inputs.model.tokens_per_sample / seconds
-        if seconds
-        else 0.0,
+        stages=_stage_predictions(stages, times, stages.slices),
+        tokens_per_s=inputs.step_tokens(plan.global_batch) / seconds if seconds else 0.0,
         price_per_hour=sum(node.price_per_hour for node in nodes),
         estimated=stages.estimated,
     )
 
 
 def _stage_predictions(
-    stages: StageSums, times: ScheduleTimes, slices: int
+    stages: StageSums, times: ScheduleTimes, slices: float
 ) -> tuple[StagePrediction, ...]:
     """Returns the predicted times and memory of each pipeline rank.
 
     Args:
         stages: Costs of the plan's stages.
         times: End times and busy times of the ranks.
-        slices: Number of slices of each microbatch, 1 for whole microbatches.
+        slices: Mean number of slices of a microbatch, 1 for whole microbatches.
     """
     forward = stages.of_rank @ stages.durations_s[0] * slices
     backward = stages.of_rank @ stages.durations_s[1:].sum(axis=0) * slices
@@ -163,12 +162,18 @@ class StageSums:
         reduce_s: Time of the gradient reduction without overlap in seconds, ``[ranks]``.
         optimizer_s: Time of the optimizer in seconds, ``[ranks]``.
         memory: Memory needed by each pipeline rank.
-        of_rank: Matrix that is 1 where a rank holds a stage, and 0 elsewhere, ``[ranks, stages]``.
-        message_bytes: Size of the messages that a stage sends forward and backward per microbatch
-            of a replica, in bytes, ``[2, stages]``.
-        estimated: Whether any time was estimated instead of measured.
-        attention_share: Fraction of a forward pass whose cost grows with the square of the sequence
-            length.
+        of_rank: 1 if a rank holds a stage, otherwise 0, ``[ranks, stages]``.
+        message_bytes: Size of the messages that a stage sends forward and backward for one
+            microbatch of a replica, in bytes, ``[2, stages]``.
+        estimated: Whether a time was estimated instead of measured.
+        num_items: Number of slices of all microbatches per replica and step. A mean over steps if
+            documents are packed.
+        slices: Number of slices of a microbatch, 1 for whole microbatches. A mean over steps if
+            documents are packed.
+        attention_share: Part of a forward pass that grows with the square of the sequence, from 0
+            to 1.
+        rows: Rows of packed documents, and costs of their slices. ``None`` if all samples have the
+            same length.
     """
 
     durations_s: Any
@@ -182,7 +187,10 @@ class StageSums:
     of_rank: Any
     message_bytes: Any
     estimated: bool
+    num_items: float
+    slices: float = 1
     attention_share: float = 0.0
+    rows: RowCosts | None = None
 
     @classmethod
     def of(cls, plan: Plan, inputs: PlanInputs, runtime: Runtime) -> StageSums:
@@ -202,16 +210,20 @@ class StageSums:
         bounds = np.concatenate([[0], np.cumsum(plan.partition)])
         rank_of = [placement.locate(stage)[0] for stage in range(placement.num_stages)]
         tables = [_tables(plan, stage_place, inputs) for stage_place in plan.places]
-        durations, launch, tp_s = _durations(rank_of, bounds, tables, inputs)
+        durations, launch, tp_s, _ = _durations(rank_of, bounds, tables, inputs)
+        rows = _row_costs(plan, inputs, rank_of, bounds)
         reduce, memories, updates = [], [], []
         for rank in range(plan.pp):
-            rows = np.repeat(rank_of, plan.partition) == rank
-            parameters = max(float(table.parameters[rows].sum()) for _, table in tables[rank])
-            experts = max(float(table.expert_parameters[rows].sum()) for _, table in tables[rank])
+            layers = np.repeat(rank_of, plan.partition) == rank
+            parameters = max(float(table.parameters[layers].sum()) for _, table in tables[rank])
+            experts = max(float(table.expert_parameters[layers].sum()) for _, table in tables[rank])
             ranks = plan.expert_ranks
             dp = len(plan.places[rank].replicas)
             reduce.append(reduce_s(plan.places, rank, inputs, parameters, experts, ranks))
-            memories.append(_memory(plan, rank, rows, tables[rank], inputs, runtime))
+            held, pending = _held(plan, rank, inputs, rows)
+            memories.append(
+                _memory(plan, rank, layers, (held, pending), tables[rank], inputs, runtime)
+            )
             updated = plan.state_parameters(parameters, experts, dp)
             updates.append(updated * inputs.optimizer_s(node for node, _ in tables[rank]))
         latency, occupancy, message_bytes = _messages(plan, placement, bounds, inputs, runtime)
@@ -227,7 +239,10 @@ class StageSums:
             of_rank=np.eye(plan.pp)[:, rank_of],
             message_bytes=message_bytes,
             estimated=any(table.estimated for row in tables for _, table in row),
+            num_items=plan.num_microbatches * plan.slices if rows is None else rows.num_items,
+            slices=plan.slices if rows is None else rows.slices_per_row,
             attention_share=inputs.model.attention_share,
+            rows=rows,
         )
 
     def without_messages(self) -> StageSums:
@@ -263,10 +278,11 @@ def _tables(plan: Plan, stage_place: StagePlace, inputs: PlanInputs) -> _Tables:
 
 def _durations(
     rank_of: Sequence[int], bounds: Any, tables: list[_Tables], inputs: PlanInputs
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
     """Returns each stage's duration, launch time and communication time, in seconds.
 
-    The returned arrays are fields of :class:`StageSums`.
+    The arrays are fields of :class:`StageSums`. The last array contains the time for each pair of
+    tokens that attend to each other, ``[3, stages]``, which is 0 unless documents are packed.
 
     Args:
         rank_of: Pipeline rank of each stage.
@@ -274,7 +290,7 @@ def _durations(
         tables: Layer tables of each pipeline rank, by kind of replica.
         inputs: Model, cluster and profile of layer times.
     """
-    durations, work = np.zeros((2, 3, len(rank_of)))
+    durations, work, pair_s = np.zeros((3, 3, len(rank_of)))
     tp_s = np.zeros(len(rank_of))
     for stage, rank in enumerate(rank_of):
         part = slice(bounds[stage], bounds[stage + 1])
@@ -285,31 +301,70 @@ def _durations(
             durations[:, stage] = np.maximum(durations[:, stage], sums)
             work[:, stage] = np.maximum(work[:, stage], sums - launches)
             tp_s[stage] = max(tp_s[stage], table.tp_s[part].sum())
+            pairs = [seconds[part].sum() for seconds in (table.pair_s, table.pair_back_s)]
+            pair_s[:2, stage] = np.maximum(pair_s[:2, stage], pairs)
         durations[:2, stage] += inputs.action_s(node for node, _ in tables[rank])
-    return durations, durations - work, tp_s
+    return durations, durations - work, tp_s, pair_s
+
+
+def _row_costs(
+    plan: Plan, inputs: PlanInputs, rank_of: Sequence[int], bounds: Any
+) -> RowCosts | None:
+    """Returns rows of packed documents and their costs, ``None`` if documents are not packed."""
+    if plan.slice_tokens is None:
+        return None
+
+    def times_of(tokens: int) -> tuple[Any, Any]:
+        changed = replace(plan, slice_tokens=tokens)
+        tables = [_tables(changed, stage_place, inputs) for stage_place in plan.places]
+        durations, _, _, pair_s = _durations(rank_of, bounds, tables, inputs)
+        return durations, pair_s
+
+    return row_costs(plan, inputs, times_of)
+
+
+def _held(plan: Plan, rank: int, inputs: PlanInputs, rows: RowCosts | None) -> tuple[float, float]:
+    """Returns a rank's most microbatches or slices in flight, and those that wait for W."""
+    if rows is not None:
+        held = held_slices(plan, rows)
+        return held, held
+    if (widths := dealt_widths(plan)) is not None:
+        return held_of(plan, widths)[rank], 0.0
+    order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches, plan.slices, plan.cap)
+    share = inputs.model.attention_share
+    return in_flight(*order, share)[rank], waiting(*order, share)[rank]
 
 
 def _memory(
-    plan: Plan, rank: int, rows: Any, tables: _Tables, inputs: PlanInputs, runtime: Runtime
+    plan: Plan,
+    rank: int,
+    layers: Any,
+    held: tuple[float, float],
+    tables: _Tables,
+    inputs: PlanInputs,
+    runtime: Runtime,
 ) -> StageMemory:
-    """Returns the memory that a pipeline rank needs, on its replica with the least free memory."""
-    if (widths := dealt_widths(plan)) is not None:
-        held = held_of(plan, widths)
-        pending = (0.0,) * plan.pp
-    else:
-        order = (plan.schedule, plan.pp, plan.chunks, plan.num_microbatches, plan.slices, plan.cap)
-        held = in_flight(*order, inputs.model.attention_share)
-        pending = waiting(*order, inputs.model.attention_share)
+    """Returns the memory that a pipeline rank needs, on its replica with the least free memory.
+
+    Args:
+        plan: Plan of the pipeline.
+        rank: Pipeline rank.
+        layers: Whether the rank holds each layer, ``[layers]``.
+        held: Number of microbatches or slices in flight, and of those that wait for W.
+        tables: Layer tables of the rank, by kind of replica.
+        inputs: Model, cluster and profile of layer times.
+        runtime: Properties of the training program.
+    """
     memories = [
         stage_memory(
             inputs.model,
-            parameters=float(table.parameters[rows].sum()),
-            expert_parameters=float(table.expert_parameters[rows].sum()),
-            kept_bytes=float(table.kept_bytes[rows].sum()),
-            held=held[rank],
-            workspace_bytes=float(table.workspace_bytes[rows].max(initial=0.0))
-            + float(table.waiting_bytes[rows].sum()) * pending[rank]
-            + float(table.gathered_bytes[rows].sum()),
+            parameters=float(table.parameters[layers].sum()),
+            expert_parameters=float(table.expert_parameters[layers].sum()),
+            kept_bytes=float(table.kept_bytes[layers].sum()),
+            held=held[0],
+            workspace_bytes=float(table.workspace_bytes[layers].max(initial=0.0))
+            + float(table.waiting_bytes[layers].sum()) * held[1]
+            + float(table.gathered_bytes[layers].sum()),
             dp=len(plan.places[rank].replicas),
             settings=plan,
             limit_bytes=node.memory_bytes,
@@ -330,7 +385,7 @@ def _messages(
         rank, next_rank = placement.locate(stage)[0], placement.locate(stage + 1)[0]
         size = inputs.model.layer(max(int(bounds[stage + 1]) - 1, 0)).output_elements
         size *= inputs.model.precision.element_bytes / plan.context_ranks
-        size /= plan.slices
+        size *= plan.share_of(inputs.model.sequence)
         whole[0, stage] = whole[1, stage + 1] = size * plan.places[rank].micro_batch
         if rank == next_rank:
             continue
@@ -361,6 +416,8 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
         replaced: ScheduleTimes | None = runtime.pipeline(plan, stages)
         if replaced is not None:
             return replaced
+    if (pipeline := row_pipeline(plan, stages)) is not None:
+        return pipeline.times()
     if not catalog.is_rule(plan.schedule):
         steps = steps_of(plan.schedule, plan.pp, plan.chunks, plan.num_microbatches)
         return step_times(steps, stages.durations_s, latency, occupancy, launch_s=stages.launch_s)
@@ -369,13 +426,35 @@ def _pipeline(plan: Plan, stages: StageSums, runtime: Runtime) -> ScheduleTimes:
     return ScheduleTimes(end_s=np.array(ends), busy_s=np.array(result.busy_s))
 
 
-def simulated(plan: Plan, stages: StageSums) -> SimResult:
-    """Simulates the pipeline of a plan whose stages have equal parallel sizes.
+def row_pipeline(plan: Plan, stages: StageSums) -> RowPipeline | None:
+    """Returns the pipeline of a plan with packed documents, ``None`` for other plans.
 
     Args:
         plan: Plan to simulate.
         stages: Times of the plan's stages and messages.
     """
+    if stages.rows is None:
+        return None
+    return RowPipeline(
+        plan=plan,
+        costs=stages.rows,
+        latency_s=stages.latency_s,
+        occupancy_s=stages.occupancy_s,
+        weight_pieces=_weight_pieces(plan, splittable=bool(np.any(stages.durations_s[2]))),
+    )
+
+
+def simulated(plan: Plan, stages: StageSums) -> SimResult:
+    """Simulates the pipeline of a plan whose stages have equal parallel sizes.
+
+    If documents are packed, the first of the drawn steps is simulated.
+
+    Args:
+        plan: Plan to simulate.
+        stages: Times of the plan's stages and messages.
+    """
+    if (pipeline := row_pipeline(plan, stages)) is not None:
+        return pipeline.simulated()[0]
     latency, occupancy = stages.latency_s, stages.occupancy_s
     placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
     links = {}

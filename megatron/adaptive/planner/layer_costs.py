@@ -31,6 +31,7 @@ import numpy as np
 from megatron.adaptive.config.sequence_slices import cut_points, slice_ends
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Gpu, NodeType, find_gpu
+from megatron.adaptive.planner.documents import RunDocuments
 from megatron.adaptive.planner.link_costs import (
     all_reduce_s,
     context_ring,
@@ -243,8 +244,9 @@ def stage_memory(
 class LayerTable:
     """Costs of all layers of a model on one GPU of a replica, as arrays ``[layers] float64``.
 
-    Times and sizes are per microbatch, or per slice of mean size if sequences are cut into slices.
-    The workspace is for the longest slice.
+    Times and sizes are for one microbatch, or for one slice of mean size if sequences are cut. The
+    workspace is for the longest slice. If documents are packed, a slice has the mean number of
+    pairs of tokens that attend to each other.
 
     Attributes:
         estimated: Whether any time was estimated instead of measured.
@@ -257,7 +259,10 @@ class LayerTable:
         tp_s: Part of ``forward_s`` and ``backward_s`` that is communication, in seconds: the
             exchange of tokens between experts and, unless the measured times include them, the
             messages between tensor-parallel ranks.
-        parameters: Number of parameters on the GPU, including experts.
+        pair_s: Time within ``forward_s`` for each pair of tokens that attend to each other, in
+            seconds. 0 unless documents are packed.
+        pair_back_s: Time within ``backward_s`` for each of these pairs, in seconds.
+        parameters: Number of parameters on the GPU, experts included.
         expert_parameters: Number of parameters on the GPU that belong to experts.
         kept_bytes: Size in bytes of the activations kept from the forward to the backward pass.
         workspace_bytes: Size in bytes of the additional memory in use while the layer runs.
@@ -273,6 +278,8 @@ class LayerTable:
     weight_s: Any
     launch_s: Any
     tp_s: Any
+    pair_s: Any
+    pair_back_s: Any
     parameters: Any
     expert_parameters: Any
     kept_bytes: Any
@@ -311,8 +318,8 @@ def layer_table(
     key: Any = (node.name, tp, micro_batch, settings.recompute, settings.sequence_parallel)
     if expert_ranks * context_ranks > 1:
         key = (*key, expert_ranks, context_ranks, *(other.name for other in others or (node,)))
-    if settings.slices > 1:
-        key = (*key, "slices", settings.slices)
+    if settings.is_cut:
+        key = (*key, "slices", settings.slices, settings.slice_tokens)
     if key in inputs.layer_tables:
         cached: LayerTable = inputs.layer_tables[key]
         return cached
@@ -322,9 +329,9 @@ def layer_table(
         inputs=inputs,
         node=node,
         tp=tp,
-        # Half of each sequence is as much work as half of the samples, so divide the number of
-        # samples. Slices are treated in the same way.
-        samples=micro_batch / (context_ranks * settings.slices),
+        # A rank with half of each sequence has the same work as with half of the samples, so divide
+        # the samples. The same holds for a slice of half of each sequence.
+        samples=micro_batch * settings.share_of(inputs.model.sequence) / context_ranks,
         longest_slice=_longest_slice(inputs.model, settings, tp),
         settings=settings,
         exchange=exchange_of(inputs, node, others or (node,), tp, expert_ranks),
@@ -337,6 +344,12 @@ def layer_table(
     columns = np.array([rows[name] for name in inputs.model.layers], dtype=np.float64).T
     table = inputs.layer_tables[key] = LayerTable(is_estimated, *columns)
     return table
+
+
+def known_documents(inputs: PlanInputs) -> RunDocuments:
+    """Returns the documents for which plans with slices of a number of tokens are predicted."""
+    assert inputs.documents is not None, "plans with slice_tokens need the lengths of documents"
+    return inputs.documents
 
 
 def _longest_slice(model: Model, settings: StageSettings, tp: int) -> float:
@@ -391,6 +404,26 @@ class _LayerSetup:
         )
         return kind, times.slowed(self.node.slowness)
 
+    @property
+    def slices(self) -> int:
+        """Number of slices of a microbatch; of the longest one if documents are packed."""
+        tokens = self.settings.slice_tokens
+        if tokens is None:
+            return self.settings.slices
+        return known_documents(self.inputs).most_slices(tokens)
+
+    def pairs_share(self, kind: LayerKind) -> float:
+        """Returns a slice's number of attending pairs, relative to a slice of a whole sequence.
+
+        It is below 1 if documents are shorter than whole sequences. Pairs within a window are not
+        counted separately, because their number grows with the number of tokens.
+        """
+        tokens = self.settings.slice_tokens
+        if tokens is None or kind.is_local:
+            return 1.0
+        pairs = known_documents(self.inputs).mean_pairs(tokens)
+        return pairs / (tokens * self.inputs.model.sequence)
+
     def passes_keys(self, kind: LayerKind) -> bool:
         """Returns whether ranks that share a sequence exchange keys and values around a ring.
 
@@ -408,6 +441,8 @@ class _LayerSeconds(NamedTuple):
     weight_s: float
     launch_s: float
     tp_s: float
+    pair_s: float
+    pair_back_s: float
 
 
 class _LayerBytes(NamedTuple):
@@ -432,18 +467,24 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
     if tp > 1 and not times.tp_included and kind.tp_bytes:
         link = link_within(setup.inputs, setup.node, tp)
         once += all_reduce_s(link, kind.tp_bytes * samples, tp)
-    attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
-    # Each rank that shares a sequence sends the keys and values of its part to all others. On a
-    # ring, it computes the attention of one part while it receives the next, and the backward pass
-    # sends and computes twice as much. Without a ring, all parts arrive before the attention
-    # begins, and the backward pass sends back gradients of the same size.
+    whole_attention = times.forward_s * kind.attention_flops / (kind.forward_flops or 1)
+    attention = whole_attention * setup.pairs_share(kind)
+    saved = whole_attention - attention
+    # Attention takes twice as long in a backward pass as in a forward pass, unless a measurement of
+    # the whole backward pass contradicts this.
+    back = min(2.0, times.backward_input_s / whole_attention) if whole_attention else 0.0
+    saved_back = back * saved
+    # Each rank that shares a sequence sends its part's keys and values to all others. On a ring, it
+    # computes the attention of one part while it receives the next. Its backward pass sends and
+    # computes twice as much. Without a ring, all parts arrive before the attention begins, and the
+    # backward pass sends back gradients of the same size.
     is_ring = setup.passes_keys(kind)
     part_s = setup.ring(kind.context_bytes * samples / tp)
     turns = context_ranks - 1
     passed = turns * (max(part_s - attention / context_ranks, 0.0) if is_ring else part_s)
     passed_back = passed * (2 if is_ring else 1)
-    forward = times.forward_s + once + passed
-    backward = times.backward_input_s + once + passed_back
+    forward = times.forward_s - saved + once + passed
+    backward = times.backward_input_s - saved_back + once + passed_back
     communication = 2 * once + passed + passed_back
     if recompute == "full" and kind.counted:
         backward += forward
@@ -451,12 +492,18 @@ def _layer_seconds(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _L
     elif recompute == "selective":
         backward += attention + passed
         communication += passed
+    pairs = 0.0
+    if (tokens := setup.settings.slice_tokens) is not None and not kind.is_local:
+        pairs = whole_attention / (tokens * setup.inputs.model.sequence)
+    repeats = recompute == "selective" or (recompute == "full" and kind.counted)
     return _LayerSeconds(
         forward_s=forward,
         backward_s=backward,
         weight_s=times.backward_weight_s,
-        launch_s=min(times.launch_s, times.forward_s, times.backward_input_s),
+        launch_s=min(times.launch_s, times.forward_s - saved, times.backward_input_s - saved_back),
         tp_s=communication,
+        pair_s=pairs,
+        pair_back_s=pairs * (back + repeats),
     )
 
 
@@ -479,7 +526,7 @@ def _layer_bytes(setup: _LayerSetup, kind: LayerKind, times: LayerTimes) -> _Lay
     kept = kind.kept_bytes(tp, recompute, sequence_parallel=sequence_parallel) * samples
     if recompute == "none" or not kind.counted:
         kept = whole
-    slices = setup.settings.slices
+    slices = setup.slices
     gathered = 0.0
     if slices > 1:
         # Without an attention kernel, a slice keeps only its scores with earlier tokens.

@@ -453,9 +453,8 @@ def _read_arguments(text: str, folder: Path, where: str) -> list[str]:
         )
     if tokens := only_groups(arguments, (), ("slice_tokens",)):
         raise ConfigError(
-            f"{where}: {' '.join(tokens)} is not supported here, because the planner does not know"
-            " the lengths of documents; pass --sequence-slices 1 to plan, and pass this flag only"
-            " to the job"
+            f"{where}: {' '.join(tokens)} is decided by the plan; pass --slice-tokens to plan"
+            " instead, with --document-lengths"
         )
     return arguments
 

@@ -21,6 +21,7 @@ from megatron.adaptive.config.plan_file import PLAN_FORMAT, plan_variables, run_
 from megatron.adaptive.config.schedule_specs import schedule_spec, selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, known_gpu
+from megatron.adaptive.planner.documents import RowSettings
 from megatron.adaptive.planner.profile import PlanInputs
 
 FP8_FLAGS = ("--fp8-format", "hybrid")
@@ -71,9 +72,12 @@ class StageSettings:
             also divide the activations outside of attention and MLP.
         expert_ranks: Number of consecutive replicas over which the experts are distributed
             (expert-parallel size).
-        context_ranks: Number of consecutive ranks that share each sequence (context-parallel size).
-        slices: Number of slices per sequence, or 1 for whole sequences. A stage's work on a slice
-            of a microbatch is then a separate action.
+        context_ranks: Number of consecutive ranks that divide each sequence among themselves
+            (context-parallel size).
+        slices: Number of slices into which each sequence is cut, 1 for whole sequences. The work of
+            a stage on one slice of a microbatch is then one action.
+        slice_tokens: Number of tokens of each slice, if documents of different lengths are packed
+            into rows and cut. ``None`` for sequences of one length.
     """
 
     recompute: str = "none"
@@ -83,6 +87,20 @@ class StageSettings:
     expert_ranks: int = 1
     context_ranks: int = 1
     slices: int = 1
+    slice_tokens: int | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an action is the work on a slice of a microbatch."""
+        return self.slices > 1 or self.slice_tokens is not None
+
+    def share_of(self, sequence: int) -> float:
+        """Returns the mean length of a slice, relative to a whole sequence.
+
+        Args:
+            sequence: Number of tokens of a whole sequence.
+        """
+        return 1 / self.slices if self.slice_tokens is None else self.slice_tokens / sequence
 
     def state_parameters(self, parameters: Any, expert_parameters: Any, dp: int) -> Any:
         """Returns the number of parameters whose optimizer state each of ``dp`` replicas updates.
@@ -130,13 +148,22 @@ class Plan(StageSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step on each replica."""
+        """Number of microbatches per replica and step; of documents if they are packed."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
-    def num_items(self) -> int:
-        """Number of slices of all microbatches per step on each replica."""
-        return self.num_microbatches * self.slices
+    def rows(self) -> RowSettings:
+        """Settings that decide how documents are packed, for plans with ``slice_tokens``."""
+        assert self.slice_tokens is not None
+        return RowSettings(
+            tokens=self.slice_tokens,
+            dp=self.dp,
+            pp=self.pp,
+            chunks=self.chunks,
+            schedule=self.schedule,
+            expert_ranks=self.expert_ranks,
+            tp=self.tp if self.sequence_parallel else 1,
+        )
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -324,6 +351,8 @@ def plan_document(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> dic
         document["degrees"]["context"] = plan.context_ranks
     if plan.slices > 1:
         document["sequence_slices"] = plan.slices
+    if plan.slice_tokens is not None:
+        document["slice_tokens"] = plan.slice_tokens
     if plan.cap is not None:
         document["activation_cap"] = plan.cap
     if plan.pp * plan.chunks > 1:
@@ -364,8 +393,8 @@ def flops_share(plan: Plan, inputs: PlanInputs, prediction: Prediction) -> float
         if gpu is None or inputs.model.precision.name not in gpu.flops:
             return None
         peak += count * gpu.flops[inputs.model.precision.name]
-    work = sum(inputs.model.layer(i).forward_flops for i in range(inputs.model.num_layers))
-    return 3 * work * plan.global_batch / prediction.seconds / peak if work else None
+    work = inputs.step_flops(plan.global_batch)
+    return 3 * work / prediction.seconds / peak if work else None
 
 
 def gpus_used(plan: Plan) -> Counter[int]:
@@ -456,6 +485,11 @@ def export_text(document: Mapping[str, Any], form: str, arguments: Sequence[str]
         raise ConfigError(
             f"--export {form}: {program} does not support stages of unequal widths; plan without"
             " --unequal"
+        )
+    if "slice_tokens" in document:
+        raise ConfigError(
+            f"--export {form}: {program} does not cut packed documents into slices; plan without"
+            " --slice-tokens"
         )
     if document["degrees"]["pipeline"] > 1 and document["schedule"] not in schedules:
         raise ConfigError(

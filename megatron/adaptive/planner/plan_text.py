@@ -1,4 +1,4 @@
-"""Formats plans as tables, comparisons, and explanations of time and memory."""
+"""Describes plans as text: in tables, and in comparisons of plan files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,8 @@ from megatron.adaptive.config.plan_file import plan_variables
 from megatron.adaptive.config.schedule import format_partition
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster
-from megatron.adaptive.planner.plan import (
-    Plan,
-    PlanRow,
-    Prediction,
-    flops_share,
-    gpus_used,
-    placement_groups,
-)
+from megatron.adaptive.planner.plan import Plan, PlanRow, flops_share, gpus_used, placement_groups
 from megatron.adaptive.planner.profile import PlanInputs
-from megatron.adaptive.schedule import catalog
 
 _COMPARED = {"step_s": "step, s", "tokens_per_s": "tokens/s", "price_per_step": "price/step"}
 
@@ -110,7 +102,6 @@ def _settings(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 _GB = 1e9
-_BAR = 30
 _LEAST_SHARE = 0.001
 """Minimum difference of a part of the step, as a fraction of the step time, to be listed as a
 reason.
@@ -131,6 +122,7 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
         "ep": inputs.model.has_experts,
         "cp": any(row.plan.context_ranks > 1 for row in rows),
         "slices": any(row.plan.slices > 1 for row in rows),
+        "slice": any(row.plan.slice_tokens is not None for row in rows),
         "price/step": has_prices,
         "run": tokens > 0,
         "price/run": has_prices and tokens > 0,
@@ -152,7 +144,9 @@ def table(rows: Sequence[PlanRow], inputs: PlanInputs, tokens: float = 0.0) -> s
 def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
     """Returns the table cells of a plan, by column title."""
     plan, prediction = row.plan, row.prediction
-    steps = tokens / (plan.global_batch * inputs.model.tokens_per_sample)
+    steps = tokens / inputs.step_tokens(plan.global_batch)
+    is_packed = plan.slice_tokens is not None
+    batch = f"{plan.num_microbatches}" + (" docs" if is_packed else f"x{plan.micro_batch}")
     memories = [stage.memory for stage in prediction.stages]
     fullest = max(memories, key=lambda memory: memory.total_bytes / memory.limit_bytes)
     chunks = f"x{plan.chunks}" if plan.chunks > 1 else ""
@@ -164,9 +158,10 @@ def _columns(row: PlanRow, inputs: PlanInputs, tokens: float) -> dict[str, str]:
         "pp": f"{plan.pp}{chunks}",
         "ep": str(plan.expert_ranks),
         "cp": str(plan.context_ranks),
-        "batch": f"{plan.num_microbatches}x{plan.micro_batch}",
+        "batch": batch,
         "schedule": plan.schedule,
         "slices": str(plan.slices),
+        "slice": f"{plan.slice_tokens} tokens",
         "recompute": plan.recompute,
         "optimizer": "sharded" if plan.distributed_optimizer else "whole",
         "step": seconds_text(prediction.seconds),
@@ -197,65 +192,3 @@ def seconds_text(seconds: float) -> str:
     if not seconds:
         return "0"
     return f"{seconds:.4g} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
-
-
-_PARTS = {
-    "compute": "compute of stage {stage}",
-    "tp": "communication between the tensor-, context- and expert-parallel ranks of stage {stage}",
-    "transfer": "transfers between stages",
-    "reduction": "gradient reduction of stage {stage}",
-    "embedding": "gradients of the tied embeddings",
-    "optimizer": "the optimizer step of stage {stage}",
-    "bubble": "idle time of the pipeline",
-    "jitter": "waiting for actions that happen to take longer",
-    "beside": "work besides pipeline, reduction and optimizer",
-}
-
-
-def explain(row: PlanRow, inputs: PlanInputs) -> str:
-    """Describes the parts of a step, the memory of each stage, and the largest part."""
-    plan, prediction = row.plan, row.prediction
-    lines = [f"a step of {seconds_text(prediction.seconds)}:"]
-    for name, seconds in prediction.parts.items():
-        share = seconds / prediction.seconds if prediction.seconds else 0.0
-        bar = "█" * round(_BAR * share)
-        lines.append(f"  {name:11} {seconds_text(seconds):>9}  {share:6.1%}  {bar}".rstrip())
-    lines.append("")
-    lines.append(_stage_table(plan, prediction, inputs))
-    name = max(prediction.parts, key=lambda key: prediction.parts[key])
-    slowest = max(
-        range(plan.pp),
-        key=lambda i: prediction.stages[i].forward_s + prediction.stages[i].backward_s,
-    )
-    description = _PARTS[name].format(stage=slowest)
-    share = prediction.parts[name] / prediction.seconds if prediction.seconds else 0.0
-    return "\n".join([*lines, "", f"held back by {name} ({description}): {share:.0%} of the step"])
-
-
-def _stage_table(plan: Plan, prediction: Prediction, inputs: PlanInputs) -> str:
-    """Returns a table with the times and memory of each pipeline rank."""
-    head = ["stage", "on", "layers", "forward", "backward", "send", "bubble"]
-    head += ["weights", "gradients", "optimizer", "activations", "other", "total", "of GB"]
-    lines = [head]
-    counted = inputs.model.counted(plan.partition)
-    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
-    for rank, (stage_place, stage) in enumerate(zip(plan.places, prediction.stages, strict=True)):
-        names = dict.fromkeys(
-            inputs.cluster.nodes[replica.node].name for replica in stage_place.replicas
-        )
-        layers = [counted[placement.stage_of(rank, chunk)] for chunk in range(plan.chunks)]
-        memory = stage.memory
-        *parts, limit_bytes = vars(memory).values()
-        sizes = (*parts, memory.total_bytes, limit_bytes)
-        times = (stage.forward_s, stage.backward_s, stage.send_s)
-        lines.append(
-            [
-                str(rank),
-                "+".join(names),
-                "+".join(map(str, layers)),
-                *map(seconds_text, times),
-                f"{stage.bubble:.1%}",
-                *(f"{value / _GB:.2f}" for value in sizes),
-            ]
-        )
-    return "\n".join(aligned(lines))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megatron.adaptive.config.input_files import natural
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, LinkSpeed, NodeType, known_gpu
+from megatron.adaptive.planner.documents import RunDocuments
 from megatron.adaptive.planner.model_description import Model
 
 Source = Literal["measured", "estimated"]
@@ -231,16 +232,44 @@ class PlanInputs:
         model: Model to train.
         cluster: Nodes and links to plan for.
         profile: Times of the model's layers on the nodes.
+        documents: Documents of the run, if their lengths vary. ``None`` if all samples have the
+            length of the model's sequences.
     """
 
     model: Model
     cluster: Cluster
     profile: Profile
+    documents: RunDocuments | None = None
 
     @cached_property
     def layer_tables(self) -> dict[Any, Any]:
         """Cache of the tables from ``layer_costs.layer_table`` for these inputs."""
         return {}
+
+    def step_tokens(self, samples: int) -> float:
+        """Returns the mean number of tokens of a step.
+
+        Args:
+            samples: Number of samples per step.
+        """
+        if self.documents is not None:
+            return self.documents.mean_tokens
+        return samples * self.model.tokens_per_sample
+
+    def step_flops(self, samples: int) -> float:
+        """Returns the mean number of operations in the forward passes of a step.
+
+        Args:
+            samples: Number of samples per step.
+        """
+        kinds = [self.model.layer(i) for i in range(self.model.num_layers)]
+        whole = sum(kind.forward_flops for kind in kinds)
+        if self.documents is None:
+            return whole * samples
+        pairs = sum(kind.attention_flops for kind in kinds if not kind.is_local)
+        length = self.model.sequence
+        squares = self.documents.mean_squares / length**2
+        return (whole - pairs) * self.documents.mean_tokens / length + pairs * squares
 
     def action_s(self, nodes: Iterable[NodeType]) -> float:
         """Returns the time of an action outside of its layers on the slowest node, in seconds."""

@@ -21,8 +21,13 @@ from megatron.adaptive.config.schedule_specs import selectable_names
 from megatron.adaptive.errors import ConfigError
 from megatron.adaptive.planner.cluster import Cluster, find_gpu, known_gpu
 from megatron.adaptive.planner.cost import StageSums, predict, simulated
-from megatron.adaptive.planner.layer_costs import OURS, estimate_optimizer_s, make_estimator
-from megatron.adaptive.planner.model_description import RECOMPUTE, Model
+from megatron.adaptive.planner.layer_costs import (
+    OURS,
+    estimate_optimizer_s,
+    known_documents,
+    make_estimator,
+)
+from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.plan import Plan, PlanRow, Prediction, StageMemory, plan_document
 from megatron.adaptive.planner.plan_text import placement_text, seconds_text
 from megatron.adaptive.planner.profile import PlanInputs, Profile
@@ -34,7 +39,11 @@ from megatron.adaptive.planner.search_options import (
     SearchOptions,
     SearchResult,
 )
-from megatron.adaptive.planner.trainer_rules import check_slices, trainer_refusal
+from megatron.adaptive.planner.trainer_rules import (
+    check_slice_tokens,
+    check_slices,
+    trainer_refusal,
+)
 from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.trace.views.palette import ACTION_NAMES, chunk_color
 
@@ -42,7 +51,6 @@ SCHEDULES = selectable_names(lambda spec: spec.planned == "by default")
 """Schedules that are considered by default."""
 
 _COLOUR = "#1f77b4"
-_WORDS = {"micro_batch": "microbatch", "schedules": "schedule"}
 _SPEED, _PRICE = "tokens per second", "price of a million tokens"
 
 
@@ -112,13 +120,17 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
         ConfigError: No plan fits into memory, limits contradict each other, or an option is
             invalid. The message contains the reason and changes that would help.
     """
-    searcher = _searcher(inputs, request)
+    searcher = searcher_for(inputs, request)
     goal = request.objective
     result = searcher.search(goal)
+    if not result.plans and request.options.slice_tokens:
+        if goal != Objective(least=goal.least) and searcher.search(Objective()).plans:
+            raise ConfigError(_explain_limits(searcher, goal))
+        raise ConfigError(_explain_rows(inputs, request))
     if not result.plans:
         asked = request.options.schedules
         free = replace(request, options=replace(request.options, schedules=("1f1b",)))
-        if "1f1b" not in asked and _searcher(inputs, free).search(goal).plans:
+        if "1f1b" not in asked and searcher_for(inputs, free).search(goal).plans:
             raise ConfigError(
                 f"--schedules {','.join(asked)}: no plan that fits into memory supports these "
                 "schedules with its numbers of stages, layers and microbatches; add 1f1b"
@@ -136,7 +148,7 @@ def propose(inputs: PlanInputs, request: Request) -> Proposal:
     rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if refused and len(rows) < top:
         more = replace(request, options=replace(request.options, top=top + _MORE))
-        result = _searcher(inputs, more).search(goal)
+        result = searcher_for(inputs, more).search(goal)
         rows, refused = _runnable(_rows(result.plans, inputs), inputs)
     if not rows:
         raise ConfigError(f"the trainer refuses all plans found: {refused[0]}")
@@ -162,64 +174,11 @@ def _refusal(row: PlanRow, inputs: PlanInputs) -> str:
     return trainer_refusal(inputs.model, plan_flags(document, "the plan"), world_size_of(document))
 
 
-def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
-    """Compares a plan with its neighbours, and returns a line of text for each of them.
-
-    A neighbour differs in one setting: a parallel size or the microbatch size is doubled or divided
-    by its smallest divisor, or recompute or the schedule is changed. All other settings are chosen
-    again within the request. A line shows how much slower the best plan with this change is, or how
-    much memory it is short of.
-
-    Args:
-        inputs: Model, cluster and profile of layer times.
-        request: User's request that resulted in the plan.
-        best: Plan to compare with its neighbours.
-    """
-    plan = best.plan
-    options = replace(request.options, top=1, most_cpu_s=_NEIGHBOUR_CPU_S)
-    choices: list[tuple[str, int | str]] = []
-    for name in ("tp", "dp", "pp", "micro_batch"):
-        value = getattr(plan, name)
-        less = next((value // by for by in range(2, value + 1) if value % by == 0), 0)
-        choices += [(name, other) for other in (less, 2 * value) if other]
-    choices += [("slices", number) for number in _near_slices(plan)]
-    choices += [("recompute", kind) for kind in RECOMPUTE if kind != plan.recompute]
-    if plan.pp > 1:
-        others = [schedule for schedule in options.schedules if schedule != plan.schedule]
-        choices += [("schedules", schedule) for schedule in others]
-    roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=_NO_LIMIT))
-    lines = []
-    for name, value in choices:
-        choice: dict[str, Any] = {"schedules": (plan.schedule, "1f1b"), name: (value,)}
-        changed = replace(request, options=replace(options, **choice))
-        title = f"  {_WORDS.get(name, name)} {value}:"
-        try:
-            fitting = _searcher(inputs, changed).search().plans
-            plans = fitting or _searcher(roomy, changed).search().plans
-        except ConfigError as error:
-            lines.append(f"{title} {error}")
-            continue
-        if not plans:
-            lines.append(
-                f"{title} no plan with this setting uses whole nodes and divides the batch"
-            )
-            continue
-        prediction = predict(plans[0].plan, inputs)
-        lack = max(stage.memory.missing_bytes for stage in prediction.stages)
-        slower = prediction.seconds / best.prediction.seconds - 1
-        result = f"{slower:+.1%}" if fitting else f"does not fit, by {lack / _GB:.1f} GB"
-        lines.append(f"{title} {result} ({_brief(plans[0].plan)})")
-    return lines
-
-
-def _near_slices(plan: Plan) -> tuple[int, ...]:
-    """Returns numbers of slices to compare with a plan's number, or none for whole sequences."""
-    return (plan.slices // 2, 2 * plan.slices) if plan.slices > 1 else ()
-
-
-def _brief(plan: Plan) -> str:
+def brief(plan: Plan) -> str:
     """Returns a plan's most important settings as text."""
     slices = f" in {plan.slices} slices" if plan.slices > 1 else ""
+    if plan.slice_tokens is not None:
+        slices = f" in slices of {plan.slice_tokens} tokens"
     return (
         f"tp {plan.tp}, dp {plan.dp}, pp {plan.pp}, microbatch {plan.micro_batch}{slices},"
         f" {plan.schedule}, recompute {plan.recompute}"
@@ -232,11 +191,12 @@ def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
     return tuple(PlanRow(plan=plan, prediction=predict(plan, inputs)) for plan in plans)
 
 
-def _searcher(inputs: PlanInputs, request: Request) -> Searcher:
-    """Validates a user's request, and returns a searcher for it."""
+def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
+    """Checks a user's request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     check_slices(options, inputs.model)
+    check_slice_tokens(options, inputs)
     _check_request(request, options, inputs)
     return Searcher(inputs, global_batch=request.global_batch, options=options)
 
@@ -272,7 +232,7 @@ def find_front(inputs: PlanInputs, request: Request) -> tuple[PlanRow, ...]:
             "--pareto compares speed and price, but no node type has a price; set "
             "price_per_hour in the cluster file"
         )
-    front, _ = pareto(_searcher(inputs, request), request.objective)
+    front, _ = pareto(searcher_for(inputs, request), request.objective)
     if not front:
         raise ConfigError(
             "--pareto: no plan fits into memory and satisfies the limits; plan without "
@@ -421,13 +381,14 @@ def write_page(rows: Sequence[PlanRow], inputs: PlanInputs, path: Path) -> None:
     plan = rows[0].plan
     figure: Any = make_subplots(
         rows=3,
-        subplot_titles=("plans", f"memory: {_brief(plan)}", "its step, simulated"),
+        subplot_titles=("plans", f"memory: {brief(plan)}", "its step, simulated"),
         row_heights=[0.3, 0.3, 0.4],
     )
     _add_plans(figure, rows, inputs)
     _add_memory(figure, rows[0].prediction)
-    if plan.uniform and 3 * plan.pp * plan.chunks * plan.num_items <= _MOST_BARS:
-        _add_timeline(figure, simulated(plan, StageSums.of(plan, inputs, OURS)))
+    stages = StageSums.of(plan, inputs, OURS)
+    if plan.uniform and 3 * plan.pp * plan.chunks * stages.num_items <= _MOST_BARS:
+        _add_timeline(figure, simulated(plan, stages))
     figure.update_xaxes(title_text="seconds", row=3, col=1)
     figure.update_yaxes(title_text="rank", autorange="reversed", dtick=1, row=3, col=1)
     figure.update_layout(
@@ -448,7 +409,7 @@ def _add_plans(figure: Any, rows: Sequence[PlanRow], inputs: PlanInputs) -> None
     dots = go.Scatter(
         x=across,
         y=[row.prediction.tokens_per_s for row in rows],
-        text=[f"{placement_text(row.plan, inputs.cluster)}; {_brief(row.plan)}" for row in rows],
+        text=[f"{placement_text(row.plan, inputs.cluster)}; {brief(row.plan)}" for row in rows],
         mode="lines+markers" if has_prices else "markers",
         line={"shape": "hv", "color": _COLOUR},
         hovertemplate="%{text}<br>%{y:,.0f} tokens/s<br>%{x:.4g}<extra></extra>",
@@ -610,8 +571,8 @@ _LIMITS = {
     "most_price_per_hour": "--max-price",
     "most_price_per_step": "--budget",
 }
-_NO_LIMIT = 1e15
-"""Number of bytes added to each GPU's memory to make every model fit."""
+NO_LIMIT_BYTES = 1e15
+"""Number of bytes added to each GPU's memory so that every model fits."""
 _MORE = 16
 """Number of additional plans to search for if the trainer refuses some plans."""
 _MOST_BARS = 20_000
@@ -622,9 +583,7 @@ _FEW_LEVELS = 500
 """Maximum number of levels (sets of nodes with a first stage) in the search for the nearest plan,
 which needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""CPU seconds per node type that the search for the nearest plan may use."""
-_NEIGHBOUR_CPU_S = 0.5
-"""CPU seconds per node type that the search for a plan's neighbour may use."""
+"""Limit on CPU seconds per node type, for the search for the plan that lacks the least memory."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:
@@ -643,7 +602,7 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     def find(cluster: Cluster, options: SearchOptions) -> Plan | None:
         return _leanest_plan(replace(inputs, cluster=cluster), global_batch, options)
 
-    nearest = find(cluster.with_memory(more_bytes=_NO_LIMIT), options)
+    nearest = find(cluster.with_memory(more_bytes=NO_LIMIT_BYTES), options)
     if nearest is None:
         return (
             f"no plan for {model.name} on {cluster.num_gpus} GPUs with a global batch of"
@@ -664,10 +623,31 @@ def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOption
     remedies.append(f"GPUs of {math.ceil(memory.total_bytes / _GB)} GB")
     node = cluster.nodes[nearest.places[stage].replicas[0].node]
     return (
-        f"{model.name} does not fit on this cluster: in the nearest plan ({_brief(nearest)}),"
+        f"{model.name} does not fit on this cluster: in the nearest plan ({brief(nearest)}),"
         f" stage {stage} on {node.name} needs {memory.total_bytes / _GB:.1f} GB of"
         f" {memory.limit_bytes / _GB:.1f} GB and lacks {memory.missing_bytes / _GB:.1f} GB;"
         f" it would fit with {', or '.join(remedies)}"
+    )
+
+
+def _explain_rows(inputs: PlanInputs, request: Request) -> str:
+    """Returns an error message for a request without plans whose documents are cut by tokens."""
+    flag = f"--slice-tokens {_list(request.options.slice_tokens)}"
+    roomy = replace(inputs, cluster=inputs.cluster.with_memory(more_bytes=NO_LIMIT_BYTES))
+    plans = searcher_for(roomy, request).search().plans
+    if not plans:
+        return (
+            f"{flag}: no plan has several stages that divide the model, the nodes and a batch of"
+            f" {request.global_batch} documents; allow others with --pp, --tp, --dp, or change"
+            " --global-batch-size"
+        )
+    stage, memory = _fullest_stage(plans[0].plan, inputs)
+    return (
+        f"{flag} does not fit on this cluster: in the fastest plan without a limit"
+        f" ({brief(plans[0].plan)}), stage {stage} needs {memory.total_bytes / _GB:.1f} GB of"
+        f" {memory.limit_bytes / _GB:.1f} GB, with at least one document of"
+        f" {known_documents(inputs).longest} tokens; use more stages, --recompute full, more memory"
+        " or shorter documents"
     )
 
 

@@ -27,11 +27,13 @@ never make a plan slower, and lower bounds are valid. If other schedules are all
 with several chunks per rank, its layers are partitioned again. The fastest result is kept. With
 other schedules, the search uses a bound that holds for every schedule (:meth:`Searcher._work_s`).
 
-If sequences may be cut into slices, shapes with slices are searched last, in the same way. In the
-search, such a shape is a 1F1B pipeline whose microbatches are the slices. A microbatch's backward
-pass does not start before the forward passes of all its n slices, so rank r of p holds p - r - 1 +
-n slices instead of p - r. The resulting pipelines are timed under run-time rules, which order
-slices.
+If sequences may be cut into slices, shapes with slices are searched after all others, in the same
+way. For the search, such a shape is a pipeline of 1F1B whose microbatches are the slices. No
+backward pass of a microbatch starts before the forward passes of all its n slices, so rank r of p
+holds p - r - 1 + n of them instead of p - r. The pipelines found are timed under run-time rules,
+which order slices. If documents are packed into rows and cut, microbatches have different numbers
+of slices. The search counts all slices of a step, with a mean cost, and n is that of the longest
+row. Pipelines are timed with the real rows (``row_times``).
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from megatron.adaptive.planner.chunk_partition import (
     scheduled,
 )
 from megatron.adaptive.planner.cost import predict
-from megatron.adaptive.planner.layer_costs import OURS, in_flight
+from megatron.adaptive.planner.layer_costs import OURS, in_flight, known_documents
 from megatron.adaptive.planner.plan import Plan, StagePlace, place_stage
 from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_kernel import LevelBounds, search_s
@@ -67,6 +69,7 @@ from megatron.adaptive.planner.search_options import (
     Objective,
     SearchOptions,
     SearchResult,
+    best_of_each,
 )
 from megatron.adaptive.planner.stage_classes import (
     ShapeChoice,
@@ -138,7 +141,7 @@ class SearchShape:
     def key(self, used: tuple[int, ...], stages: int) -> Any:
         """Returns a key shared by plans that differ only in how they save memory."""
         widths = tuple(stage_class.widths for stage_class in self.classes)
-        return widths, self.choice.context_ranks, used, stages
+        return widths, self.choice.context_ranks, used, stages, self.choice.slice_tokens
 
 
 class _Goal(NamedTuple):
@@ -176,6 +179,22 @@ class _Bounded(NamedTuple):
     arrays: Any
     bounds: LevelBounds
     goals: list[_Goal]
+
+
+class _Cutting(NamedTuple):
+    """A way to cut the microbatches of a step.
+
+    Attributes:
+        num_items: Number of slices of all microbatches of a replica; of microbatches if they are
+            not cut.
+        slices: Number of slices of each sequence.
+        tokens: Number of tokens of a slice of packed documents, ``None`` for sequences of one
+            length.
+    """
+
+    num_items: int
+    slices: int = 1
+    tokens: int | None = None
 
 
 class _Widths(NamedTuple):
@@ -232,13 +251,12 @@ class Searcher:
             objective: Quantity to minimise, and limits. Defaults to the step time without limits.
         """
         goal = objective or Objective()
-        best = Best(self.options.top, goal)
+        best = Best(self.options.top * max(1, len(self.options.slice_tokens)), goal)
         left_out = math.inf
         for slices in sorted({number > 1 for number in self.options.slices}):
             shapes = [shape for shape in self.shapes() if (shape.choice.slices > 1) == slices]
             left_out = min(left_out, self._search_shapes(shapes, best))
-        entries = map(self._handed_over, best.sorted())
-        plans = tuple(sorted(entries, key=lambda entry: entry.value))
+        plans = best_of_each(map(self._handed_over, best.sorted()), self.options.top)
         bound = min(left_out, plans[0].value) if plans else left_out
         return SearchResult(
             plans=plans, bound=bound, timed=self.timed, configurations=self.configurations
@@ -301,22 +319,23 @@ class Searcher:
             ]
             parallel_choices = self._sequence_parallel(classes, shared)
             sharding = options.distributed_optimizer
-            numbers = self._slices(classes, microbatches, shared)
-            ways = itertools.product(
-                numbers, options.recompute, sharding, spreads, parallel_choices
-            )
-            for slices, recompute, sharded, spread, is_parallel in ways if measured else ():
+            cuts = self._cuts(classes, microbatches, shared)
+            ways = itertools.product(cuts, options.recompute, sharding, spreads, parallel_choices)
+            for cut, recompute, sharded, spread, is_parallel in ways if measured else ():
+                if cut.tokens is not None and is_parallel and cut.tokens % classes[0].tp:
+                    continue  # tensor-parallel ranks divide each slice
                 if sharded and all(stage_class.dp == 1 for stage_class in classes):
                     continue
                 choice = ShapeChoice(
-                    microbatches=microbatches * slices,
+                    microbatches=cut.num_items,
                     recompute=recompute,
                     distributed_optimizer=sharded,
                     overlap_reduce=options.overlap_reduce,
                     sequence_parallel=is_parallel,
                     expert_ranks=spread,
                     context_ranks=shared,
-                    slices=slices,
+                    slices=cut.slices,
+                    slice_tokens=cut.tokens,
                 )
                 if (
                     not is_parallel
@@ -328,10 +347,10 @@ class Searcher:
                 shapes.append(SearchShape(classes=measured, choice=choice, bound_s=bound))
         return sorted(shapes, key=self._guess_s)
 
-    def _slices(
+    def _cuts(
         self, classes: Sequence[StageClass], microbatches: int, shared: int
-    ) -> tuple[int, ...]:
-        """Returns the numbers of slices to try.
+    ) -> tuple[_Cutting, ...]:
+        """Returns the ways to cut sequences or rows of documents that are tried.
 
         Args:
             classes: Stage classes that a pipeline may combine.
@@ -342,7 +361,15 @@ class Searcher:
         most = _MOST_SLICES // microbatches
         is_cut = has_rule and shared == 1 and self._most_stages(classes) > 1
         is_cut = is_cut and not self.options.unequal
-        return tuple(n for n in self.options.slices if n == 1 or (is_cut and n <= most))
+        if not self.options.slice_tokens:
+            numbers = (n for n in self.options.slices if n == 1 or (is_cut and n <= most))
+            return tuple(_Cutting(microbatches * n, slices=n) for n in numbers)
+        if not is_cut or any(stage_class.micro_batch != 1 for stage_class in classes):
+            return ()
+        items = [(n, known_documents(self.inputs).mean_items(n)) for n in self.options.slice_tokens]
+        # A replica has as many documents as microbatches. Round down, so that time bounds hold.
+        share = microbatches / self.global_batch
+        return tuple(_Cutting(max(1, int(count * share)), tokens=n) for n, count in items)
 
     def _sequence_parallel(self, classes: Sequence[StageClass], shared: int) -> tuple[bool, ...]:
         """Returns the settings of sequence parallelism to try: off, on or both."""
@@ -491,14 +518,11 @@ class Searcher:
         costs = self._tables.arrays(shape.classes, shape.choice)
         if self.options.partition:
             costs["after"] = only_partition(costs["after"], self.options.partition)
-        slices = shape.choice.slices
-        microbatches = shape.choice.microbatches // slices
-        share = self.model.attention_share
-        held = in_flight("1f1b", most, 1, microbatches, slices, attention_share=share)[::-1]
+        held = self._held(shape.choice, most)
         arrays = search_kernel.ShapeArrays(
             **costs,
             **levels.arrays,
-            held=np.array(held, dtype=np.float64),
+            held=np.array(held[::-1], dtype=np.float64),
             microbatches=shape.choice.microbatches,
         )
         size = (arrays.level_class.shape[0], arrays.forward.shape[1])
@@ -533,6 +557,14 @@ class Searcher:
                 likely_s = ordered_s * (1 + self._idle * idle) / (1 + idle)
                 goals.append(_Goal(best.value(seconds, price), seconds, level, price, likely_s))
         return _Bounded(shape, levels, arrays, bounds, sorted(goals))
+
+    def _held(self, choice: ShapeChoice, ranks: int) -> tuple[float, ...]:
+        """Returns the number of microbatches or slices that each rank of a 1F1B pipeline holds."""
+        slices, share = choice.slices, self.model.attention_share
+        if choice.slice_tokens is not None:
+            slices, share = known_documents(self.inputs).most_slices(choice.slice_tokens), 0.0
+        microbatches = -(-choice.microbatches // slices)
+        return in_flight("1f1b", ranks, 1, microbatches, slices, attention_share=share)
 
     def visit(
         self, shape: SearchShape, best: Best, most_leaves: int, *, finish: bool = True
@@ -647,7 +679,7 @@ class Searcher:
                 # The kernel assumes that neighbours always share an island (a group of GPUs with
                 # fast links), so the plan is timed again here.
                 seconds = predict(plan, self.inputs).seconds
-            allowed = "1f1b" in self.options.schedules and plan.uniform and plan.slices == 1
+            allowed = "1f1b" in self.options.schedules and plan.uniform and not plan.is_cut
             if allowed and seconds < best.most_seconds(price):
                 best.add(key, plan, float(seconds), price)
             if finish and not (self._exact and plan.uniform):
@@ -680,7 +712,7 @@ class Searcher:
             least_s: Step time in seconds under 1F1B, or infinity if it is not known.
         """
         names = [name for name in self.options.schedules if name != "1f1b" or least_s == math.inf]
-        if plan.slices > 1:
+        if plan.is_cut:
             names = [name for name in names if is_rule(name) and plan.pp > 1]
         row = scheduled(plan, self.inputs, names)
         if row is not None and row.prediction.fits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,14 +33,15 @@ class SearchOptions:
         sequence_parallel: Settings of sequence parallelism to choose from if ``tp`` is above 1. It
             is always enabled for models with experts.
         context_ranks: Numbers of ranks that share a sequence (context parallelism) to choose from.
-            If empty, numbers that leave at least ``LEAST_TOKENS`` tokens on each rank are tried.
-        slices: Numbers of slices per sequence to choose from. Only pipelines with several ranks and
-            a run-time rule support slices.
-        expert_ranks: Numbers of replicas over which experts are distributed, to choose from. If
-            empty, all possible numbers are tried.
-        partition: Number of layers in each stage, including embedding and head. If empty, it is
-            chosen.
-        schedules: Names of the pipeline schedules to choose from, a subset of ``search.SEARCHED``.
+            If empty, all that leave at least ``LEAST_TOKENS`` tokens on each rank.
+        slices: Numbers of slices into which sequences may be cut. Only pipelines with several ranks
+            and a run-time rule cut them.
+        slice_tokens: Numbers of tokens of a slice to choose from, if documents of different lengths
+            are packed. If set, only such plans are searched. Empty for sequences of one length.
+        expert_ranks: Numbers of replicas over which experts may be distributed. If empty, all
+            possible numbers.
+        partition: Number of layers of each stage, embedding and head included. Empty to choose it.
+        schedules: Names of the pipeline schedules to choose from, out of ``search.SEARCHED``.
         all_nodes: Whether a plan must use every node.
         unequal: Whether stages may have different parallel sizes. The trainer supports such plans
             only if ``tp`` is 1.
@@ -62,6 +64,7 @@ class SearchOptions:
     sequence_parallel: tuple[bool, ...] = (False, True)
     context_ranks: tuple[int, ...] = ()
     slices: tuple[int, ...] = (1,)
+    slice_tokens: tuple[int, ...] = ()
     expert_ranks: tuple[int, ...] = ()
     partition: tuple[int, ...] = ()
     schedules: tuple[str, ...] = ("1f1b",)
@@ -197,3 +200,22 @@ class Best:
     def sorted(self) -> list[Found]:
         """Returns the kept plans in ascending order of their value."""
         return sorted(self._found.values(), key=lambda entry: entry.value)
+
+
+def best_of_each(entries: Iterable[Found], top: int) -> tuple[Found, ...]:
+    """Returns the best plans, at most one for each combination of ranks and nodes.
+
+    Plans with other lengths of slices are compared only after their layers were moved.
+
+    Args:
+        entries: Plans that a search found.
+        top: Maximum number of plans to return.
+    """
+    plans: dict[Any, Found] = {}
+    for entry in sorted(entries, key=lambda entry: entry.value):
+        plan = entry.plan
+        key: Any = (plan.places, plan.context_ranks)
+        if plan.slice_tokens is None:
+            key = len(plans)  # the search keeps only one
+        plans.setdefault(key, entry)
+    return tuple(plans.values())[:top]

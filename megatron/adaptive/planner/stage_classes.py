@@ -516,8 +516,9 @@ class Tables:
                 continue  # stages of these two classes are never neighbours in this way
             if not kind or sender.block > 1:
                 # Each rank that shares a sequence sends only its part of the sequence. If sequences
-                # are cut into slices, a message contains one slice.
-                parts = [float(size) / choice.context_ranks / choice.slices for size in sizes]
+                # are cut, a message has one slice.
+                share = choice.share_of(self.model.sequence) / choice.context_ranks
+                parts = [float(size) * share for size in sizes]
                 rows = [
                     self._once(
                         ("message", sender, receiver, kind, size, sliced),

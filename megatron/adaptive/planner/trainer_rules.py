@@ -6,19 +6,24 @@ from collections.abc import Sequence
 
 from megatron.adaptive.config.arguments import parse
 from megatron.adaptive.config.environment import Installed
-from megatron.adaptive.config.sequence_slices import LEAST_TOKENS
+from megatron.adaptive.config.sequence_slices import LEAST_TOKENS, tokens_to_choose
 from megatron.adaptive.errors import ConfigError
+from megatron.adaptive.planner.cluster import Cluster
+from megatron.adaptive.planner.documents import RunDocuments
 from megatron.adaptive.planner.model_description import Model
 from megatron.adaptive.planner.model_file import ANY_RUN
 from megatron.adaptive.planner.plan import FP8_FLAGS
+from megatron.adaptive.planner.profile import PlanInputs
 from megatron.adaptive.planner.search_options import SearchOptions
 from megatron.adaptive.schedule.catalog import is_rule
 
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices to try by default."""
 _USUAL_TOKENS = 1024
-"""Minimum mean number of tokens per slice by default. Shorter slices use a GPU less efficiently,
-which estimated layer times do not take into account."""
+"""Smallest mean number of tokens in a slice by default. Shorter slices keep a GPU
+less busy, which estimated layer times do not take into account."""
+_MOST_ITEMS = 8192
+"""Maximum number of documents per step, and of slices per step, that are packed and simulated."""
 
 
 def trainer_refusal(model: Model, flags: Sequence[str], world_size: int | None) -> str:
@@ -95,4 +100,115 @@ def check_slices(options: SearchOptions, model: Model) -> None:
         raise ConfigError(
             f"--sequence-slices {numbers} requires a run-time rule that orders the slices; add "
             "adaptive to --schedules"
+        )
+
+
+def tokens_to_try(documents: RunDocuments, multiple: int) -> tuple[int, ...]:
+    """Returns the lengths of slices that ``--slice-tokens auto`` of the planner chooses from.
+
+    They are those of the trainer, but slices of long documents have at least 1,024 tokens.
+
+    Args:
+        documents: Documents of the run.
+        multiple: Number that divides the length of each slice.
+    """
+    least = documents.mean_tokens / _MOST_ITEMS
+    lengths = tokens_to_choose(documents.longest, multiple)
+    lengths = tuple(length for length in lengths if length >= least) or lengths[:1]
+    if documents.longest < 2 * _USUAL_TOKENS:
+        return lengths
+    return tuple(length for length in lengths if length >= _USUAL_TOKENS)
+
+
+def needs_lengths(tokens: str) -> str:
+    """Returns the error message for slices of a number of tokens without lengths of documents."""
+    return (
+        f"--slice-tokens {tokens} needs the lengths of the documents; add --document-lengths with"
+        " the prefix of a .bin and .idx file, a file of numbers, or lognormal:MEDIAN:SIGMA"
+    )
+
+
+def check_slice_tokens(options: SearchOptions, inputs: PlanInputs) -> None:
+    """Checks the lengths of slices that the search may choose.
+
+    Raises:
+        ConfigError: There are no lengths of documents, a length is too short or too long, or
+            another option excludes slices of a number of tokens.
+    """
+    tokens = options.slice_tokens
+    if not tokens:
+        return
+    listed = ",".join(map(str, tokens))
+    if inputs.documents is None:
+        raise ConfigError(needs_lengths(listed))
+    flag = f"--slice-tokens {listed}"
+    longest = inputs.documents.longest
+    if min(tokens) < LEAST_TOKENS:
+        raise ConfigError(f"{flag}: a slice must have at least {LEAST_TOKENS} tokens; raise it")
+    for length in tokens:
+        multiple = widest_tp(options.tp, inputs.cluster)
+        if length > longest and length > tokens_to_choose(longest, multiple)[0]:
+            raise ConfigError(
+                f"{flag}: {length} must be at most the longest document, which has {longest}"
+                " tokens; lower it, or plan without it and pack documents with --pack-to"
+            )
+    size = max(inputs.documents.batch, round(inputs.documents.mean_tokens / min(tokens)))
+    if size > _MOST_ITEMS:
+        raise ConfigError(
+            f"{flag}: a step has about {size:,} documents or slices, and the planner simulates at"
+            f" most {_MOST_ITEMS:,}; use longer slices, or plan for a smaller --global-batch-size"
+        )
+    for name, reason in (
+        ("pp", "a single stage never waits, so slices gain nothing"),
+        ("context_ranks", "ranks that share a sequence cannot cut it into slices"),
+        ("micro_batch", "a microbatch is one row of documents"),
+    ):
+        values = getattr(options, name)
+        is_wrong = values == (1,) if name == "pp" else bool(values) and 1 not in values
+        if is_wrong:
+            other = f"{_FLAGS[name]} {','.join(map(str, values))}"
+            raise ConfigError(f"{flag} excludes {other}, because {reason}; remove one of them")
+    if options.unequal:
+        raise ConfigError(
+            f"{flag} excludes --unequal, whose stages run whole microbatches; remove one of them"
+        )
+    if not any(map(orders_rows, options.schedules)):
+        raise ConfigError(
+            f"{flag} excludes --schedules {','.join(options.schedules)}, which order whole"
+            " microbatches or the same number of slices in each; add adaptive to --schedules"
+        )
+    _check_divided(flag, options)
+
+
+_FLAGS = {
+    "pp": "--pp",
+    "context_ranks": "--context-parallel-size",
+    "micro_batch": "--micro-batch-sizes",
+}
+
+
+def orders_rows(schedule: str) -> bool:
+    """Returns whether a schedule orders rows that have different numbers of slices."""
+    return is_rule(schedule) and schedule != "hinted"
+
+
+def widest_tp(tp: Sequence[int], cluster: Cluster) -> int:
+    """Returns the largest tensor-parallel size that the search may choose.
+
+    Args:
+        tp: Sizes to choose from; empty for all that fit into a node.
+        cluster: Nodes to plan for.
+    """
+    return max(tp or [node.gpus for node in cluster.types])
+
+
+def _check_divided(flag: str, options: SearchOptions) -> None:
+    """Checks that tensor-parallel ranks can divide a slice if sequence parallelism is demanded."""
+    if options.sequence_parallel != (True,) or not options.tp or 1 in options.tp:
+        return
+    if not any(length % tp == 0 for length in options.slice_tokens for tp in options.tp):
+        sizes = ",".join(map(str, options.tp))
+        raise ConfigError(
+            f"{flag} must be a multiple of --tp {sizes}, because sequence parallelism divides each"
+            " slice; change one of them, or use --sequence-parallel off"
         )

@@ -19,16 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.adaptive.config.sequence_slices import Cut, SliceRule
-from megatron.adaptive.config.trainer import TrainerConfig
-from megatron.adaptive.data.loader import Batching
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.stages import ForwardBackward
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.gpt.setup import Run, batching_of, payload_shape
+from megatron.adaptive.gpt.setup import Run, payload_shape
 from megatron.adaptive.profiling.pipeline_times import Sample, most_of, profile_of
 from megatron.adaptive.rebalance.auto_schedule import FIRST, LAST, measure_neighbours, memory_of
-from megatron.adaptive.rebalance.microbatch_dealing import make_dealer
+from megatron.adaptive.rebalance.microbatch_dealing import rows_with_tokens
 from megatron.adaptive.rebalance.time_limit import (
     LIMIT_S,
     SIMULATED_OF_LIMIT,
@@ -204,7 +201,7 @@ class LengthTuner:
         return choose_tokens(
             [latest.tokens, *others],
             lanes,
-            lambda tokens: [costliest_replica(config, tokens, lengths) for lengths in steps],
+            lambda tokens: [rows_with_tokens(config, tokens, lengths) for lengths in steps],
             setting,
             time.monotonic() + SIMULATED_OF_LIMIT * self._limit_s,
         )
@@ -226,29 +223,3 @@ class LengthTuner:
             # fits.
             return max(most * row_tokens, float(longest + self._trial.tokens))
         return most * row_tokens
-
-
-def costliest_replica(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
-    """Returns the microbatches of the replica with the most work in a step, in running order.
-
-    Args:
-        config: Settings of the run.
-        tokens: Number of tokens per slice.
-        lengths: Number of tokens of each document in the step, over all replicas.
-    """
-    schedule = replace(config.schedule, chosen_tokens=tokens)
-    config = replace(config, schedule=schedule)
-    batching: Batching = batching_of(config).for_step(lengths)
-    rule = config.slice_rule
-    assert isinstance(rule, SliceRule)
-    rows = [[lengths[sample] for sample in row] for row in batching.plan(lengths)]
-    replicas = batching.replicas
-    shares: Sequence[Sequence[int]] = [range(n, len(rows), replicas) for n in range(replicas)]
-    if config.balance != "off":
-        shares = make_dealer(config).deal([batching.size_of(row) for row in rows])
-
-    def tokens_and_pairs(share: Sequence[int]) -> float:
-        return sum(config.cost_of(*batching.size_of(rows[number])) for number in share)
-
-    share = max(shares, key=tokens_and_pairs)
-    return [rule.cut(batching.positions(rows[number]), rows[number]) for number in share]

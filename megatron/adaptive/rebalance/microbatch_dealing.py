@@ -10,6 +10,7 @@ lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,34 +18,26 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.adaptive.config.sequence_slices import Cut
 from megatron.adaptive.config.trainer import TrainerConfig
 from megatron.adaptive.engine.executor import RankTimes
 from megatron.adaptive.engine.schedule_record import Shares
 from megatron.adaptive.gpt.setup import Run
 from megatron.adaptive.schedule.action import place_of
-from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealer, Dealt, Size
-
-_TOKEN_PER_PAIR = 12
-"""Factor in the estimated cost of a token.
-
-The cost of a token is that of attention between ``12 * hidden_size`` pairs of tokens.
-"""
+from megatron.adaptive.schedule.document_rows import costliest_replica, make_dealer
+from megatron.adaptive.schedule.microbatch_assignment import EQUAL, Dealt, Size
 
 
-def make_dealer(config: TrainerConfig) -> Dealer:
-    """Returns an object that distributes microbatches over replicas according to the settings."""
-    parallel = config.parallel
-    # Simulated steps with several chunks per rank are shorter if long rows are in the middle.
-    has_one_chunk = config.varies_slices and parallel.num_chunks == 1
-    return Dealer(
-        config.balance,
-        replicas=parallel.data_parallel_size,
-        ranks=parallel.pipeline_model_parallel_size,
-        group=config.microbatch_group,
-        least=config.least_microbatches,
-        pair=1 / (_TOKEN_PER_PAIR * config.model.hidden_size),
-        slice_tokens=config.slice_tokens if has_one_chunk else None,
-    )
+def rows_with_tokens(config: TrainerConfig, tokens: int, lengths: Sequence[int]) -> list[Cut]:
+    """Returns the microbatches of the replica with the most work, if slices had another length.
+
+    Args:
+        config: Settings of a run with ``--slice-tokens auto``.
+        tokens: Number of tokens of a slice.
+        lengths: Numbers of tokens of the step's documents, on all replicas.
+    """
+    schedule = replace(config.schedule, chosen_tokens=tokens)
+    return costliest_replica(replace(config, schedule=schedule), lengths)
 
 
 class ReplicaDealing:

@@ -8,7 +8,11 @@ If the predicted gain is large enough, all ranks switch to that partition at the
     each half of these steps ──> must predict the gain too     (rebalance/judgement.py)
 
 If a move gains less than half of the predicted gain, the required gain of the next move is doubled.
-If a move gains nothing because the decision was based on noise, the move is undone.
+If a move gains nothing, because the decision was based on noise, the layers go back.
+
+If documents are packed and cut into slices of one length (``--slice-tokens``), steps have different
+numbers of slices. All slices have the same number of tokens, so each slice is then measured and
+simulated as a microbatch, and step times are scaled to the number of slices of the first step.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch.distributed as dist
@@ -47,6 +52,8 @@ from megatron.adaptive.rebalance.judgement import (
 )
 from megatron.adaptive.rebalance.move_stages import with_schedule
 from megatron.adaptive.rebalance.time_limit import LIMIT_S, limit_of_search
+from megatron.adaptive.schedule.action import item_count
+from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.choose_slices import SliceTrial
 
 _WARM_UP = 1
@@ -110,6 +117,8 @@ class Repartitioner:
         self._since = 0
         self._promise: Move | None = None
         self._share: LayerShare | None = None
+        self._usual_items = 0
+        self._slices_per_row = 1.0
         self.adopt(run)
 
     def adopt(self, run: Run) -> None:
@@ -210,7 +219,7 @@ class Repartitioner:
         sample = Sample(pp_rank=0)
         sample.add(times.actions, self._run.job.config.constant_slices)
         medians = {lane: statistics.median(values) for lane, values in sample.durations_ns.items()}
-        self._steps.append((medians, times.span_s))
+        self._steps.append((medians, times.span_s * self._step_scale(num_microbatches)))
         if not self.is_needed or self._since < (
             self._interval if self._may_move else _JUDGED_STEPS
         ):
@@ -228,6 +237,27 @@ class Repartitioner:
         way_back = self._compare(step_s)
         self._forget()
         return way_back if move is None or move.gain < self._gain else move
+
+    def _step_scale(self, num_microbatches: int) -> float:
+        """Returns the factor by which a step's time is multiplied, to compare it with other steps.
+
+        Args:
+            num_microbatches: Number of microbatches of the step.
+        """
+        config, slices = self._run.job.config, self._run.slices
+        if slices is None or config.slice_tokens is None or not config.data.variable_seq_lengths:
+            return 1.0
+        items = item_count(num_microbatches, slices.count)
+        self._usual_items = self._usual_items or items
+        self._slices_per_row = items / num_microbatches
+        return self._usual_items / items
+
+    def _in_slices(self, candidate: Candidate) -> Candidate:
+        """Returns a schedule in which each slice is a microbatch, if steps differ in slices."""
+        if not self._usual_items:
+            return candidate
+        cap = None if candidate.cap is None else candidate.cap * self._slices_per_row
+        return replace(candidate, cap=cap, num_slices=1)
 
     def moved(self, move: Move, run: Run, seconds: float) -> None:
         """Logs a move that was made, and starts to measure the run with its new partition.
@@ -274,6 +304,7 @@ class Repartitioner:
         run, runs = self._run, self._run.forward_backward
         assert isinstance(runs, ForwardBackward)
         free, kept, held = memory_of(run.job, runs, run.chunks)
+        kept = tuple(round(nbytes / self._slices_per_row) for nbytes in kept)
         chunks = range(run.placement.num_chunks)
         return StepMeasurements(
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -298,7 +329,8 @@ class Repartitioner:
         """
         run = self._run
         assert isinstance(run.forward_backward, ForwardBackward)
-        candidate = run.forward_backward.orders.candidate(num_microbatches)
+        candidate = self._in_slices(run.forward_backward.orders.candidate(num_microbatches))
+        num_microbatches = self._usual_items or num_microbatches
         partition = run.job.config.layers_per_stage
         limit_s = limit_of_search(LIMIT_S, run.job.timeout)
         return judge(measured, candidate, partition, num_microbatches, self._gain, limit_s=limit_s)

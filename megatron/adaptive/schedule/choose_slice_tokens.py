@@ -26,14 +26,15 @@ import numpy as np
 
 from megatron.adaptive.config.sequence_slices import Cut
 from megatron.adaptive.errors import ScheduleError
-from megatron.adaptive.schedule.action import ActionKind, SliceCounts, item_count, mean_slices
+from megatron.adaptive.schedule.action import ActionKind, SliceCounts, mean_slices
 from megatron.adaptive.schedule.catalog import Candidate
 from megatron.adaptive.schedule.memory_caps import default_cap, with_rounding
 from megatron.adaptive.schedule.numba_kernels import saves_time
 from megatron.adaptive.schedule.policy import rule_of
 from megatron.adaptive.schedule.rank_state import whole_sizes
+from megatron.adaptive.schedule.simulate import SimResult
 from megatron.adaptive.schedule.stage_placement import Placement
-from megatron.adaptive.schedule.workload import Link, work_of_items
+from megatron.adaptive.schedule.workload import Link, Workload, work_of_items
 
 _ALIKE = 0.01
 """Relative difference up to which two step times are treated as equal."""
@@ -187,8 +188,8 @@ def choose_tokens(
             break
         steps = cuts_of(tokens)
         for placement in setting.placements:
-            works = [_Step.of(cuts, parts, placement, setting, tokens) for cuts in steps]
-            offered = list(_candidates(works, placement, setting, tokens))
+            works = [SlicedStep.of(cuts, parts, placement, setting) for cuts in steps]
+            offered = list(fitting_candidates(works, placement, setting, tokens))
             planned += len(offered) * sum(step.num_actions(setting) for step in works)
             for candidate in offered:
                 # Finish at least one candidate for each length that was started.
@@ -213,8 +214,8 @@ def choose_tokens(
     return TokensChoice(tokens=chosen, candidate=candidate, text=text)
 
 
-class _Step(NamedTuple):
-    """One step to simulate.
+class SlicedStep(NamedTuple):
+    """Holds one step to simulate.
 
     Attributes:
         work: Durations of all actions and messages.
@@ -223,15 +224,23 @@ class _Step(NamedTuple):
         row_tokens: Mean number of tokens per microbatch.
     """
 
-    work: Any
+    work: Workload
     counts: SliceCounts
     least: float
     row_tokens: float
 
     @classmethod
     def of(
-        cls, cuts: Sequence[Cut], parts: Parts, placement: Placement, setting: Setting, tokens: int
-    ) -> _Step:
+        cls, cuts: Sequence[Cut], parts: Parts, placement: Placement, setting: Setting
+    ) -> SlicedStep:
+        """Returns the step of given microbatches.
+
+        Args:
+            cuts: Microbatches of the step, in the order in which they run.
+            parts: Fitted times of all actions.
+            placement: Assignment of pipeline stages to ranks.
+            setting: Description of the pipeline. Its placements are not used.
+        """
         numbers = [len(cut.ends) for cut in cuts]
         counts: SliceCounts = numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
         items = np.array([cut.work(n) for cut in cuts for n in range(len(cut.ends))], dtype=float)
@@ -239,49 +248,69 @@ class _Step(NamedTuple):
         seconds = np.zeros((3, placement.num_stages, len(items)))
         for (kind, stage), of_lane in parts.items():
             seconds[tuple(ActionKind).index(kind), stage] = terms @ np.array(of_lane)
-        share = tokens / setting.link_tokens
+        mean = float(items[:, 0].mean())
+        share = mean / setting.link_tokens
 
         def scaled(link: Link) -> Link:
             return replace(link, occupancy_s=link.occupancy_s * share)
 
         links = {pair: scaled(link) for pair, link in setting.links.items()}
         work = work_of_items(placement, seconds, scaled(setting.link), links, counts)
-        least = max(whole_sizes([1.0] * item_count(len(cuts), counts), counts))
-        return cls(work, counts, least, tokens * mean_slices(counts))
+        sizes = tuple((items[:, 0] / mean).tolist())
+        if len(set(sizes)) > 1:
+            work = replace(work, sizes=sizes)
+        least = max(whole_sizes(sizes, counts))
+        return cls(work, counts, least, mean * mean_slices(counts))
 
     def num_actions(self, setting: Setting) -> int:
         """Returns the number of actions of all ranks."""
         stages_and_items: int = self.work.durations_ps[0].size
         return stages_and_items * (2 + setting.weight_pieces)
 
-    def seconds(self, candidate: Candidate, planned: int) -> float:
-        """Returns the simulated duration of the step.
+    def cap_of(self, placement: Placement, cap: float | None) -> float:
+        """Returns the limit on activations in this step: the default, or raised as in a real step.
 
-        A cap that is too small for the step is raised, as in a real step.
+        Args:
+            placement: Assignment of pipeline stages to ranks.
+            cap: Limit in microbatches of mean size, ``None`` for the default.
+        """
+        usual = default_cap(placement, self.num_microbatches, mean_slices(self.counts))
+        return max(usual if cap is None else cap, self.least)
+
+    def simulate(self, candidate: Candidate, planned: int) -> SimResult:
+        """Simulates the step.
 
         Args:
             candidate: Run-time rule with its settings.
             planned: Total number of actions in the completed and planned simulations.
         """
-        usual = default_cap(candidate.placement, self.num_microbatches, mean_slices(self.counts))
-        cap = max(usual if candidate.cap is None else candidate.cap, self.least)
-        raised = replace(candidate, cap=cap)
+        raised = replace(candidate, cap=self.cap_of(candidate.placement, candidate.cap))
         policies = raised.policies(self.num_microbatches, self.counts)
         shared = rule_of(policies)
         compiled = shared is not None and saves_time(shared[0], planned)
-        return raised.simulate(self.work, compiled=compiled, policies=policies).makespan_s
+        return raised.simulate(self.work, compiled=compiled, policies=policies)
+
+    def seconds(self, candidate: Candidate, planned: int) -> float:
+        """Returns the simulated duration of the step. The arguments are those of `simulate`."""
+        return self.simulate(candidate, planned).makespan_s
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches in the step."""
-        total: int = self.work.num_microbatches
-        return total
+        """Returns the number of microbatches of the step."""
+        return self.work.num_microbatches
 
 
-def _candidates(
-    steps: Sequence[_Step], placement: Placement, setting: Setting, tokens: int
+def fitting_candidates(
+    steps: Sequence[SlicedStep], placement: Placement, setting: Setting, tokens: int
 ) -> Iterator[Candidate]:
-    """Yields the settings of the run-time rule that fit into memory in all steps."""
+    """Yields the settings of the run-time rule that fit into memory in each of the steps.
+
+    Args:
+        steps: Steps to simulate.
+        placement: Assignment of pipeline stages to ranks.
+        setting: Description of the pipeline.
+        tokens: Number of tokens of each slice.
+    """
     room = setting.room(tokens, placement)
     most = min(room / step.row_tokens for step in steps)
     if most < max(step.least for step in steps):

@@ -1,0 +1,245 @@
+"""Times and memory of pipelines whose microbatches are rows of packed documents.
+
+The time of a stage's action on a slice has a fixed part, a part per token, and a part per pair of
+tokens that attend to each other. The trainer measures slices of two lengths to separate the parts
+(``schedule/choose_slice_tokens.py``). The planner computes the times of slices of two lengths, the
+plan's and the longest, and simulates the steps like the trainer does.
+
+The memory of a rank follows from the limit on activations (cap). Its unit is the mean row of a
+step. The limit is raised to the longest row of the step if it is lower (``memory_caps``). So a rank
+holds, in tokens, at most::
+
+    max over the steps of max(cap, longest row / mean row) x mean row
+
+and never less than the longest document of the data needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.adaptive.config.sequence_slices import Cut
+from megatron.adaptive.planner.layer_costs import known_documents
+from megatron.adaptive.planner.order_timing import ScheduleTimes
+from megatron.adaptive.planner.plan import Plan
+from megatron.adaptive.planner.profile import PlanInputs
+from megatron.adaptive.schedule import catalog
+from megatron.adaptive.schedule.action import ActionKind
+from megatron.adaptive.schedule.choose_slice_tokens import (
+    CostParts,
+    Parts,
+    Setting,
+    SlicedStep,
+    fitting_candidates,
+)
+from megatron.adaptive.schedule.memory_caps import default_cap
+from megatron.adaptive.schedule.simulate import SimResult
+from megatron.adaptive.schedule.stage_placement import Placement
+from megatron.adaptive.schedule.workload import PS_PER_S, Link
+
+_GAIN = 0.005
+"""Minimum relative gain of a limit on activations over limits that were tried before."""
+_ALWAYS = 1 << 40
+"""Number of planned actions, so large that simulations are always compiled. A search simulates many
+plans."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowCosts:
+    """Holds the rows of all drawn steps, and the parts of the times of actions on their slices.
+
+    Attributes:
+        cuts: Microbatches of the replica with most work, in running order, by step.
+        parts: Times of actions by kind and stage.
+        tokens: Number of tokens of a slice of the plan.
+        longest: Number of slices that the longest document of the data needs.
+    """
+
+    cuts: tuple[list[Cut], ...]
+    parts: Parts
+    tokens: int
+    longest: int
+
+    @property
+    def num_items(self) -> float:
+        """Mean number of slices of a step, in slices of the plan's length."""
+        return (
+            sum(cut.ends[-1] for step in self.cuts for cut in step) / self.tokens / len(self.cuts)
+        )
+
+    @property
+    def slices_per_row(self) -> float:
+        """Mean number of slices of a row, in slices of the plan's length."""
+        return self.num_items * len(self.cuts) / sum(map(len, self.cuts))
+
+
+def row_costs(
+    plan: Plan, inputs: PlanInputs, times_of: Callable[[int], tuple[Any, Any]]
+) -> RowCosts:
+    """Returns rows and costs of a plan with packed documents.
+
+    Args:
+        plan: Plan with ``slice_tokens``.
+        inputs: Model, cluster, profile and documents.
+        times_of: Function that takes a number of tokens. It returns the times of F, B and W on a
+            slice of this length with the mean number of pairs of tokens, in seconds, and the time
+            for each pair, ``[3, stages]`` each.
+
+    Raises:
+        ConfigError: A step has too few documents for the replicas.
+    """
+    documents = known_documents(inputs)
+    tokens = plan.rows.tokens
+    longest = max(tokens, documents.longest)
+
+    def without_pairs(length: int) -> tuple[Any, Any]:
+        seconds, pair_s = times_of(length)
+        return seconds - pair_s * documents.mean_pairs(length), pair_s
+
+    base, pair_s = without_pairs(tokens)
+    token_s = base / tokens
+    if longest > tokens:
+        rest = without_pairs(longest)[0] - base
+        token_s = np.clip(rest / (longest - tokens), 0.0, token_s)
+    fixed_s = base - token_s * tokens
+    parts = {
+        (kind, stage): CostParts(*(float(part[row, stage]) for part in (fixed_s, token_s, pair_s)))
+        for row, kind in enumerate(ActionKind)
+        for stage in range(base.shape[1])
+    }
+    return RowCosts(
+        cuts=documents.cuts(plan.rows),
+        parts=parts,
+        tokens=tokens,
+        longest=documents.most_slices(tokens),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPipeline:
+    """A pipeline of packed documents, with the times of its actions and messages.
+
+    Attributes:
+        plan: Plan with ``slice_tokens``.
+        costs: Rows of the drawn steps, and costs of actions.
+        latency_s: Latency of the messages after each stage's F and B, in seconds, ``[2, stages]``.
+        occupancy_s: Time for which a message of a slice keeps its link busy, in seconds,
+            ``[2, stages]``.
+        weight_pieces: Number of W actions per weight gradient.
+    """
+
+    plan: Plan
+    costs: RowCosts
+    latency_s: Any
+    occupancy_s: Any
+    weight_pieces: int
+
+    @property
+    def placement(self) -> Placement:
+        """Assignment of stages to ranks."""
+        return catalog.placement_for(self.plan.schedule, self.plan.pp, self.plan.chunks)
+
+    def setting(self, room_tokens: float = math.inf) -> Setting:
+        """Returns the description of the pipeline for simulations.
+
+        Args:
+            room_tokens: Number of tokens whose activations all ranks can hold.
+        """
+        placement = self.placement
+        links = {}
+        for kind, step in ((0, 1), (1, -1)):
+            for stage in range(placement.num_stages):
+                if 0 <= stage + step < placement.num_stages:
+                    pair = placement.locate(stage)[0], placement.locate(stage + step)[0]
+                    links[pair] = Link(
+                        latency_s=float(self.latency_s[kind, stage]),
+                        occupancy_s=float(self.occupancy_s[kind, stage]),
+                    )
+        return Setting(
+            placements=[placement],
+            weight_pieces=self.weight_pieces,
+            link=Link(),
+            links=links,
+            link_tokens=self.costs.tokens,
+            room=lambda tokens, placement: room_tokens,
+        )
+
+    def steps(self) -> list[SlicedStep]:
+        """Returns the steps to simulate."""
+        setting, placement = self.setting(), self.placement
+        return [
+            SlicedStep.of(cuts, self.costs.parts, placement, setting) for cuts in self.costs.cuts
+        ]
+
+    def candidate(self, cap: float | None) -> catalog.Candidate:
+        """Returns the plan's rule with a limit on activations, ``None`` for the default."""
+        return catalog.Candidate(
+            name=self.plan.schedule,
+            placement=self.placement,
+            weight_pieces=self.weight_pieces,
+            cap=cap,
+        )
+
+    def simulated(self) -> list[SimResult]:
+        """Simulates all steps with the plan's limit on activations."""
+        candidate = self.candidate(self.plan.cap)
+        return [step.simulate(candidate, _ALWAYS) for step in self.steps()]
+
+    def times(self) -> ScheduleTimes:
+        """Returns the mean times of the ranks over all steps."""
+        results = self.simulated()
+        ends = [[float(end[-1]) / PS_PER_S for end in result.ends_ps] for result in results]
+        return ScheduleTimes(
+            end_s=np.mean(ends, axis=0),
+            busy_s=np.mean([result.busy_s for result in results], axis=0),
+        )
+
+    def best_cap(self, room_tokens: float) -> float | None:
+        """Returns the limit on activations with the shortest steps that fits into memory.
+
+        Args:
+            room_tokens: Number of tokens whose activations all ranks can hold. If it is too small
+                for any limit, the result is the default.
+
+        Returns:
+            Limit in microbatches, ``None`` for the default.
+        """
+        steps = self.steps()
+        offered = fitting_candidates(
+            steps, self.placement, self.setting(room_tokens), self.costs.tokens
+        )
+        best, least_s = None, math.inf
+        for cap in dict.fromkeys(_shown_cap(candidate.cap) for candidate in offered):
+            candidate = self.candidate(cap)
+            step_s = sum(step.seconds(candidate, _ALWAYS) for step in steps)
+            if step_s < least_s * (1 - _GAIN):
+                best, least_s = cap, step_s
+        return best
+
+
+def _shown_cap(cap: float | None) -> float | None:
+    """Rounds a limit on activations down to two decimals, as plan files contain it."""
+    return None if cap is None else max(1.0, math.floor(cap * 100) / 100)
+
+
+def held_slices(plan: Plan, costs: RowCosts) -> float:
+    """Returns the most slices whose activations a rank holds, in slices of the plan's length."""
+    placement = catalog.placement_for(plan.schedule, plan.pp, plan.chunks)
+    held = float(costs.longest)
+    for step in costs.cuts:
+        held = max(held, _held_tokens(step, placement, plan.cap) / costs.tokens)
+    return held
+
+
+def _held_tokens(step: Sequence[Cut], placement: Placement, cap: float | None) -> float:
+    """Returns the most tokens whose activations a rank holds in a step."""
+    rows = [cut.ends[-1] for cut in step]
+    mean = sum(rows) / len(rows)
+    mean_slices = sum(len(cut.ends) for cut in step) / len(rows)
+    limit = default_cap(placement, len(rows), mean_slices) if cap is None else cap
+    return min(max(limit * mean, float(max(rows))), float(sum(rows)))
