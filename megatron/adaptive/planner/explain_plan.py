@@ -135,7 +135,7 @@ def why_not(inputs: PlanInputs, request: Request, best: PlanRow) -> list[str]:
             fitting = searcher_for(inputs, changed).search().plans
             plans = fitting or searcher_for(roomy, changed).search().plans
         except ConfigError as error:
-            lines.append(f"{title} {str(error).partition(': ')[2] or error}")
+            lines.append(f"{title} {error}")
             continue
         if not plans:
             lines.append(f"{title} no plan with it uses whole nodes and divides the batch")
