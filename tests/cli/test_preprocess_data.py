@@ -64,7 +64,7 @@ def test_megatron_lms_flags_make_megatron_lms_files(
         (["--split-sentences"], "unrecognized arguments: --split-sentences"),
         (["--workers", "0"], "--workers: '0' is not a whole number from 1"),
         (["--log-interval", "0"], "--log-interval: '0' is not a whole number from 1"),
-        (["--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "requires --vocab-file"),
         (["--json-keys", "body"], "numbers.jsonl:1: has no key 'body'"),
     ],
 )

@@ -125,7 +125,7 @@ def test_slices_show_efficiency_and_memory(
     # All slices take 3 s / 4 on all four ranks. Filling and draining take one slice per rank.
     assert rows[0]["makespans_s"][0] == pytest.approx(8 * 3 + 3 * 3 / 4, rel=0.06)
     assert rows[1]["peak_microbatches"] <= 2.001
-    assert "left out: zb-v: schedule zb-v got 4 slices" in lines[-1]
+    assert "left out: zb-v: schedule zb-v does not support slices, got 4 slices" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,10 @@ def test_numbers_of_slices_are_compared_with_what_each_slice_adds(
         return {(row["schedule"], row["sequence_slices"]): row["makespans_s"][0] for row in rows}
 
     free, dear = steps(0.0), steps(0.2)
-    assert "left out: zb-v with 2 slices: schedule zb-v got 2 slices" in capsys.readouterr().out
+    assert (
+        "left out: zb-v with 2 slices: schedule zb-v does not support slices, got 2 slices"
+        in capsys.readouterr().out
+    )
     assert set(free) == {("zb-v", 1), *((n, k) for n in ("adaptive", "hinted") for k in (1, 2, 8))}
     assert free["adaptive", 1] > free["adaptive", 2] > free["adaptive", 8]
     # Eight slices are too many in this case, and whole microbatches are unchanged.

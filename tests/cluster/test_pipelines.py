@@ -223,7 +223,7 @@ def test_a_job_that_is_complete_ends_and_runs_what_follows(start: Start, tmp_pat
         ({"wrong": "no pipeline"}, "pipeline_script.py exited without training"),
         ({"wrong": "no loop", **SHAPED}, "outside of Pipeline.loop"),
         ({"wrong": "another model", **SHAPED}, "build the same Pipeline at every start"),
-        ({"micro_batch_size": 5}, "batch_size 12 cannot be divided into microbatches of 5"),
+        ({"micro_batch_size": 5}, "batch_size must be a multiple of "),
     ],
 )
 def test_what_cannot_work_ends_the_job_with_the_reason(

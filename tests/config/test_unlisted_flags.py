@@ -73,7 +73,7 @@ def test_flags_of_calls_and_of_dataclasses_are_found(tmp_path: Path) -> None:
         "--tunnel-width",
     ]
     assert "Number of quantum layers." in done.stdout
-    assert done.stderr == "8 of 10 flags are in no list\n"
+    assert done.stderr == "8 of 10 flags are not listed\n"
 
 
 def test_a_class_that_makes_flags_and_is_nowhere_is_an_error(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_class_that_makes_flags_and_is_nowhere_is_an_error(tmp_path: Path) -> 
     done = run(tmp_path)
     assert done.returncode == 1
     assert "error: " in done.stderr
-    assert "flags are made of FirstConfig, HeatConfig, but no file" in done.stderr
+    assert "no file below megatron defines FirstConfig, HeatConfig" in done.stderr
 
 
 @pytest.mark.parametrize(

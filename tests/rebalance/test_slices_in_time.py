@@ -75,4 +75,4 @@ def test_a_number_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert decision.move is not None
     assert decision.move.num_slices == 1
     assert "simulated steps by number of slices: 1: " in decision.text
-    assert "no other schedules were compared: no schedule was simulated in time" in decision.text
+    assert "no other schedules were compared: no schedule was simulated before the" in decision.text

@@ -94,7 +94,7 @@ def test_a_policy_that_picks_what_is_not_ready_is_named() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ScheduleError, match="latency_s is -0.1"):
+    with pytest.raises(ScheduleError, match="latency_s must be .*, got -0.1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE] * 2, late(TIMES, -0.1))
     with pytest.raises(ScheduleError, match="number of policies must be 2, one per rank, got 1"):
         simulate(TWO_RANKS, 2, [ADAPTIVE], TIMES)

@@ -130,7 +130,7 @@ def test_a_gate_fails_above_its_limit_only(tmp_path: Path) -> None:
     done = diff(tmp_path / "a", tmp_path / "b", "--fail-above", "3%")
     assert done.returncode == 1
     assert "computing on all ranks" in done.stdout
-    assert "--fail-above allows 3.0%" in done.stderr
+    assert "--fail-above allows only 3.0%" in done.stderr
     assert diff(tmp_path / "a", tmp_path / "b", "--fail-above", "0.2").returncode == 0
     assert diff(tmp_path / "b", tmp_path / "a", "--fail-above", "3%").returncode == 0
     done = diff(tmp_path / "a", tmp_path / "b", "--json")

@@ -518,7 +518,7 @@ class HuggingFaceReader:
         missing = [name for name, stored in names.items() if stored not in there]
         if missing:
             tied = (
-                f"({CONFIG} says that embedding and head are not tied)"
+                f" ({CONFIG} says that embedding and head are not tied)"
                 if _HEAD in self.tensors and missing == [self.tensors[_HEAD].rows[0].name]
                 else ""
             )

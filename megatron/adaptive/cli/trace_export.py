@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     target = arguments.otlp
     url = ""
     if "://" in target:
-        url = collector_url("--otlp", target, or_give="the path of a file, or")
+        url = collector_url("--otlp", target, or_give="the path of a file, or ")
     run = load_run(arguments.run_dir)
     if url:
         return _send(run, url, arguments.timeout)

@@ -153,8 +153,8 @@ class Profiler(SampledModel):
             limit_bytes = nodes[job.rank]["limit"]
             is_quick = is_quick and not self.micro_batch_sizes
             by_size = self._smallest_and_largest if is_quick else self._by_size
-            sizes = by_size(job.accelerator.device, limit_bytes, most)
-            own_part = self._part(job, limit_bytes, sizes)
+            measured = by_size(job.accelerator.device, limit_bytes, most)
+            own_part = self._part(job, limit_bytes, measured)
         gathered = job.gather(own_part)
         # Raise this rank's own error first, because errors from other ranks arrive without a
         # traceback.
@@ -211,7 +211,7 @@ class Profiler(SampledModel):
         }
 
     def _part(
-        self, job: Job, limit_bytes: float, sizes: Iterator[tuple[Tape, list[SegmentSample]]]
+        self, job: Job, limit_bytes: float, measured: Iterator[tuple[Tape, list[SegmentSample]]]
     ) -> DeviceSamples | AdaptiveError:
         """Measures the segments on this rank, for all ranks with the same type of device.
 
@@ -222,7 +222,7 @@ class Profiler(SampledModel):
         samples: list[SegmentSample] = []
         tape: Tape | None = None
         try:
-            for size_tape, rows in sizes:
+            for size_tape, rows in measured:
                 tape = size_tape
                 samples += rows
             if tape is None:

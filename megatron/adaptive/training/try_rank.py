@@ -273,7 +273,7 @@ class _LargestTensor(TorchDispatchMode):
     """Measures the largest tensor that an operation allocates, in bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # no types in torch
         self.largest_bytes = 0
 
     def __torch_dispatch__(
