@@ -48,4 +48,4 @@ def test_a_peer_that_is_lost_during_a_save_is_named(tmp_path: Path) -> None:
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 3, tail(log)
     assert all("rank 0 lost its connection with another rank (" in line for line in errors)
-    assert all(line.endswith("; restart it from the last checkpoint") for line in errors)
+    assert all(line.endswith("; restart the job from the last checkpoint") for line in errors)

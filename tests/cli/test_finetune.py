@@ -118,7 +118,7 @@ def test_an_interrupted_run_continues_with_the_same_samples(
     status, _, errors = run("--seed", "2")
     assert status == 2
     assert errors.endswith(
-        "checkpoints was made with seed 1, but now it is 2; use the former settings, or a new "
+        "checkpoints was made with seed 1, but this run has 2; use the former settings, or a new "
         "folder of checkpoints\n"
     )
     # After an error, the pipeline does not destroy its process group.

@@ -33,6 +33,8 @@ MTP_LENGTHS = f"{TIED_MTP} {LENGTHS}"
 # Since megatron-core 0.17, packing changes the losses of multi-token prediction: those of a
 # microbatch are weighted by its number of documents per token.
 MAY_PACK_PREDICTIONS = (package_info.MAJOR, package_info.MINOR) < (0, 17)
+# Since megatron-core 0.17, grouped experts require Transformer Engine.
+GROUPED = "--moe-grouped-gemm" if (package_info.MAJOR, package_info.MINOR) < (0, 17) else ""
 # DEEPSEEK has latent attention, prediction of two more tokens, and a loss per token.
 DEEPSEEK = (
     f"{NO_DROPOUT} --untie-embeddings-and-output-weights --position-embedding-type rope --swiglu "
@@ -546,9 +548,9 @@ HALF = (
     Case("adaptive", pp=2, chunks=2, extra="--bf16"),
     Case("adaptive", tp=2, pp=2, extra="--bf16"),
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
-    Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 --moe-grouped-gemm {EXCHANGE}"),
+    Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 {GROUPED} {EXCHANGE}"),
     Case(
-        *("1f1b", 1, 2, 1, 2, f"--bf16 --moe-grouped-gemm {SPREAD} {GATHER} {STATE}"),
+        *("1f1b", 1, 2, 1, 2, f"--bf16 {GROUPED} {SPREAD} {GATHER} {STATE}"),
         model=MODERN_EXPERTS,
     ),
 )

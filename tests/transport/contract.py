@@ -358,7 +358,7 @@ def refused(rank: Rank, kind: str) -> None:
     transport, peer = rank.open(kind)
     if rank.rank == 0:
         for tensor, message in (
-            (torch.empty(2, dtype=torch.bits8), "torch.bits8 cannot be sent"),
+            (torch.empty(2, dtype=torch.bits8), "torch.bits8"),
             (torch.ones((1,) * 8), "8 dimensions"),
         ):
             name, text = error_of(partial(transport.send, peer, label(0), tensor))
