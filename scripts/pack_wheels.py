@@ -40,7 +40,9 @@ def installed_names(path: Path) -> set[str]:
         try:
             names.add(name_of(Requirement(text)))
         except InvalidRequirement as error:
-            message = f"{path}: {text!r} is not a line of pip freeze: {error}"
+            # Newer releases of pip append a line that marks the position.
+            reason = str(error).splitlines()[0]
+            message = f"{path}: {text!r} is not a line of pip freeze: {reason}"
             raise SystemExit(f"error: {message}") from None
     return names
 
