@@ -123,7 +123,7 @@ class RowRun(NamedTuple):
     """
 
     row: int
-    count: int  # ``tuple`` has a method with this name.
+    count: int  # type: ignore[assignment]  # ``tuple`` has a method with this name.
     expert: int
     name: str
     first: int
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
     """
 
     row: int
-    count: int  # ``tuple`` has a method with this name.
+    count: int  # type: ignore[assignment]  # ``tuple`` has a method with this name.
     block: int
     first: int
 

@@ -346,7 +346,7 @@ def _objective(options: argparse.Namespace, inputs: PlanInputs) -> Objective:
         if value == 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     if options.budget is not None and not options.tokens:
-        raise ConfigError("--budget limits a whole run; give its --tokens too")
+        raise ConfigError("--budget limits the price of a whole run; also set --tokens")
     steps = options.tokens / (inputs.step_tokens(options.global_batch_size) or 1)
     limit_s = math.inf
     if options.time_limit is not None:
