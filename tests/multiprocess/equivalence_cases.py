@@ -550,8 +550,7 @@ HALF = (
     Case("1f1b", pp=2, dp=2, extra="--bf16 --use-distributed-optimizer"),
     Case("zb-h1", pp=2, model=MODERN_EXPERTS, extra=f"--bf16 {GROUPED} {EXCHANGE}"),
     Case(
-        *("1f1b", 1, 2, 1, 2, f"--bf16 {GROUPED} {SPREAD} {GATHER} {STATE}"),
-        model=MODERN_EXPERTS,
+        *("1f1b", 1, 2, 1, 2, f"--bf16 {GROUPED} {SPREAD} {GATHER} {STATE}"), model=MODERN_EXPERTS
     ),
 )
 # Jobs of one shape must have bitwise equal losses and norms.

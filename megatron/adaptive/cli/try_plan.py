@@ -120,7 +120,9 @@ def _read(options: argparse.Namespace) -> _Trial:
     content = load_plan(path)
     flags = plan_flags(content, str(path))
     if "stages" in content:
-        raise ConfigError(f"{path}: --try needs stages of equal widths; plan without --unequal")
+        raise ConfigError(
+            f"{path}: --try requires stages with equal data-parallel sizes; plan without --unequal"
+        )
     if "slice_tokens" in content:
         raise ConfigError(
             f"{path}: --try cannot pack documents for its slice_tokens"

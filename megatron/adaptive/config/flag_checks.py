@@ -115,7 +115,7 @@ num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     | load-balancing losses require whole microbatches
 num_moe_experts+sequence_slices num_moe_experts+slice_tokens
     excludes moe_z_loss_coeff moe_expert_capacity_factor
-    | they look at all tokens of a microbatch, not of a slice
+    | these require all tokens of a microbatch
 slice_tokens excludes record_schedule replay_schedule balance_replicas=speed,both
     | the number of slices differs between steps
 use_distributed_optimizer excludes optimizer=sgd,muon

@@ -89,7 +89,7 @@ sequence_slices needs pipeline_schedule={
     | other schedules order whole microbatches
 slice_tokens=0 needs pipeline_schedule=auto | auto measures steps and simulates others
 pipeline_schedule=auto+slice_tokens needs variable_seq_lengths
-    | sequences of one length have a number of slices: --sequence-slices
+    | sequences of equal length use --sequence-slices instead
 pipeline_schedule=auto+slice_tokens excludes repartition
     | auto measures slices in the first steps, in which layers must not move
 slice_tokens needs pipeline_schedule={

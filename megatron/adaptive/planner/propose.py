@@ -192,7 +192,7 @@ def _rows(entries: Sequence[Found], inputs: PlanInputs) -> tuple[PlanRow, ...]:
 
 
 def searcher_for(inputs: PlanInputs, request: Request) -> Searcher:
-    """Checks a user's request, and returns a searcher for it."""
+    """Validates a user's request, and returns a searcher for it."""
     partition = _whole_partition(request.options.partition, inputs.model)
     options = replace(request.options, partition=partition)
     check_slices(options, inputs.model)
@@ -572,7 +572,7 @@ _LIMITS = {
     "most_price_per_step": "--budget",
 }
 NO_LIMIT_BYTES = 1e15
-"""Number of bytes added to each GPU's memory so that every model fits."""
+"""Number of bytes added to each GPU's memory to make every model fit."""
 _MORE = 16
 """Number of additional plans to search for if the trainer refuses some plans."""
 _MOST_BARS = 20_000
@@ -583,7 +583,7 @@ _FEW_LEVELS = 500
 """Maximum number of levels (sets of nodes with a first stage) in the search for the nearest plan,
 which needs the least additional memory."""
 _MOST_CPU_S = 2.0
-"""Limit on CPU seconds per node type, for the search for the plan that lacks the least memory."""
+"""CPU seconds per node type that the search for the nearest plan may use."""
 
 
 def _explain_memory(inputs: PlanInputs, global_batch: int, options: SearchOptions) -> str:

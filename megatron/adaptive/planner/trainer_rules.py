@@ -20,8 +20,8 @@ from megatron.adaptive.schedule.catalog import is_rule
 _NUMBERS = (1, 2, 4, 8, 16)
 """Numbers of slices to try by default."""
 _USUAL_TOKENS = 1024
-"""Smallest mean number of tokens in a slice by default. Shorter slices keep a GPU
-less busy, which estimated layer times do not take into account."""
+"""Minimum mean number of tokens per slice by default. Shorter slices use a GPU less efficiently,
+which estimated layer times do not take into account."""
 _MOST_ITEMS = 8192
 """Maximum number of documents per step, and of slices per step, that are packed and simulated."""
 

@@ -296,7 +296,7 @@ class SlicedStep(NamedTuple):
 
     @property
     def num_microbatches(self) -> int:
-        """Returns the number of microbatches of the step."""
+        """Returns the number of microbatches in the step."""
         return self.work.num_microbatches
 
 
