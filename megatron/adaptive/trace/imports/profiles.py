@@ -54,8 +54,7 @@ _COMPUTES = {
     "weight-compute": r"PP:(\d{1,9})W(\d{1,9})",
     "optimizer": r"Optimizer\.step#.*|optimizer[ _-]?step|_exec_optimizer_step",
 }
-"""Patterns of range names in torch.distributed.pipelining (torchtitan), Megatron-LM and DeepSpeed.
-"""
+"""Patterns of range names in torch.distributed.pipelining (torchtitan), Megatron-LM, DeepSpeed."""
 _COLLECTIVES = {
     "all-reduce": r"all_?reduce",
     "all-gather": r"all_?gather",

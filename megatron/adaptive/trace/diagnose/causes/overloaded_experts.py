@@ -66,7 +66,7 @@ def find_overloaded_experts(m: Measured) -> list[Finding]:
     """Returns findings for ranks whose experts receive so many tokens that other ranks wait.
 
     Ranks are compared if the experts of the same layers are divided among them. The rank with the
-    most tokens is the last to reach the all-to-all exchange after the experts, for which other
+    most tokens is the last to reach the all-to-all exchange after the experts, in which other
     ranks wait. The cost is the waiting time of the other ranks minus the waiting time of this rank.
     It is limited to the time that the rank's additional tokens can take.
     """
