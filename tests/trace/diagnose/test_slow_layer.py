@@ -28,7 +28,7 @@ def diagnosed(
     kinds: tuple[int, ...] = (),
     **slow: float,
 ) -> list[Finding]:
-    """Diagnoses a synthetic run with layer times. ``slow`` contains factors by layer (``l5``).
+    """Returns findings for a synthetic run with layer times, some multiplied (``l5=2.0``).
 
     Args:
         folder: Folder for the traces.
