@@ -276,7 +276,7 @@ def figures(folder: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def elastic_words(checkpoints: str, total: int) -> list[str]:
-    """Returns the command of a job that runs the script for ``total`` steps."""
+    """Returns the command of a job that runs the script up to step ``total``."""
     script = json.dumps({**ELASTIC_SCRIPT, "total": total})
     command = ["train", "elastic", "--machines", "machines.txt", "--checkpoint", checkpoints]
     return [*command, str(SCRIPT), script]

@@ -1,4 +1,4 @@
-"""Tests aligning the clocks of ranks by samples, by messages, or by the time of day."""
+"""Tests the alignment of ranks' clocks by samples, by messages, or by the time of day."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

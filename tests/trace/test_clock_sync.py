@@ -1,4 +1,4 @@
-"""Tests comparing clocks over real connections, and rejecting unknown clients."""
+"""Tests that clocks are compared over real connections, and unknown clients are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for GPU counters from NVML: sums, gauges, and counters that are unavailable.
+"""Tests that GPU counters are read from NVML, even if some of them are unavailable.
 
 No GPU is needed, because a fake module provides NVML's functions and names.
 """

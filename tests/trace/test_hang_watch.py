@@ -187,7 +187,7 @@ class TestStillness:
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits"
 )
 def test_a_process_that_waits_for_a_processor_counts_as_one_that_computes() -> None:
-    """Checks that a rank on an overloaded machine, which rarely runs, does not count as hanging."""
+    """Checks that a rank that waits for a processor on a busy machine counts as computing."""
     processor = str(min(os.sched_getaffinity(0)))
     spin = ["taskset", "--cpu-list", processor, sys.executable, "-S", "-c", "while True: pass"]
     busy = [subprocess.Popen(spin, preexec_fn=lambda: os.nice(10)) for _ in range(2)]

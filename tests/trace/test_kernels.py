@@ -1,4 +1,4 @@
-"""Tests for kernel files: bounded size, common clock, assignment to actions, damaged lines."""
+"""Tests that kernel files are small, use the common clock, and may have damaged lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests monitoring a run while it writes, with growing or missing files and all kinds of ends."""
+"""Tests that a run can be monitored while it writes, even if files are missing or it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests finding the newest run below the current folder, and the messages about it."""
+"""Tests that the newest run below the current folder is found, and messages about it."""
 
 from __future__ import annotations
 

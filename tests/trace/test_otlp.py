@@ -1,4 +1,4 @@
-"""Tests sending spans while a job runs, also to a collector that fails."""
+"""Tests that spans are sent while a job runs, even if the collector fails."""
 
 from __future__ import annotations
 

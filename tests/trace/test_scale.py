@@ -184,7 +184,7 @@ def test_the_fit_of_a_clock_is_looked_up_once() -> None:
 
 
 def damaged(folder: Path, line: int, **values: Any) -> str:
-    """Changes fields in line ``line`` of rank 0's file, and returns the resulting error."""
+    """Changes fields in line ``line`` of rank 0's file, and returns the new line."""
     path = folder / trace_file_name(0)
     lines = path.read_text().splitlines()
     lines[line] = json.dumps({**json.loads(lines[line]), **values})

@@ -1,4 +1,4 @@
-"""Tests choosing an iteration to show, and naming its rows."""
+"""Tests which iteration is shown, and the labels of its rows."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Reads dumps of torch's flight recorder, and finds the stuck collective and the late ranks.
 
 torch writes a dump on each rank if ``TORCH_FR_BUFFER_SIZE`` is set and a NCCL collective takes too
-long. The file name ends with ``trace_rank_0`` and so on, as in ``comm_lib_trace_rank_0``, or in
+long. The file name ends with ``trace_rank_`` and the rank, as in ``comm_lib_trace_rank_0``, or in
 older releases ``nccl_trace_rank_0``. Jobs that use NVIDIA's resiliency extension (NVRx) name it
 ``_dump_0``. A dump is a pickle, or JSON from ``_dump_fr_trace_json``. It lists the last collectives
 of each process group, with a number that is the same on all ranks of the group. Messages

@@ -472,7 +472,7 @@ _MOVES = ("iteration", "step", "doing", "chunk", "microbatch", "slice", "done", 
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on, or ``["X"]`` if it is gone."""
+    """Returns /proc/PID/stat as fields, from the state on, or ``["X"]`` if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -472,7 +472,7 @@ def _throttled_ns(text: bytes) -> int:
 
 
 def _steal_ns(text: bytes) -> int:
-    """Returns the time in ns per processor that other machines took, from ``/proc/stat``."""
+    """Returns the ns per processor that other virtual machines took, from ``/proc/stat``."""
     ticks = int(text.split(maxsplit=_STEAL_FIELD + 1)[_STEAL_FIELD])
     return ticks * _ns_per_tick() // (os.cpu_count() or 1)
 

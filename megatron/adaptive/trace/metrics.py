@@ -219,7 +219,7 @@ class RunFigures(RankFigures):
             Arrays ``[ranks, iterations]`` for the ranks and ``[replicas, stages]`` for the stages.
             Values are relative to the mean, and NaN if nothing was recorded.
         """
-        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # per chunk
+        work = (self.count * np.nan_to_num(self.median_ns)).sum(axis=-1)  # The sums are per chunk.
         is_recorded = self.num_actions > 0
         usual = max(1.0, float(work[is_recorded].sum(axis=-1).mean()))
         by_rank = np.where(is_recorded, work.sum(axis=-1) / usual, np.nan).T

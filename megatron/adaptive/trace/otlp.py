@@ -73,7 +73,7 @@ _INTERNAL = 1  # The number is the kind of an internal span in OTLP.
 
 
 def resource_of(header: TraceHeader, *, replicas: int, tensor: int) -> dict[str, Any]:
-    """Returns a rank's OTLP resource, whose attributes are named as in Megatron-LM.
+    """Returns a rank's OTLP resource, in which sizes are named as in Megatron-LM.
 
     Args:
         header: Header of the rank's trace.

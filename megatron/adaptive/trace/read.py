@@ -158,7 +158,7 @@ class RankTrace:
         return self.table([iteration]).spans()
 
     def table(self, iterations: Iterable[int] | None = None) -> TraceTable:
-        """Returns the spans of the given iterations.
+        """Returns the spans of ``iterations`` as a table.
 
         Args:
             iterations: Numbers of the iterations, or ``None`` for all. Iterations that were not
@@ -286,7 +286,7 @@ class RunTrace:
         return tuple(i for i in self.iterations if all(t.is_complete(i) for t in present))
 
     def num_spans(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> int:
-        """Returns the approximate number of spans of the given ranks in the given iterations.
+        """Returns the approximate number of spans that ``ranks`` recorded in ``iterations``.
 
         Args:
             iterations: Numbers of the iterations.
@@ -296,7 +296,7 @@ class RunTrace:
         return sum(count.get(iteration, 0) for iteration in iterations for count in counts)
 
     def require_iteration(self, iteration: int) -> None:
-        """Raises an error if no rank recorded the given iteration.
+        """Raises an error if no rank recorded ``iteration``.
 
         Raises:
             TraceError: The iteration was not recorded. The message lists the recorded iterations.
@@ -407,7 +407,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunTrace:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Returns numbers as text with ranges (``1-20, 30``), shortened if the list is long."""
+    """Returns numbers as text with ranges (``1-20, 30``), or ``none``. Long lists are shortened."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:

@@ -307,7 +307,7 @@ class Messages:
 
 
 def match_messages(tables: Mapping[int, TraceTable]) -> Messages:
-    """Matches each send with its receive, for messages between the given ranks.
+    """Matches each send with its receive, for messages between the ranks in ``tables``.
 
     Args:
         tables: Table of spans of each global rank. Messages from or to other ranks are ignored.

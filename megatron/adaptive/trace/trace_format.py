@@ -127,8 +127,7 @@ REASONS = (
     "gc",
     *COLLECTIVES,
 )
-"""Reasons of spans, such as the cause of a wait. The line of a span contains the index of its
-reason.
+"""Reasons of spans, such as the cause of a wait. A span's line contains the index of its reason.
 
 - For a wait: its cause, one of :data:`CAUSES`.
 - For a message: the accuracy of its arrival time. ``seen`` means that the receiver noticed the

@@ -1,4 +1,4 @@
-"""Tests the baselines of ranks, and the weight of each kind of evidence."""
+"""Tests the expected computing times of ranks, and the weight of each kind of evidence."""
 
 from pathlib import Path
 from typing import Any

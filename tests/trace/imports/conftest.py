@@ -38,7 +38,7 @@ def job(
         stages: Number of stages, with one rank each. The rank is stage * replicas + replica.
         microbatches: Number of microbatches per replica.
         steps: Numbers of the steps.
-        takes: Function that returns the factor of the forward and backward times, by step, replica,
+        takes: Function that returns a factor for the forward and backward times, by step, replica,
             stage and microbatch.
         transfer: Function that returns the time of a message in seconds, by direction, replica,
             receiving stage and microbatch.

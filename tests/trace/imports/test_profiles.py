@@ -303,7 +303,7 @@ def test_files_of_one_process_follow_each_other(info: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("name", ["S(1): \x01 <module>", "load C:\\data\\quit"])
 def test_an_unreadable_event_is_named_and_the_rest_taken(name: str, tmp_path: Path) -> None:
-    """Checks that control characters, and backslashes that are not escaped, are tolerated."""
+    """Checks that an event with a control character or unescaped backslashes is only left out."""
     strange = range_of("STRANGE", 710, 5, "user_annotation")
     text = json.dumps({"schemaVersion": 1, "traceEvents": [*_loop()[:6], strange, *_loop()[6:]]})
     (tmp_path / "rank0.json").write_text(text.replace("STRANGE", name))

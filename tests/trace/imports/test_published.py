@@ -45,7 +45,7 @@ def test_messages_join_the_computes_that_sent_and_took_them(make_job: Job) -> No
     run = run_of_columns(make_job(), Path("job"))
     tables = {rank: trace.table([5]) for rank, trace in run.ranks.items()}
     messages = match_messages(tables)
-    assert len(messages) == 2 * 2 * 2 * 4  # directions, replicas, links, microbatches
+    assert len(messages) == 2 * 2 * 2 * 4  # These are directions, replicas, links and microbatches.
     for n in range(len(messages)):
         source, target = tables[int(messages.source[n])], tables[int(messages.target[n])]
         same = (source.kind == messages.of[n]) & (source.microbatch == messages.microbatch[n])

@@ -319,7 +319,7 @@ def _passing(m: Measured, series: Floats, sampling: Floats) -> Covariance:
 
 
 def _sampling(logs: Floats) -> Floats:
-    """Estimates how much the noise of single actions varies a rank's total time per iteration.
+    """Estimates the noise in a rank's time per iteration from the noise of its actions.
 
     Returns:
         ``[ranks]``, standard deviation. The mean of n actions has the noise of one action divided

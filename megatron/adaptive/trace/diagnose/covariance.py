@@ -3,7 +3,7 @@
 Each rank has an individual deviation. The ranks of a group, such as a replica, may also share a
 deviation::
 
-    covariance = diagonal of the own variances + sum over kinds of group of (u u' within a group)
+    covariance = diagonal of the variances + sum over kinds of group of (u u' within a group)
 
 Memory and time therefore grow linearly with the number of ranks. The inverse is computed in two
 steps. The kind with the most groups is inverted group by group (Sherman-Morrison formula), because

@@ -186,7 +186,7 @@ class _Recorded:
     Attributes:
         operations: Operations of the steps.
         graph: Dependencies between these operations.
-        replay: Simulation of the steps under the run's own scheduling rule.
+        replay: Simulation of the steps under the run's scheduling rule.
         step_s: Mean time in seconds of a step, simulated with the recorded durations.
     """
 

@@ -234,7 +234,7 @@ def starved(m: Measured, column: int, chosen: Ints | slice) -> float:
 
 
 def turn_wait_ns(m: Measured, columns: Sequence[int], chosen: Ints) -> float:
-    """Returns how many ns a wait for a processor takes, summed over the given ranks.
+    """Returns the mean time in ns per wait for a processor, summed over the given ranks.
 
     Args:
         m: Measured times of the run.

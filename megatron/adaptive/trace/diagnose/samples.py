@@ -292,7 +292,7 @@ def _machine(run: RunTrace, iterations: Ints) -> Mapping[str, Floats]:
 
 
 def _choose(run: RunTrace, iterations: Iterable[int] | None) -> Sequence[int]:
-    """Returns the iterations to read, or checks that ``iterations`` exist and samples them.
+    """Returns the iterations to read, which are a sample of ``iterations`` if there are many.
 
     By default, these are all complete iterations except the first (warm-up), or an evenly spaced
     sample if there are too many.

@@ -88,7 +88,7 @@ def write_page(
         iterations: Numbers of the iterations to show. If the run is large, only some are shown.
         dp_rank: Data-parallel replica to show, or ``None`` for all replicas (only some of them if
             there are many).
-        figures: Statistics of all ranks in these iterations (step time, idle time and so on), or
+        figures: Statistics of all ranks in these iterations, such as step and idle times, or
             ``None`` to compute them.
         labels: Row label of each global rank to show. If it is not ``None``, all these ranks are
             shown in one chart instead of a chart per replica.
@@ -500,7 +500,7 @@ def rows_of(tables: list[TraceTable], num_chunks: int) -> dict[str, Ints]:
 
 
 def _longest(rows: Mapping[str, Ints], budget: int) -> tuple[Mapping[str, Ints], int]:
-    """Returns the ``budget`` longest bars, and the number of omitted bars."""
+    """Returns the longest bars, at most ``budget``, and the number of omitted bars."""
     left_out = max(0, len(rows["row"]) - budget)
     kept = np.sort(np.argsort(rows["length"], kind="stable")[left_out:])
     return {name: column[kept] for name, column in rows.items()}, left_out

@@ -69,7 +69,7 @@ def write_perfetto(
     iterations: Sequence[int],
     dp_rank: int | None = None,
 ) -> list[str]:
-    """Writes the spans of the given iterations, and replaces an existing file.
+    """Writes the spans of ``iterations`` to ``target``, and replaces an existing file.
 
     The file is compressed if its name ends with ``.gz``.
 
@@ -98,7 +98,7 @@ def write_perfetto(
 def perfetto_events(
     run: RunTrace, iterations: Sequence[int], ranks: Iterable[int] | None = None
 ) -> Iterator[Event]:
-    """Yields the events of the given iterations in the Trace Event Format.
+    """Yields the events of ``iterations`` in the Trace Event Format.
 
     Args:
         run: Trace of the run.

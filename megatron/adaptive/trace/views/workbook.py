@@ -188,7 +188,7 @@ def fill_bins(step: PipelineStep) -> Chart:
 
 
 def _chart(rows: Sequence[Sequence[Span]], unit_ns: int, num_columns: int, least: int) -> Chart:
-    """Returns a grid of columns of equal time that shows the given spans.
+    """Returns a grid of columns of equal time that shows the spans in ``rows``.
 
     Args:
         rows: Spans of each rank, ordered by start.

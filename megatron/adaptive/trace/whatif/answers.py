@@ -450,7 +450,7 @@ class _Answers:
         return [link for link in worst if link >= 0 and late[link] > 0][:SHOWN]
 
     def _worst(self, group: str, count: int) -> list[int]:
-        """Returns the stages or replicas to simulate alone, which are those that lose most time.
+        """Returns all stages or replicas, or only those that lose the most time if there are many.
 
         Args:
             group: ``stage`` or ``replica``.

@@ -1,6 +1,6 @@
 """Simulates a ``Pipeline`` run with unequal microbatches ordered or distributed differently.
 
-Recorded steps are simulated under the run's own schedule::
+Recorded steps are simulated under the schedule of the run::
 
     recorded microbatches ──> dealt over replicas by cost ──┐
                         └───────────────────────────────────┴──> ordered by cost ──> step time
@@ -272,7 +272,7 @@ def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _neighbors(partition: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns all partitions that differ from ``partition`` by one moved segment."""
+    """Returns all partitions that move one segment of ``partition`` to a neighboring stage."""
     partitions = []
     for stage in range(len(partition) - 1):
         for step in (1, -1):

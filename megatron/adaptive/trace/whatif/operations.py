@@ -446,7 +446,7 @@ def _waits(table: TraceTable, group: Ints) -> Floats:
 
 
 def _check_own_order(operations: Operations, actions: TraceTable) -> None:
-    """Raises ``TraceError`` if a backward or weight-gradient pass began too early."""
+    """Raises ``TraceError`` if a backward or W pass began before the pass that it needs."""
     for kind, before in (("B", "F"), ("W", "B")):
         rows = np.flatnonzero(actions.kind == KIND[kind])
         columns = [

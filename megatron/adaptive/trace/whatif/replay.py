@@ -46,7 +46,7 @@ Counts: TypeAlias = tuple[int, ...]
 """Type of the number of slices of each microbatch in a step."""
 
 RULE_STEPS = 3
-"""Maximum number of steps that are simulated under the run's own scheduling rule."""
+"""Maximum number of steps that are simulated under the run's scheduling rule."""
 MOST_PIPELINES = 256
 """Maximum number of pipelines (steps times replicas) to simulate under a rule.
 
@@ -156,7 +156,7 @@ class RecordedTimes:
         )
 
     def usual_part(self, iteration: int, replica: int) -> Floats:
-        """Returns the times of ``replica`` in seconds, as if its ranks were as fast as peers."""
+        """Returns the times of ``replica`` in seconds, as if its ranks had the usual speed."""
         part: Floats = self.steps[iteration][replica] / self.rank_factor[replica][:, None]
         return part
 
@@ -326,7 +326,7 @@ def simulated_s(
 
 
 class RuleReplay:
-    """Simulates the last recorded steps under ``adaptive``, the run's own scheduling rule.
+    """Simulates the last recorded steps under ``adaptive``, the run's scheduling rule.
 
     The rule chooses a different order of actions if durations change, so the rule itself is
     simulated. The recorded steps are simulated once. With changed durations, only the affected

@@ -92,7 +92,7 @@ class _Link:
         count: Total number of messages.
         late_ns: ``[late messages]``, travel time in ns minus the link's median travel time.
         rows: ``[late messages]``, index of each message's iteration.
-        reason: Finding of packet loss on the link's machines, which explains the delay.
+        reason: Reason for the delay, which is packet loss on the link's machines.
     """
 
     ends: tuple[int, int]

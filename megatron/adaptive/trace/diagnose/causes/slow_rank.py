@@ -183,7 +183,7 @@ def _last_member(m: Measured, ranks: tuple[int, ...]) -> int | None:
 
 
 def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
-    """Returns the shift of the fastest rank if it is clearly faster than expected, else ``None``.
+    """Returns the shift of the rank that is most clearly faster than expected, or ``None``.
 
     The caller stops comparing other ranks with this rank, because they would all seem slow.
     """
@@ -199,7 +199,7 @@ def _quickest(baselines: RankBaselines, judged: set[int]) -> Shift | None:
 
 
 def _is_real(baselines: RankBaselines, shift: Shift, log_work: Floats) -> bool:
-    """Returns whether a slowdown is visible in every kind of action and in the rank's other times.
+    """Returns whether a slowdown is visible in every kind of action and in the times of the rank.
 
     Otherwise, the slowdown is caused by other ranks or by noise.
     """

@@ -59,7 +59,7 @@ SPIKE_FEWEST = 4
 """Minimum number of spikes to report, because fewer spikes may be random."""
 
 SPIKE_MOST = 0.25
-"""Maximum fraction of a rank's actions that may be spikes. If there are more, they are usual."""
+"""Maximum fraction of a rank's actions that may be spikes. If there are more, they are normal."""
 
 SPIKE_BACKGROUND = 1e-3
 """Assumed number of spikes per action on any rank. This prior counts as one observed spike."""
