@@ -45,7 +45,7 @@ SHARDED = "--bf16 --use-distributed-optimizer"
 
 CORPUS = "data corpus --output-dir corpus --vocab-size 300 --max-bytes 4000 --workers 1".split()
 
-# Number of ranks and flags of the run that loads each checkpoint.
+# Each checkpoint is loaded by a run with this number of ranks and these flags.
 RESUMED = {
     "single": (2, CHUNKS),
     "chunks": (1, ""),

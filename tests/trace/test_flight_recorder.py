@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show which collective hangs and who is late."""
+"""Checks that dumps of torch's flight recorder show which collective hangs and which ranks are late."""
 
 from __future__ import annotations
 

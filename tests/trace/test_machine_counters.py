@@ -1,4 +1,4 @@
-"""Tests for counters of events that keep a process from computing, read from kernel files."""
+"""Tests that events that keep a process from computing are counted with the kernel's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the newest run below the current folder is found, and messages about it."""
+"""Tests that the newest run below the current folder is found and reported."""
 
 from __future__ import annotations
 

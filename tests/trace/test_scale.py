@@ -1,4 +1,4 @@
-"""Checks that damaged numbers or large runs do not need unlimited time or memory.
+"""Checks that reading damaged numbers or large runs takes limited time and memory.
 
 The tests count calls and sizes, which do not depend on the load of the machine.
 """

@@ -1,4 +1,4 @@
-"""Tests for columns of spans: conversion, waits of actions, and sends matched with receives."""
+"""Tests that columns of spans are converted, and that sends are matched with receives."""
 
 from typing import Any
 

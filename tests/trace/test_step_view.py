@@ -1,4 +1,4 @@
-"""Tests which iteration is shown, and the labels of its rows."""
+"""Tests which iteration is shown, and how its rows are labelled."""
 
 from collections.abc import Callable
 from pathlib import Path

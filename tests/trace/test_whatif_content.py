@@ -166,7 +166,7 @@ def test_predictions_are_the_times_of_runs_with_these_settings(
 
 
 def test_dealing_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks the predicted step times if microbatches are distributed with and without the order.
+    """Checks that step times are predicted if microbatches are distributed, even with an order.
 
     A setting in use is not suggested.
     """

@@ -475,7 +475,7 @@ TRIES = 3
 
 _REQUEST = struct.Struct("!q")
 _ANSWER = struct.Struct("!qqq")
-# Value of SO_TIMESTAMPNS in <asm-generic/socket.h>, which Python's socket module does not define.
+# The value is from <asm-generic/socket.h>, because Python's socket module does not define it.
 _SO_TIMESTAMPNS = 35
 _TIMESPEC = struct.Struct("=qq")
 _STAMP_ROOM = 64

@@ -117,8 +117,8 @@ def write_page(
     return notes
 
 
-# JSON escapes of unprintable characters. An additional backslash before each escape makes the page
-# show the escape instead of the character.
+# The pattern matches JSON escapes of unprintable characters. An additional backslash before each
+# escape makes the page show the escape instead of the character.
 _UNPRINTABLE = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u(?:00[01]|00[89]|007(?=f)|061(?=c)|200(?=[ef])|202(?=[89a-e])|206(?=[6-9])).)"
 )
