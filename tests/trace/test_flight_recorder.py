@@ -1,4 +1,4 @@
-"""Checks that dumps of torch's flight recorder show which collective hangs and which ranks are late."""
+"""Checks that torch's flight recorder dumps show which collective hangs and which ranks are late."""
 
 from __future__ import annotations
 
