@@ -1,4 +1,4 @@
-"""Checks that torch's flight recorder dumps show which collective hangs and which ranks are late."""
+"""Checks that dumps of torch's flight recorder show the collective that hangs and late ranks."""
 
 from __future__ import annotations
 

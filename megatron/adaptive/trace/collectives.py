@@ -145,9 +145,9 @@ def join_collectives(run: RunTrace, iterations: Iterable[int]) -> list[JoinedCol
 def _join(
     kind: str, operation: str, groups: Mapping[int, Mapping[int, GroupCollectives]]
 ) -> JoinedCollectives | None:
-    """Joins the times that the members recorded for one operation.
+    """Combines the times that the members of one group recorded for one operation.
 
-    The result is ``None`` if there is no collective with times from all members.
+    The result is ``None`` if no collective has times from all members.
 
     Args:
         kind: Kind of the group.

@@ -189,7 +189,7 @@ def compare_runs(
     after: RunTrace,
     iterations: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
 ) -> Comparison:
-    """Compares two runs with the same pipeline shape.
+    """Returns the changes between two runs with the same pipeline shape.
 
     Args:
         before: Trace of the first run.

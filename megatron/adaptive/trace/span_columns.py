@@ -151,7 +151,7 @@ class TraceTable:
 
     @classmethod
     def concat(cls, tables: Sequence[TraceTable]) -> TraceTable:
-        """Concatenates the rows of several tables."""
+        """Returns a table with the rows of all ``tables``."""
         if len(tables) == 1:
             return tables[0]
         if not tables:
@@ -209,7 +209,7 @@ def wait_before(table: TraceTable) -> Ints:
 
 
 def row_keys(columns: Sequence[Ints]) -> Ints:
-    """Encodes each row as one number, ``[rows] int64``.
+    """Returns a number for each row of ``columns``, ``[rows] int64``.
 
     Equal rows get equal numbers, and the numbers sort in the same order as the rows.
     """

@@ -84,7 +84,7 @@ class Now:
     held_bytes: int = 0
 
     def age_s(self) -> float:
-        """Returns the time since the report in seconds.
+        """Returns the seconds that have passed since the report.
 
         The result is 0 if the clock of the rank's machine is ahead of this machine's clock.
         """

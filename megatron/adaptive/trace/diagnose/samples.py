@@ -205,7 +205,7 @@ class Measured:
 
 
 def measure(run: RunTrace, iterations: Iterable[int] | None = None) -> Measured:
-    """Reads all times from a run's trace that a diagnosis needs.
+    """Reads all times that a diagnosis needs from the trace of ``run``.
 
     Args:
         run: Trace of the run.

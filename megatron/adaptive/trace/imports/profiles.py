@@ -383,7 +383,7 @@ def _number(attributes: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _spans(file: _RankFile) -> Iterator[_Span]:
-    """Yields the OpenTelemetry spans in a file.
+    """Yields the OpenTelemetry spans in ``file``.
 
     The file is JSON of the OpenTelemetry protocol (OTLP) with a batch of spans per line, or output
     of the console exporter. In console output, a span may take several lines, and log lines may
@@ -523,7 +523,7 @@ def _whole(value: Any, limit: int) -> int:
 def _take_events(
     file: _RankFile, data: bytes, tokens: list[bytes], decode: Any, *, is_cut: bool = False
 ) -> None:
-    """Reads the events in one chunk of a file.
+    """Reads the events in ``data``, one chunk of a file.
 
     Args:
         file: File of the rank, to which the events are added.

@@ -361,7 +361,7 @@ class _Table:
         self._microbatch[order] = nth_of_equal([key[order] for key in keys])
 
     def _spans(self, computes: Ints, placement: Placement) -> tuple[Ints, TraceTable]:
-        """Returns the table row of each span, and the spans.
+        """Returns the index of the table row of each span, and the spans.
 
         A received message gets two spans: ``wait`` and ``receive``.
         """

@@ -476,7 +476,7 @@ def _collective_slices(joined: Sequence[JoinedCollectives], rank: int) -> Iterat
 def _kernel_slices(
     run: RunTrace, rank: int, iterations: Sequence[int], spans: Sequence[Span]
 ) -> Iterator[Slice]:
-    """Yields the kernels of a rank whose times were recorded.
+    """Yields the kernels with recorded times of a rank in ``iterations``.
 
     Args:
         run: Trace of the run.

@@ -112,7 +112,7 @@ class View:
 def trace_view(
     *, ending: str, summary: str, name: str = ""
 ) -> Callable[[Callable[..., Any]], View]:
-    """Returns a decorator that turns a function into a view.
+    """Returns a decorator that turns a function into a :class:`View`.
 
     The function takes a :class:`ViewInput` and the :class:`~pathlib.Path` of the file to write. It
     returns a line that describes the file, such as ``iteration 5 drawn``, a list that also contains

@@ -248,7 +248,7 @@ def _without(group: str, values: Sequence[int]) -> Durations:
 
 
 def _ordered_repairs(steps_s: Mapping[tuple[str, str], float], whole: float) -> list[Repair]:
-    """Returns the repairs in descending order of the time saved."""
+    """Returns repairs in descending order of the time saved, given the step times."""
     repairs = [
         Repair(description, flag, step_s, 1 - step_s / whole)
         for (description, flag), step_s in steps_s.items()
@@ -547,7 +547,7 @@ class _Answers:
     def _with_content(
         self, repaired_s: dict[tuple[str, str], float], whole: float, notes: list[str]
     ) -> dict[tuple[str, str], float]:
-        """Adds the step times of a ``Pipeline`` with another order, distribution or partition.
+        """Adds step times of a ``Pipeline`` with another order, distribution or partition.
 
         Args:
             repaired_s: Mean step time in seconds by description and flag of the repair.

@@ -239,7 +239,7 @@ def usual_s(kinds: Sequence[Ints], durations_s: Sequence[Floats]) -> Floats:
 
 
 def read_operations(run: RunTrace, where: Pipelines, iterations: Iterable[int]) -> Operations:
-    """Reads the operations of some iterations from a run's trace.
+    """Reads the operations of ``iterations`` from the trace of ``run``.
 
     Args:
         run: Trace of the run.
@@ -497,7 +497,7 @@ class Graph:
     final_step: Ints
 
     def simulate(self, durations_s: Sequence[Floats]) -> Floats:
-        """Simulates all steps once for each set of durations.
+        """Returns the step times that result from each set of durations.
 
         Args:
             durations_s: Sets of durations, each with the duration of every operation in seconds.

@@ -463,7 +463,7 @@ class RecordedStep:
 
     @property
     def costs_s(self) -> list[float]:
-        """Time of each microbatch over all stages in seconds."""
+        """Total time in seconds that each microbatch takes in all stages."""
         return [float(cost) for cost in self.durations_s.sum(axis=(0, 1))]
 
     def with_microbatches(self, order: Sequence[int]) -> RecordedStep:
@@ -559,7 +559,7 @@ def recorded_replicas(ops: Operations, iteration: int) -> list[tuple[RecordedSte
 def recorded_times(
     parts: Sequence[Operations], work: tuple[float, ...] = ()
 ) -> RecordedTimes | None:
-    """Collects the time that each microbatch took in each stage.
+    """Returns the time that each microbatch took in each stage.
 
     Args:
         parts: Operations of the iterations, with one entry per group of iterations read together.

@@ -44,7 +44,7 @@ _RULES = ("adaptive", "auto")
 def token_repairs(
     run: RunTrace, ops: Operations, whole_s: float, notes: list[str]
 ) -> dict[tuple[str, str], float]:
-    """Simulates a run's last steps with shorter and longer slices.
+    """Returns the times of the run's last steps with shorter and longer slices.
 
     Args:
         run: Trace of the run.
